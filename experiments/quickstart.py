@@ -1,0 +1,257 @@
+"""Trains a byte-level decoder on the sources of Python's standard library.
+
+The shortest whole use of megatrain_jax: a model and a loss as a user would write them, a plan,
+a run whose parameters and optimizer state stay in host memory, and a sample at the end.
+"""
+
+import argparse
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import megatrain_jax as mt
+
+VOCAB_SIZE = 256
+Batch = dict[str, np.ndarray]
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Applies rotary position embeddings to x: [batch, length, heads, head_dim]."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    angles = np.arange(length)[:, None] / 10_000 ** (np.arange(half) / half)
+    sin, cos = (jnp.asarray(f(angles)[:, None], x.dtype) for f in (np.sin, np.cos))
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class Block(nnx.Module):
+    """Pre-norm causal self-attention, then an MLP."""
+
+    def __init__(self, dim: int, num_heads: int, num_layers: int, rngs: nnx.Rngs):
+        """Makes the parameters of one of `num_layers` blocks."""
+        # Outputs start small, so that a deep stack starts close to the identity.
+        small = nnx.initializers.normal(0.5 * (dim * num_layers) ** -0.5)
+        self.num_heads = num_heads
+        self.attention_norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.qkv = nnx.Linear(dim, 3 * dim, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(dim, dim, use_bias=False, kernel_init=small, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.up = nnx.Linear(dim, 4 * dim, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * dim, dim, use_bias=False, kernel_init=small, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x to the same shape: [batch, length, dim]."""
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * self.num_heads, -1), 3, axis=2)
+        mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.out(mixed.reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class Decoder(nnx.Module):
+    """A decoder over bytes."""
+
+    def __init__(self, dim: int, num_heads: int, num_layers: int, rngs: nnx.Rngs):
+        """Makes the parameters of an embedding, the blocks and a head."""
+        self.embedding = nnx.Embed(VOCAB_SIZE, dim, rngs=rngs)
+        self.blocks = nnx.List([Block(dim, num_heads, num_layers, rngs) for _ in range(num_layers)])
+        self.norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.head = nnx.Linear(
+            dim, VOCAB_SIZE, use_bias=False, kernel_init=nnx.initializers.normal(0.01), rngs=rngs
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps tokens [batch, length] to fp32 logits [batch, length, 256]."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).astype(jnp.float32)
+
+
+def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
+    """Returns the mean cross-entropy in nats per byte."""
+    logits = model(batch["inputs"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def read_sources(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes to train on and those of the files held out (one in ten).
+
+    Raises:
+        SystemExit: If this Python comes without its sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    # Tests and what pip installed are left out: not every machine has the same ones.
+    left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    files = sorted(
+        path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts)
+    )
+    if len(files) < 100:
+        raise SystemExit(f"{root} holds only {len(files)} Python files to train on")
+    random.Random(seed).shuffle(files)
+    num_held_out = len(files) // 10
+    texts = [
+        b"".join(path.read_bytes() for path in part)
+        for part in (files[num_held_out:], files[:num_held_out])
+    ]
+    train, held_out = (np.frombuffer(text, np.uint8) for text in texts)
+    print(
+        f"{root}: {len(files)} files, {train.size:,} bytes to train on, {held_out.size:,} held out"
+    )
+    return train, held_out
+
+
+def windows(text: np.ndarray, starts: np.ndarray, length: int) -> Batch:
+    """Cuts one window of `length` bytes at each start; the targets lie one byte further on."""
+    bytes_ = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return {"inputs": bytes_[:, :-1], "targets": bytes_[:, 1:]}
+
+
+def random_batches(text: np.ndarray, batch_size: int, length: int, seed: int) -> Iterator[Batch]:
+    """Draws batches of random windows without end."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield windows(text, rng.integers(0, text.size - length, batch_size), length)
+
+
+def spread_batches(text: np.ndarray, batch_size: int, length: int, num_batches: int) -> list[Batch]:
+    """Cuts windows at even distances over the whole text."""
+    starts = np.linspace(0, text.size - length - 1, batch_size * num_batches, dtype=int)
+    # Each batch reaches over the whole text, so that their losses are alike.
+    return [windows(text, starts[i::num_batches], length) for i in range(num_batches)]
+
+
+def sample(
+    model: Decoder, prompt: bytes, num_bytes: int, length: int, temperature: float, seed: int
+) -> bytes:
+    """Continues the prompt byte by byte, each time from the `length` bytes before it."""
+    graph, state = nnx.split(model)
+    # The trained arrays are on the host; sampling has room for them all on the device.
+    state = jax.device_put(state, jax.devices()[0])
+
+    @jax.jit
+    def next_byte(state: nnx.State, window: jax.Array, last: int, key: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, state)(window[None])[0, last]
+        return jax.random.categorical(key, logits / temperature)
+
+    text = list(prompt)
+    for key in jax.random.split(jax.random.key(seed), num_bytes):
+        # Causal attention never looks at the padding behind the last byte.
+        window = text[-length:]
+        last = len(window) - 1
+        padded = np.array(window + [0] * (length - len(window)), np.int32)
+        text.append(int(next_byte(state, padded, last, key)))
+    return bytes(text)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    model = parser.add_argument_group("the model (the defaults make about 10M parameters)")
+    model.add_argument("--dim", type=int, default=512, help="width")
+    model.add_argument("--layers", type=int, default=3, help="number of blocks")
+    model.add_argument("--heads", type=int, default=8, help="attention heads; they divide --dim")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--steps", type=int, default=240, help="training steps")
+    run.add_argument("--batch-size", type=int, default=8, help="windows in a step")
+    run.add_argument("--seq-len", type=int, default=64, help="bytes in a window")
+    run.add_argument("--learning-rate", type=float, default=2e-3, help="its peak")
+    run.add_argument("--microbatches", type=int, default=1, help="parts a batch is cut into")
+    run.add_argument("--seed", type=int, default=0, help="of parameters, data and sampling")
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--device-budget",
+        type=float,
+        metavar="GIB",
+        help="device memory that parameters and optimizer state may take; without it, the least",
+    )
+    memory.add_argument(
+        "--precision",
+        choices=["auto", "fp32", "bf16"],
+        default="auto",
+        help="dtype of the computation; auto is bf16 except on a CPU",
+    )
+    output = parser.add_argument_group("the output")
+    output.add_argument("--eval-every", type=int, default=80, help="steps between evaluations")
+    output.add_argument("--eval-batches", type=int, default=32, help="held-out batches in each")
+    output.add_argument("--prompt", default="def ", help="what the sample starts with")
+    output.add_argument("--sample-bytes", type=int, default=200, help="how long the sample is")
+    output.add_argument("--temperature", type=float, default=0.7, help="of the sample")
+    output.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder to write")
+    arguments = parser.parse_args()
+    if arguments.dim % (2 * arguments.heads):
+        parser.error("--dim must be a multiple of twice --heads (rotary embeddings turn pairs)")
+    if not arguments.prompt:
+        parser.error("--prompt must not be empty")
+    return arguments
+
+
+def main() -> None:
+    """Plans, trains, samples, and writes the history and its curve."""
+    args = parse_arguments()
+    train, held_out = read_sources(args.seed)
+    on_cpu = jax.default_backend() == "cpu"
+    bf16 = args.precision == "bf16" or (args.precision == "auto" and not on_cpu)
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=args.learning_rate,
+        warmup_steps=args.steps // 20,
+        decay_steps=args.steps,
+        end_value=0.05 * args.learning_rate,
+    )
+    optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    settings = {
+        "microbatches": args.microbatches,
+        "precision": mt.Precision(compute=jnp.bfloat16 if bf16 else jnp.float32),
+        "device_budget": None if args.device_budget is None else int(args.device_budget * 2**30),
+    }
+
+    def build() -> Decoder:
+        return Decoder(args.dim, args.heads, args.layers, nnx.Rngs(args.seed))
+
+    held_out_batches = spread_batches(held_out, args.batch_size, args.seq_len, args.eval_batches)
+    print(mt.plan(build, loss_fn, optimizer, held_out_batches[0], **settings))
+    result = mt.fit(
+        build,
+        loss_fn,
+        random_batches(train, args.batch_size, args.seq_len, args.seed),
+        optimizer,
+        steps=args.steps,
+        seed=args.seed,
+        eval_data=held_out_batches,
+        eval_every=args.eval_every,
+        **settings,
+    )
+
+    history = result.history
+    if not history:
+        raise SystemExit("interrupted before the first step was done")
+    print(f"loss of the first step: {history[0]['loss']:.3f} nats per byte")
+    if "eval_loss" in history[-1]:
+        print(f"loss on held-out files: {history[-1]['eval_loss']:.3f} nats per byte")
+    text = sample(
+        result.model,
+        args.prompt.encode(),
+        args.sample_bytes,
+        args.seq_len,
+        args.temperature,
+        args.seed,
+    )
+    print(f"\n--- a sample ---\n{text.decode(errors='replace')}\n---\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    history.save(args.out / "history.json")
+    history.plot().savefig(args.out / "loss.png", dpi=120)
+    print(f"history: {args.out / 'history.json'}\nloss curve: {args.out / 'loss.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What happened in training: one record a step, saved as JSON and drawn as a curve.
+
+It holds Python floats only, so that keeping it never keeps device memory alive.
+"""
+
+import io
+import json
+import math
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+class History(list[dict[str, Any]]):
+    """A list of dicts, one a step.
+
+    A record has ``"step"`` (counted over the trainer's life, starting at 1), ``"loss"``, the
+    metrics of the loss function, ``"grad_norm"``, ``"seconds"`` (wall-clock time since the record
+    before) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
+    In a notebook it shows its loss curve.
+    """
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the records to `path` as a JSON array; values that are not finite become null."""
+        records = [{name: _json_value(value) for name, value in record.items()} for record in self]
+        Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+
+    def plot(self) -> Figure:
+        """Draws the loss, and the evaluation loss where there is one, over the steps.
+
+        Returns:
+            A Matplotlib figure that belongs to no window: it works without a display, and
+            ``figure.savefig(path)`` writes it.
+        """
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot()
+        for name, marker in (("loss", ""), ("eval_loss", "o")):
+            points = [(record["step"], record[name]) for record in self if name in record]
+            if points:
+                steps, values = zip(*points, strict=True)
+                # A line through one point would be invisible.
+                axes.plot(steps, values, label=name, marker=marker if len(points) > 1 else "o")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        return figure
+
+    def _repr_png_(self) -> bytes | None:
+        if not self:
+            return None
+        buffer = io.BytesIO()
+        self.plot().savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
+def _json_value(value: Any) -> Any:
+    # Python would write the bare word NaN, which is not JSON.
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Where state lives: layouts, the pinned-host pool, the store, the plan."""

@@ -1,0 +1,448 @@
+"""What a run will need, before anything is allocated: memory, transfers, arithmetic.
+
+The figures come from shapes and from the schedule's own records, so a plan for a machine that
+isn't here, or a model that fits none, costs seconds; it prints as a table.
+"""
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Literal, Protocol
+
+import jax
+
+from megatrain_jax.memory import pool
+
+_GIB = 2**30
+_SHOWN_ROWS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One accelerator and its host, as far as a plan is concerned.
+
+    Attributes:
+        name: What the plan calls it.
+        host_bytes: Host memory that training may use; `None` if unknown.
+        device_bytes: Memory of the accelerator; `None` if unknown.
+        link_bytes_per_s: Bytes a second between host and device, each way.
+        flops_per_s: Floating-point operations a second in bfloat16 matrix products.
+        source: Where the two rates come from; vendors' peaks are never reached.
+    """
+
+    name: str
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    link_bytes_per_s: float
+    flops_per_s: float
+    source: str = "given"
+
+
+# Measured with JAX 0.11.2: large copies between pinned host memory and the device, large
+# bfloat16 matrix products. The card reports 143771 MiB.
+H200 = Hardware(
+    name="NVIDIA H200",
+    device_bytes=143771 * 2**20,
+    link_bytes_per_s=53e9,
+    flops_per_s=730e12,
+    source="measured",
+)
+# The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
+# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way.
+# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s.
+A100_80GB = Hardware(
+    name="NVIDIA A100 80GB",
+    device_bytes=80 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=312e12,
+    source="vendor peak",
+)
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s.
+RTX_3080 = Hardware(
+    name="NVIDIA GeForce RTX 3080",
+    device_bytes=10 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=59.5e12,
+    source="vendor peak",
+)
+# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s.
+RTX_4090 = Hardware(
+    name="NVIDIA GeForce RTX 4090",
+    device_bytes=24 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=165.2e12,
+    source="vendor peak",
+)
+
+_BY_DEVICE_KIND = {
+    "NVIDIA H200": H200,
+    "NVIDIA A100-SXM4-80GB": A100_80GB,
+    "NVIDIA A100 80GB PCIe": A100_80GB,
+    "NVIDIA GeForce RTX 3080": RTX_3080,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+}
+
+
+def this_machine() -> Hardware | None:
+    """Looks up the first JAX device among the known cards; starts JAX's backend.
+
+    Returns:
+        The card with this machine's host memory and the device memory that JAX may use here, or
+        `None` for any other device.
+    """
+    device = jax.devices()[0]
+    known = _BY_DEVICE_KIND.get(device.device_kind)
+    if known is None:
+        return None
+    limit = (device.memory_stats() or {}).get("bytes_limit", known.device_bytes)
+    return replace(known, host_bytes=pool.total_bytes(), device_bytes=limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRow:
+    """A run of consecutive parameter groups that are alike.
+
+    Attributes:
+        name: The group's name, or the first and the last one's.
+        count: How many groups the row stands for.
+        num_parameters: Parameters of each of them.
+        host_bytes: State at rest of each of them: master weights and optimizer state.
+        template: The compiled template they share.
+    """
+
+    name: str
+    count: int
+    num_parameters: int
+    host_bytes: int
+    template: int | str
+
+
+class Move(Protocol):
+    """What a plan reads of a schedule's record; records of other ops may have `None` here."""
+
+    @property
+    def op(self) -> Any:
+        """The operation, an enum member; only `FETCH` and `OFFLOAD` count."""
+
+    @property
+    def group(self) -> int | None:
+        """The group that moves."""
+
+    @property
+    def part(self) -> str | None:
+        """The part of it that moves: "P", "O" or "G"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one training run needs, and what bounds its step.
+
+    Attributes:
+        num_parameters: Parameters of the model.
+        groups: Its parameter groups, consecutive equal ones as one row.
+        host_bytes: Host memory of the state at rest.
+        host_peak_bytes: The same with waiting gradients and arrays in flight.
+        device_state_bytes: Most device memory that the schedule gives to state.
+        device_activation_bytes: Estimate of the values that live between stages.
+        bytes_in: Bytes that a step moves to the device.
+        bytes_out: Bytes that a step moves to the host.
+        flops_per_step: Floating-point operations of a step, as `make_plan` counts them.
+        microbatches: Microbatches of a step.
+        update_mode: Whether parameters are updated in the stage's own backward.
+        num_stages: Stages of the forward.
+        num_templates: Templates that are compiled for them.
+        warnings: What could not be done well, in words.
+        hardware: The machine that times and limits refer to.
+    """
+
+    num_parameters: int
+    groups: tuple[GroupRow, ...]
+    host_bytes: int
+    host_peak_bytes: int
+    device_state_bytes: int
+    device_activation_bytes: int
+    bytes_in: int
+    bytes_out: int
+    flops_per_step: int
+    microbatches: int
+    update_mode: Literal["immediate", "deferred"]
+    num_stages: int
+    num_templates: int
+    warnings: tuple[str, ...] = ()
+    hardware: Hardware | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory for state and activations together."""
+        return self.device_state_bytes + self.device_activation_bytes
+
+    @property
+    def seconds_in(self) -> float | None:
+        """Seconds a step's transfers to the device take alone; `None` without hardware."""
+        return self.hardware and self.bytes_in / self.hardware.link_bytes_per_s
+
+    @property
+    def seconds_out(self) -> float | None:
+        """Seconds a step's transfers to the host take alone; `None` without hardware."""
+        return self.hardware and self.bytes_out / self.hardware.link_bytes_per_s
+
+    @property
+    def seconds_compute(self) -> float | None:
+        """Seconds a step's arithmetic takes alone; `None` without hardware."""
+        return self.hardware and self.flops_per_step / self.hardware.flops_per_s
+
+    @property
+    def bound(self) -> Literal["link", "compute", "neither"]:
+        """What a perfectly overlapped step would wait for.
+
+        The link is full duplex, so its slower direction counts. "neither" if that and the
+        arithmetic are within 10% of each other, or no hardware is given.
+        """
+        if self.hardware is None:
+            return "neither"
+        link = max(self.bytes_in, self.bytes_out) / self.hardware.link_bytes_per_s
+        compute = self.flops_per_step / self.hardware.flops_per_s
+        if 0.9 * compute <= link <= 1.1 * compute:
+            return "neither"
+        return "link" if link > compute else "compute"
+
+    @property
+    def fits_host(self) -> bool | None:
+        """Whether the host memory suffices; `None` if it isn't known."""
+        return _fits(self.host_peak_bytes, self.hardware and self.hardware.host_bytes)
+
+    @property
+    def fits_device(self) -> bool | None:
+        """Whether the device memory suffices; `None` if it isn't known."""
+        return _fits(self.device_bytes, self.hardware and self.hardware.device_bytes)
+
+    def __str__(self) -> str:
+        """Returns the plan as a table of plain text."""
+        blocks = [_aligned(_group_cells(self)), _aligned(_total_cells(self))]
+        if self.warnings:
+            blocks.append("\n".join(f"warning: {warning}" for warning in self.warnings))
+        return f"{_title(self)}\n\n" + "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        warnings = "".join(f"<p>warning: {html.escape(text)}</p>" for text in self.warnings)
+        header, *rows = _group_cells(self)
+        return (
+            f"<p>{html.escape(_title(self))}</p>"
+            f"<table>{_html_row(header, 'th')}{''.join(map(_html_row, rows))}</table>"
+            f"<table>{''.join(map(_html_row, _total_cells(self)))}</table>{warnings}"
+        )
+
+
+def make_plan(
+    *,
+    names: Sequence[str],
+    sizes: Sequence[Mapping[str, int]],
+    num_parameters: Sequence[int],
+    templates: Sequence[int | str],
+    stage_flops: Sequence[int],
+    backward: Sequence[bool] | None = None,
+    fused_last: bool = True,
+    microbatches: int = 1,
+    optimizer_flops: int = 0,
+    records: Iterable[Move],
+    deferred: bool,
+    device_state_bytes: int,
+    device_activation_bytes: int,
+    in_flight_bytes: int = 0,
+    num_templates: int,
+    warnings: Iterable[str] = (),
+    hardware: Hardware | None = None,
+) -> Plan:
+    """Builds the plan of a run from what is known of its groups, stages and schedule.
+
+    With `f` the forward operations of a stage for one microbatch and `m` microbatches, a step
+    performs `optimizer_flops + m · sum(c · f)`. The factor `c` is 4 for a stage with a backward:
+    one forward, one more to recompute it, and a backward of twice a forward, as each product of
+    matrices has two factors to differentiate. It is 3 for the last stage if it is fused, since
+    that one's forward runs as part of its backward only, and 1 for a stage without a backward.
+
+    Args:
+        names: The groups' names; like the three arguments that follow, one entry a group.
+        sizes: Bytes of each group's parts: "P" master weights, "O" optimizer state, "G" gradient.
+        num_parameters: Parameters of each group.
+        templates: The template that each group's stage uses.
+        stage_flops: Forward operations of each stage for one microbatch.
+        backward: Which stages have a backward; all of them unless given.
+        fused_last: Whether the last stage's forward runs only within its backward.
+        microbatches: Microbatches of a step.
+        optimizer_flops: Operations of one update of all groups.
+        records: The schedule's records for one steady step.
+        deferred: Whether updates wait for the next step.
+        device_state_bytes: Most device memory that the schedule gives to state.
+        device_activation_bytes: Estimate of the values that live between stages.
+        in_flight_bytes: Host memory for arrays in flight. Gradients that the schedule offloads
+            are added to it here.
+        num_templates: Templates that are compiled.
+        warnings: What could not be done well, in words.
+        hardware: The machine that times and limits refer to.
+
+    Returns:
+        The plan.
+    """
+    bytes_in, bytes_out, waiting = _moved(records, sizes)
+    state = [size["P"] + size["O"] for size in sizes]
+    has_backward = [True] * len(stage_flops) if backward is None else backward
+    factors = [4 if differentiated else 1 for differentiated in has_backward]
+    if fused_last and factors:
+        factors[-1] = 3
+    work = sum(factor * flops for factor, flops in zip(factors, stage_flops, strict=True))
+    return Plan(
+        num_parameters=sum(num_parameters),
+        groups=_fold(names, num_parameters, state, templates),
+        host_bytes=sum(state),
+        host_peak_bytes=sum(state) + sum(sizes[group]["G"] for group in waiting) + in_flight_bytes,
+        device_state_bytes=device_state_bytes,
+        device_activation_bytes=device_activation_bytes,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        flops_per_step=microbatches * work + optimizer_flops,
+        microbatches=microbatches,
+        update_mode="deferred" if deferred else "immediate",
+        num_stages=len(stage_flops),
+        num_templates=num_templates,
+        warnings=tuple(warnings),
+        hardware=hardware,
+    )
+
+
+def _moved(
+    records: Iterable[Move], sizes: Sequence[Mapping[str, int]]
+) -> tuple[int, int, set[int]]:
+    """Returns bytes in, bytes out, and the groups whose gradient goes to the host."""
+    moved, waiting = {"FETCH": 0, "OFFLOAD": 0}, set()
+    for record in records:
+        name, group, part = record.op.name, record.group, record.part
+        if name in moved and group is not None and part is not None:
+            moved[name] += sizes[group][part]
+            if (name, part) == ("OFFLOAD", "G"):
+                waiting.add(group)
+    return moved["FETCH"], moved["OFFLOAD"], waiting
+
+
+def _fold(
+    names: Sequence[str],
+    num_parameters: Sequence[int],
+    state: Sequence[int],
+    templates: Sequence[int | str],
+) -> tuple[GroupRow, ...]:
+    entries = list(zip(names, num_parameters, state, templates, strict=True))
+    rows = []
+    for (count, host_bytes, template), run in groupby(entries, key=lambda entry: entry[1:]):
+        alike = [name for name, *_ in run]
+        rows.append(
+            GroupRow(
+                name=alike[0] if len(alike) == 1 else f"{alike[0]} … {alike[-1]}",
+                count=len(alike),
+                num_parameters=count,
+                host_bytes=host_bytes,
+                template=template,
+            )
+        )
+    return tuple(rows)
+
+
+def _fits(need: int, limit: int | None) -> bool | None:
+    return None if limit is None else need <= limit
+
+
+def _title(plan: Plan) -> str:
+    groups = sum(row.count for row in plan.groups)
+    return (
+        f"{_short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
+        f"from {plan.num_templates} templates; {plan.update_mode} update"
+    )
+
+
+def _group_cells(plan: Plan) -> list[list[str]]:
+    cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
+    for row in plan.groups:
+        cells.append(
+            [
+                row.name,
+                str(row.count),
+                _short(row.num_parameters),
+                _memory(row.host_bytes),
+                _memory(row.count * row.host_bytes),
+                str(row.template),
+            ]
+        )
+    hidden = len(plan.groups) - _SHOWN_ROWS
+    if hidden > 0:
+        middle = 1 + _SHOWN_ROWS // 2
+        count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
+        cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]
+    return cells
+
+
+def _total_cells(plan: Plan) -> list[list[str]]:
+    machine = plan.hardware
+    host, device = machine and machine.host_bytes, machine and machine.device_bytes
+    batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
+    cells = [
+        ["host memory at rest", _memory(plan.host_bytes), ""],
+        ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
+        ["device memory, state", _memory(plan.device_state_bytes), ""],
+        ["device memory, activations", _memory(plan.device_activation_bytes), "estimate"],
+        ["device memory, both", _memory(plan.device_bytes), _verdict(plan.fits_device, device)],
+        ["to the device, a step", _memory(plan.bytes_in), _seconds(plan.seconds_in)],
+        ["to the host, a step", _memory(plan.bytes_out), _seconds(plan.seconds_out)],
+        [
+            f"arithmetic, a step{batches}",
+            _short(plan.flops_per_step, flops=True),
+            _seconds(plan.seconds_compute),
+        ],
+    ]
+    if machine is not None:
+        rates = (
+            f"{machine.link_bytes_per_s / 1e9:g} GB/s each way, "
+            f"{machine.flops_per_s / 1e12:g} TFLOP/s, {machine.source}"
+        )
+        limit = {"link": "the link", "compute": "arithmetic", "neither": "neither: balanced"}
+        cells += [["on", machine.name, rates], ["bound by", limit[plan.bound], ""]]
+    return cells
+
+
+def _verdict(fits: bool | None, limit: int | None) -> str:
+    if fits is None or limit is None:
+        return ""
+    return f"{'fits' if fits else 'DOES NOT FIT'} in {_memory(limit)}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g} s"
+
+
+def _memory(num_bytes: int) -> str:
+    for unit, scale in (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        # Two decimals still show a hundredth, and a large model's table stays in one unit.
+        if num_bytes >= (scale / 100 if scale == _GIB else scale):
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _short(value: int, flops: bool = False) -> str:
+    steps = ("", "K", "M", "G" if flops else "B", "T", "P", "E")
+    size = float(value)
+    while size >= 999.5 and len(steps) > 1:
+        size, steps = size / 1000, steps[1:]
+    return f"{size:.3g} {steps[0]}FLOP" if flops else f"{size:.3g}{steps[0]}"
+
+
+def _aligned(cells: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        first = row[0].ljust(widths[0])
+        middle = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        lines.append("  ".join([first, *middle, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _html_row(cells: Sequence[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,0 +1,278 @@
+"""The pinned-host pool: how much host memory there is, and taking it in one piece.
+
+JAX serves `pinned_host` on GPUs from a pool whose limit must be set before its backend starts,
+and which fragments when it grows on demand; a process that takes too much is killed without a
+message. So the limit is set on import, and the need is checked before anything is allocated.
+"""
+
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine.
+HEAD_ROOM_BYTES = 6 * 2**30
+
+_GIB = 2**30
+# Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
+_UNLIMITED_BYTES = 2**60
+# JAX's pool grows by regions of 2 MiB times a power of two.
+_SMALLEST_REGION_BITS = 21
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CgroupMemory:
+    """One control group's memory: its limit, and what of it can't be reclaimed, in bytes."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """What is known of one device's pool, in bytes: room shown to be there, and room likely."""
+
+    proven_bytes: int = 0
+    likely_bytes: int = 0
+
+
+# The pool belongs to the process and can't be asked for its size, so its size is kept here.
+_pools: dict[object, _Pool] = {}
+
+
+def pinned() -> SingleDeviceSharding:
+    """Returns the sharding of an array that rests in pinned host memory."""
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def device() -> SingleDeviceSharding:
+    """Returns the sharding of an array in the first device's own memory."""
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+
+
+def cgroup_memory(
+    root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP
+) -> tuple[CgroupMemory, ...]:
+    """Finds the finite memory limits of this process's control groups, version 1 and 2.
+
+    Args:
+        root: Where the control groups are mounted.
+        membership: The file that names this process's groups.
+
+    Returns:
+        One entry for each group that has a limit, from the process's own up to the root, as
+        each of them binds. Inside a container the named path may not be visible; then only
+        the root, which is the container's own group, is found.
+    """
+    found = []
+    for line in (_read(membership) or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(parts), -1, -1):
+            group = _group_memory(base.joinpath(*parts[:depth]), *names)
+            found += [] if group is None else [group]
+    return tuple(found)
+
+
+def total_bytes(
+    *,
+    root: Path = _CGROUP_ROOT,
+    membership: Path = _CGROUP_MEMBERSHIP,
+    meminfo: Path = _MEMINFO,
+) -> int | None:
+    """Returns the host memory this process may use in all, in bytes.
+
+    A control group's limit counts even where the kernel reports much less than that: virtual
+    machines that get their memory on demand start with little of it.
+
+    Args:
+        root: Where the control groups are mounted.
+        membership: The file that names this process's groups.
+        meminfo: The kernel's memory table.
+
+    Returns:
+        The tightest limit or the machine's memory; `None` where the system tells neither.
+    """
+    limits = [group.limit_bytes for group in cgroup_memory(root, membership)]
+    total = _meminfo_bytes(meminfo, "MemTotal")
+    if not limits:
+        return total
+    return min(limits) if _grows(total, min(limits)) else min([*limits, total or 0])
+
+
+def available_bytes(
+    *,
+    root: Path = _CGROUP_ROOT,
+    membership: Path = _CGROUP_MEMBERSHIP,
+    meminfo: Path = _MEMINFO,
+) -> int:
+    """Returns the host memory that can still be taken, in bytes.
+
+    Args:
+        root: Where the control groups are mounted.
+        membership: The file that names this process's groups.
+        meminfo: The kernel's memory table.
+
+    Returns:
+        The least of what each control group with a limit has left, not counting file cache
+        that the kernel gives back, and, unless the machine's memory grows on demand, of what
+        the kernel calls available; `sys.maxsize` where the system tells neither.
+    """
+    groups = cgroup_memory(root, membership)
+    left = [group.limit_bytes - group.used_bytes for group in groups]
+    limit = min((group.limit_bytes for group in groups), default=0)
+    available = _meminfo_bytes(meminfo, "MemAvailable")
+    if available is not None and not _grows(_meminfo_bytes(meminfo, "MemTotal"), limit):
+        left.append(available)
+    return max(0, min(left, default=sys.maxsize))
+
+
+def set_limit() -> None:
+    """Lets JAX's pinned-host pool grow to this machine's memory less head room.
+
+    Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
+    """
+    total = total_bytes()
+    if total is not None:
+        limit = max(1, (total - HEAD_ROOM_BYTES) // _GIB)
+        os.environ.setdefault(LIMIT_VARIABLE, str(limit))
+
+
+def reserve(num_bytes: int) -> None:
+    """Makes sure that pinned host memory for `num_bytes` more is there, or says why not.
+
+    On a GPU the pool takes the memory from the system here, in one piece, as one that grows
+    array by array can't be filled; finding the pages takes up to a second per GiB. Room that
+    earlier arrays have left in the pool is used first. On a CPU nothing is taken.
+
+    Args:
+        num_bytes: What the caller is about to allocate there: its state and the arrays it has
+            in flight.
+
+    Raises:
+        MemoryError: If the machine, or the limit of JAX's pool, has less.
+    """
+    where = jax.devices()[0]
+    if where.platform == "cpu":
+        _check(num_bytes, num_bytes)
+        return
+    gc.collect()  # an earlier run's arrays may only be waiting for their cycle to be found
+    pool, in_use = _pools.get(where, _Pool()), _pinned_bytes_in_use()
+    if num_bytes <= pool.proven_bytes - in_use:
+        return
+    growth = 0
+    if num_bytes > pool.likely_bytes - in_use:
+        growth = _region_bytes(num_bytes, pool.likely_bytes)
+        _check(num_bytes, growth)
+    _take(num_bytes)
+    _pools[where] = _Pool(proven_bytes=in_use + num_bytes, likely_bytes=pool.likely_bytes + growth)
+
+
+def _region_bytes(num_bytes: int, pool_bytes: int) -> int:
+    """Returns what the pool will take from the system to serve one piece of this size."""
+    region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
+    total = total_bytes()
+    if total is None:
+        return region
+    # Regions double: the next is as large as all before it together, but stays in the limit.
+    left = max(1, (total - HEAD_ROOM_BYTES) // _GIB) * _GIB - pool_bytes
+    return max(num_bytes, min(max(region, pool_bytes), left))
+
+
+def _check(num_bytes: int, growth: int) -> None:
+    available = available_bytes()
+    if growth <= available:
+        return
+    need = f"Training needs {_gib(num_bytes)} in host memory"
+    if num_bytes > available:
+        raise MemoryError(
+            f"{need}, {_gib(available)} available. Nothing was allocated. Use a smaller model or "
+            "an optimizer with less state (adafactor, lion, mu_dtype=bfloat16), end other "
+            "programs, drop earlier trainers, or give this process or container more memory."
+        )
+    raise MemoryError(
+        f"{need}, and JAX's pool would take {_gib(growth)} to hold that, as it grows by powers "
+        f"of two up to its limit; {_gib(available)} available. Nothing was allocated. Set "
+        f"{LIMIT_VARIABLE}={-(-num_bytes // _GIB)} before Python starts, or end other programs."
+    )
+
+
+def _take(num_bytes: int) -> None:
+    try:
+        # Pages of zeros that were never written cost no memory of their own.
+        piece = jax.device_put(np.zeros(num_bytes, np.uint8), pinned())
+        piece.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(
+            f"Training needs {_gib(num_bytes)} in host memory, more than JAX's pinned-host pool "
+            "may still take. Its limit is fixed when JAX's backend starts, to 64 GiB unless "
+            f"{LIMIT_VARIABLE} says otherwise: import megatrain_jax before the first JAX "
+            f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
+            "Python starts, with room for other pinned arrays."
+        ) from error
+    piece.delete()
+
+
+def _pinned_bytes_in_use() -> int:
+    return sum(
+        array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _grows(total: int | None, limit: int) -> bool:
+    # A machine made to fit its limit reports a little less than it, for the kernel keeps some;
+    # one that reports far less is not at its full size yet.
+    return total is None or total < 0.9 * limit
+
+
+def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> CgroupMemory | None:
+    limit_text, usage_text = _read(folder / limit), _read(folder / usage)
+    if limit_text is None or usage_text is None or limit_text.strip() == "max":
+        return None
+    if int(limit_text) >= _UNLIMITED_BYTES:
+        return None
+    stat = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
+    reclaimable = int(stat.get(cache, 0))
+    return CgroupMemory(
+        limit_bytes=int(limit_text), used_bytes=max(0, int(usage_text) - reclaimable)
+    )
+
+
+def _meminfo_bytes(meminfo: Path, key: str) -> int | None:
+    for line in (_read(meminfo) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return None

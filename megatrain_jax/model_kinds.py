@@ -1,0 +1,299 @@
+"""What NNX modules, Linen modules and plain pytrees each need to be taken apart and called.
+
+One function per kind splits a model into parameters, state that isn't trained, and the static
+rest; all of them also work on tracers, so that a model can be split without being allocated.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.core
+import flax.errors
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from jax.core import Tracer
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What is particular to one kind of model; holds no arrays.
+
+    Attributes:
+        call: (loss_fn, arguments after the model, params tree, variables tree, rng, train) →
+            (what loss_fn returned, new variables tree).
+        rebuild: (params tree, variables tree) → model.
+    """
+
+    call: Callable[..., tuple[Any, Any]]
+    rebuild: Callable[[Any, Any], Any]
+
+
+# A model taken apart: parameters, state that isn't trained, and the form that rejoins them.
+Parts = tuple[Any, Any, Form]
+
+
+def parts_of(model: Any) -> Parts:
+    """Takes an NNX model or a pytree of arrays apart.
+
+    Raises:
+        TypeError: an NNX variable holds something that is no array.
+        ValueError: a pytree holds arrays that can't be trained.
+    """
+    return _nnx_parts(model) if _nnx_modules(model) else _pytree_parts(model)
+
+
+def is_pytree_model(model: Any) -> bool:
+    """Tells a model that holds arrays of its own from a function or an unsupported object."""
+    treedef = jax.tree.structure(model)
+    return not jax.tree_util.treedef_is_leaf(treedef) or _is_array(model)
+
+
+def path_name(path: Path) -> str:
+    """Returns a path as users read it, such as `layers/0/kernel`."""
+    return "/".join(map(str, path))
+
+
+def flatten(tree: Any) -> tuple[tuple[Path, ...], list[Any], Any]:
+    """Returns the paths, the leaves and the structure of a tree of parameters or variables."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    is_nnx = isinstance(tree, nnx.State)
+    paths = tuple(_path(keys, is_nnx=is_nnx) for keys, _ in flat)
+    assert len(set(paths)) == len(paths), "two leaves have one path"
+    return paths, [leaf for _, leaf in flat], treedef
+
+
+def check_same_paths(what: str, expected: Sequence[Path], tree: Any) -> None:
+    """Checks that a call of the loss function left the model's structure as it was.
+
+    Args:
+        what: "parameters" or "variables", for the message.
+        expected: paths before the call.
+        tree: parameters or variables after it.
+
+    Raises:
+        ValueError: some were added or removed.
+    """
+    found = flatten(tree)[0]
+    added = [path_name(path) for path in found if path not in set(expected)]
+    removed = [path_name(path) for path in expected if path not in set(found)]
+    changes = [
+        f"{verb} {', '.join(names)}"
+        for verb, names in (("added", added), ("removed", removed))
+        if names
+    ]
+    if changes:
+        raise ValueError(
+            f"Calling loss_fn changed which {what} the model holds: {'; '.join(changes)}. Every "
+            "step needs the same ones: create them when the model is built, or use "
+            "nnx.Intermediate for values that are only passed out."
+        )
+    assert found == tuple(expected), f"the {what} changed their order"
+
+
+def _path(keys: Sequence[Any], *, is_nnx: bool = False) -> Path:
+    # An nnx.State has one more level for the value inside each variable, which names nothing.
+    return tuple(
+        _component(key)
+        for key in keys
+        if not (is_nnx and isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")
+    )
+
+
+def _component(key: Any) -> str | int:
+    if isinstance(key, jax.tree_util.SequenceKey):
+        return key.idx
+    name = key.name if isinstance(key, jax.tree_util.GetAttrKey) else getattr(key, "key", key)
+    return name if isinstance(name, int) else str(name)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    # NumPy scalars count because Equinox's is_inexact_array counts them.
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
+        leaf.dtype, jnp.inexact
+    )
+
+
+def _nnx_modules(model: Any) -> list[nnx.Module]:
+    leaves = jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, nnx.Module))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+
+
+def _nnx_parts(model: Any) -> Parts:
+    # Sown values of an earlier call are results, not state. They go from a copy of the graph
+    # that shares its arrays, so the user's own model keeps them.
+    model = nnx.merge(*nnx.split(model))
+    nnx.pop(model, nnx.Intermediate)
+    _mark_traced_arrays(model)
+    graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+    _check_static(graphdef)
+    _check_values(params)
+    _check_values(variables)
+    param_paths = flatten(params)[0]
+
+    def call(
+        loss_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        train: bool,
+    ) -> tuple[Any, Any]:
+        # Without a copy the variables belong to an outer trace and refuse to be changed.
+        model = nnx.merge(graphdef, params, variables, copy=True)
+        if not train:
+            for module in _nnx_modules(model):
+                module.eval()
+        result = loss_fn(model, *args)
+        _, after, _, changed = nnx.split(model, nnx.Param, nnx.Intermediate, ...)
+        check_same_paths("parameters", param_paths, after)
+        return result, changed
+
+    def rebuild(params: Any, variables: Any) -> Any:
+        return nnx.merge(graphdef, params, variables)
+
+    return params, variables, Form(call=call, rebuild=rebuild)
+
+
+def _mark_traced_arrays(model: Any) -> None:
+    """Makes arrays that are plain attributes state, as they are in a model built eagerly.
+
+    NNX recognises arrays by their type, and so takes a tracer for a static attribute.
+    """
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, Tracer):
+                    setattr(node, name, nnx.data(value))
+
+
+def _check_static(graphdef: nnx.GraphDef) -> None:
+    # Flax refuses this when a model is built eagerly, but not while it is traced.
+    for name, attribute in graphdef.attributes:
+        held = jax.tree.leaves(getattr(attribute, "value", None))
+        if any(isinstance(leaf, Tracer) for leaf in held):
+            raise ValueError(
+                f"The model's attribute {name!r} is a plain container that holds arrays, which "
+                "NNX takes for static; make it an nnx.List or nnx.Dict, or wrap it in nnx.data."
+            )
+
+
+def _check_values(state: nnx.State) -> None:
+    paths, leaves, _ = flatten(state)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(
+                f"The model's variable {path_name(path)} holds a {type(leaf).__qualname__}, "
+                "which is no array; keep it as a plain attribute."
+            )
+
+
+def linen_parts(
+    module: linen.Module, loss_fn: Callable[..., Any], key: jax.Array, args: tuple[Any, ...]
+) -> Parts:
+    """Initialises a Linen module by calling the loss function with it, and takes it apart.
+
+    Args:
+        module: the module, without arrays.
+        loss_fn: called with the module, bound to the variables it creates.
+        key: gives the values that `module.init(key, ...)` gives.
+        args: what loss_fn gets after the model.
+    """
+    initialise = linen.init(loss_fn, module, mutable=True)
+    collections = _plain(initialise(key, *args))
+    params = collections.pop("params", {})
+    state = {
+        name: tree
+        for name, tree in collections.items()
+        if name != "intermediates" and _is_linen_state(module, loss_fn, name, key, args)
+    }
+    names = tuple(state)
+
+    def call(
+        loss_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        train: bool,
+    ) -> tuple[Any, Any]:
+        apply = linen.apply(loss_fn, module, mutable=flax.core.DenyList("params"))
+        # Linen draws from "params" whatever stream a module names, if that one isn't given.
+        result, changed = apply({"params": params, **variables}, *args, rngs={"params": rng})
+        changed = _plain(changed)
+        return result, {name: changed.get(name, {}) for name in names}
+
+    def rebuild(params: Any, variables: Any) -> Any:
+        return module.bind({"params": params, **variables})
+
+    return params, state, Form(call=call, rebuild=rebuild)
+
+
+def _is_linen_state(
+    module: linen.Module,
+    loss_fn: Callable[..., Any],
+    collection: str,
+    key: jax.Array,
+    args: tuple[Any, ...],
+) -> bool:
+    """Tells variables that a module keeps from values that it only sows.
+
+    Sown values must not be handed to the next step, where they would pile up. Flax stores both
+    alike, but a module can do without a collection that it only sows into.
+    """
+    without = linen.init(loss_fn, module, mutable=flax.core.DenyList([collection]))
+    try:
+        jax.eval_shape(without, key, *args)
+    except flax.errors.FlaxError:
+        return True
+    except Exception:
+        # No module missed it; loss_fn itself did, which reads what was sown.
+        return False
+    return False
+
+
+def _plain(variables: Any) -> dict[str, Any]:
+    return flax.core.unfreeze(linen.meta.unbox(variables))
+
+
+def _pytree_parts(model: Any) -> Parts:
+    flat, treedef = jax.tree_util.tree_flatten_with_path(model)
+    trained = tuple(_is_inexact(leaf) for _, leaf in flat)
+    others = [
+        f"{path_name(_path(keys))} ({leaf.dtype})"
+        for (keys, leaf), is_trained in zip(flat, trained, strict=True)
+        if _is_array(leaf) and not is_trained
+    ]
+    if others:
+        raise ValueError(
+            f"The model has integer parameters, which can't be trained: {', '.join(others)}. "
+            "Every array in a pytree model is a parameter; make these static fields or Python "
+            "numbers, or compute them in loss_fn."
+        )
+    static = tuple(None if t else leaf for (_, leaf), t in zip(flat, trained, strict=True))
+
+    def rebuild(params: Any, variables: Any) -> Any:
+        arrays = iter(jax.tree.leaves(params))
+        pairs = zip(trained, static, strict=True)
+        return jax.tree.unflatten(treedef, [next(arrays) if t else s for t, s in pairs])
+
+    def call(
+        loss_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        params: Any,
+        variables: Any,
+        rng: jax.Array,
+        train: bool,
+    ) -> tuple[Any, Any]:
+        return loss_fn(rebuild(params, variables), *args), variables
+
+    leaves = [leaf if t else None for (_, leaf), t in zip(flat, trained, strict=True)]
+    return jax.tree.unflatten(treedef, leaves), (), Form(call=call, rebuild=rebuild)

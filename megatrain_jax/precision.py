@@ -1,0 +1,44 @@
+"""Which dtype the parameters live in on the host and which one the model computes in.
+
+One small record, because master copies and compute copies are chosen together.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of one run.
+
+    Attributes:
+        master: dtype of the parameters that the optimizer updates and the host keeps.
+        compute: dtype that parameters are cast to before the model sees them.
+
+    Raises:
+        ValueError: a dtype is no real floating-point dtype, or is one of 64 bits while JAX
+            has 64-bit types switched off.
+    """
+
+    master: DTypeLike = jnp.float32
+    compute: DTypeLike = jnp.bfloat16
+
+    def __post_init__(self) -> None:
+        """Checks both dtypes and stores them in their canonical form."""
+        for name in ("master", "compute"):
+            given = getattr(self, name)
+            try:
+                dtype = jnp.dtype(given)
+            except TypeError as error:
+                raise ValueError(f"Precision({name}={given!r}) is no dtype.") from error
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"Precision({name}={dtype.name}) must be a real floating dtype.")
+            if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"Precision({name}={dtype.name}) needs 64-bit types, which JAX has switched "
+                    "off; set jax_enable_x64 or choose a smaller dtype."
+                )
+            object.__setattr__(self, name, dtype)

@@ -1,0 +1,1 @@
+"""What to compute: traced equations, stages and templates, without any arrays."""

@@ -1,0 +1,143 @@
+"""Floating-point operations of a jaxpr, counted from its equations.
+
+The plan compares arithmetic with transfers before anything is compiled, so the count can't
+come from a compiler: it is read off shapes, and works for models no machine here could hold.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow lgamma
+    log log1p logistic max min mul neg nextafter polygamma pow regularized_incomplete_beta rem
+    round rsqrt sign sin sinh sqrt square sub tan tanh zeta
+    """.split()
+)
+
+_REDUCTIONS = frozenset(
+    """
+    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
+    reduce_sum
+    """.split()
+)
+
+
+def count_flops(jaxpr: Any) -> int:
+    """Counts the floating-point operations that one evaluation of a jaxpr performs.
+
+    A multiplication and an addition are two operations. Matrix products and convolutions count
+    in full, elementwise operations one per output element, reductions and running sums one per
+    input element, an FFT of length `n` 5·n·log2(n); moving, comparing, converting and integer
+    arithmetic count nothing. Inner jaxprs count where they are called: a `scan` body times its
+    length, the most expensive branch of a `cond`, and the body and the condition of a `while`
+    *once*, as its trip count isn't known; with a `while` the result is a lower bound. So it is
+    for opaque kernels and for dense factorisations, which count nothing.
+
+    Args:
+        jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`, as `jax.make_jaxpr` returns it.
+
+    Returns:
+        The number of operations on floating or complex numbers.
+    """
+    # From JAX 0.11 closed and open jaxprs are one class, whose `.jaxpr` is itself.
+    return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _equation_flops(eqn: Any) -> int:
+    name = eqn.primitive.name
+    if name in _SPECIAL:
+        return _SPECIAL[name](eqn)
+    if name in _ELEMENTWISE:
+        return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
+    if name in _REDUCTIONS:
+        return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
+    return sum(count_flops(inner) for inner in _inner_jaxprs(eqn))
+
+
+def _inner_jaxprs(eqn: Any) -> list[Any]:
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
+                found.append(item)
+    return found
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def _is_inexact(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _dot_general(eqn: Any) -> int:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[axis] for axis in contracting)
+
+
+def _ragged_dot(eqn: Any) -> int:
+    # Every row of the left operand meets at most one of the right operand's matrices, along
+    # the contracted axes; with a ragged contracted axis the groups split that same work.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracting), (_, batch) = numbers.dot_dimension_numbers
+    taken = {*contracting, *batch, *numbers.rhs_group_dimensions}
+    shape = eqn.invars[1].aval.shape
+    free = math.prod(size for axis, size in enumerate(shape) if axis not in taken)
+    return 2 * _size(eqn.invars[0]) * free
+
+
+def _conv_general_dilated(eqn: Any) -> int:
+    # The kernel's own input axis is already features / groups. A dilated input (the gradient of
+    # a strided convolution) is mostly inserted zeros, which nobody should be credited for.
+    kernel = eqn.invars[1].aval.shape
+    per_output = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * _size(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
+
+
+def _reduce_window(eqn: Any) -> int:
+    return _size(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
+
+
+def _scatter(eqn: Any) -> int:
+    return _size(eqn.invars[2]) if _is_inexact(eqn.invars[2]) else 0
+
+
+def _fft(eqn: Any) -> int:
+    # The usual count for a Cooley-Tukey transform; real ones do half of it.
+    lengths = eqn.params["fft_lengths"]
+    is_complex = all(jnp.iscomplexobj(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    points = max(_size(eqn.invars[0]), _size(eqn.outvars[0]))
+    return int(5 * points * math.log2(max(2, math.prod(lengths)))) // (1 if is_complex else 2)
+
+
+def _scan(eqn: Any) -> int:
+    return eqn.params["length"] * count_flops(eqn.params["jaxpr"])
+
+
+def _cond(eqn: Any) -> int:
+    return max(count_flops(branch) for branch in eqn.params["branches"])
+
+
+_SPECIAL: dict[str, Callable[[Any], int]] = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _conv_general_dilated,
+    "reduce_window_sum": _reduce_window,
+    "reduce_window_max": _reduce_window,
+    "reduce_window_min": _reduce_window,
+    "scatter": lambda eqn: 0,
+    "scatter-add": _scatter,
+    "scatter-mul": _scatter,
+    "fft": _fft,
+    "scan": _scan,
+    "cond": _cond,
+}

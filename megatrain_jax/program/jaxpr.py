@@ -1,0 +1,261 @@
+"""Everything that touches the form of a jaxpr: tracing, rebinding, slicing, comparing.
+
+Kept in one module because jaxprs change between JAX versions (from 0.11 a closed jaxpr is a jaxpr
+and `scan` has other parameters) while the rest of the package should not notice.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.interpreters import partial_eval
+
+Jaxpr = jex.Jaxpr
+Var = jex.Var
+Literal = jex.Literal
+CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A traced function: an open jaxpr, the values of its constants, and the tree of its outputs."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    out_tree: Any
+
+
+def trace(fn: Callable, *args: Any) -> Traced:
+    """Traces `fn` on `args` (trees of arrays or ShapeDtypeStructs) without running it."""
+    out_tree = None
+
+    def flat(*flat_args):
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(in_tree, flat_args)))
+        return out
+
+    leaves, in_tree = jax.tree.flatten(args)
+    closed = jax.make_jaxpr(flat)(*leaves)
+    return Traced(jaxpr=opened(closed), consts=tuple(map(host_constant, closed.consts)), out_tree=out_tree)
+
+
+def host_constant(value: Any) -> Any:
+    """A constant as a numpy array, so that baking it into a program moves nothing implicitly."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
+        return np.asarray(jax.device_get(value))
+    return value
+
+
+def opened(jaxpr: Any) -> Any:
+    """The open form of a jaxpr that may be closed."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> Sequence[Any]:
+    """The constants a possibly closed jaxpr carries."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an equation's operand is a literal."""
+    return isinstance(atom, Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The operands that are variables, in order, with repetitions."""
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def num_elements(aval: Any) -> int:
+    """Elements of an abstract value."""
+    return int(np.prod(getattr(aval, "shape", ()), dtype=np.int64))
+
+
+def num_bytes(aval: Any) -> int:
+    """Bytes of an abstract value; typed PRNG keys count as two words."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    itemsize = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+    return num_elements(aval) * itemsize
+
+
+def is_float(aval: Any) -> bool:
+    """Whether an abstract value can carry a cotangent."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an abstract value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Applies an equation's primitive to other operands; always a list."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Number of constants and of carried values of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"]
+    return len(jax.tree.leaves(consts, is_leaf=_is_none)), len(
+        jax.tree.leaves(carry, is_leaf=_is_none)
+    )
+
+
+def _is_none(x):
+    return x is None
+
+
+def without_dead_code(traced: Traced) -> Traced:
+    """Drops equations that no output needs; keeps all inputs."""
+    jaxpr, _ = partial_eval.dce_jaxpr(
+        traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True
+    )
+    # Constants may come back as constvars in the same order, or be dropped.
+    if len(jaxpr.constvars) == len(traced.consts):
+        return dataclasses.replace(traced, jaxpr=jaxpr)
+    by_var = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    return dataclasses.replace(
+        traced, jaxpr=jaxpr, consts=tuple(by_var[v] for v in jaxpr.constvars)
+    )
+
+
+def sub_jaxpr(jaxpr: Any, eqns: Sequence, constvars: Sequence, invars: Sequence, outvars: Sequence):
+    """A jaxpr made of some equations of another."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    return jaxpr.replace(
+        constvars=list(constvars),
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=effects,
+    )
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates an open jaxpr, also under a transformation."""
+    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def structural_key(jaxpr: Any, consts: Sequence[Any] = (), *, with_outputs: bool = True) -> Hashable:
+    """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
+
+    Variables are numbered, literals and constants compared by their bytes, parameters recursively,
+    names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
+    """
+    return _jaxpr_key(jaxpr, consts, with_outputs, rules=True)
+
+
+def _jaxpr_key(jaxpr, consts, with_outputs, rules):
+    numbers: dict[Any, int] = {}
+
+    def define(v):
+        numbers[v] = len(numbers)
+        return _aval_key(v.aval)
+
+    def read(a):
+        return _value_key(a.val) + (str(a.aval),) if isinstance(a, Literal) else numbers[a]
+
+    head = tuple(
+        (define(v), _value_key(c)) for v, c in zip(jaxpr.constvars, consts, strict=False)
+    ) + tuple(define(v) for v in jaxpr.constvars[len(consts) :])
+    head += ("|", *(define(v) for v in jaxpr.invars))
+    body = []
+    for eqn in jaxpr.eqns:
+        ins = tuple(read(a) for a in eqn.invars)
+        outs = tuple(define(v) for v in eqn.outvars)
+        body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs))
+    tail = tuple(read(a) for a in jaxpr.outvars) if with_outputs else ()
+    return (head, tuple(body), tail)
+
+
+def variable_numbers(jaxpr: Any) -> dict[Any, int]:
+    """The number `structural_key` gives to each variable."""
+    numbers: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars, *(o for e in jaxpr.eqns for o in e.outvars)):
+        numbers[v] = len(numbers)
+    return numbers
+
+
+def _aval_key(aval):
+    return (getattr(aval, "shape", None), str(getattr(aval, "dtype", aval)), getattr(aval, "weak_type", False))
+
+
+def _value_key(value):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
+    array = np.asarray(value)
+    raw = array.tobytes()
+    return (array.shape, str(array.dtype), raw if len(raw) <= 64 else hashlib.sha256(raw).digest())
+
+
+def _params_key(eqn, rules):
+    params = eqn.params
+    if eqn.primitive.name in CUSTOM_RULES:
+        inner = params["call_jaxpr"]
+        key = _jaxpr_key(opened(inner), constants(inner), True, rules)
+        # A rule may call its own function, so only the first derivative is compared.
+        return (key, _vjp_key(eqn)) if rules else key
+    skipped = ("name",) if "jaxpr" in params else ()
+    return tuple((k, _param_key(v, rules)) for k, v in sorted(params.items()) if k not in skipped)
+
+
+def _param_key(value, rules):
+    if hasattr(value, "eqns"):
+        return _jaxpr_key(opened(value), constants(value), True, rules)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(_param_key(v, rules) for v in value))
+    if isinstance(value, dict):
+        return tuple((k, _param_key(v, rules)) for k, v in sorted(value.items(), key=str))
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return _value_key(value)
+    if callable(value) and not isinstance(value, type):
+        return ("callable", id(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value).__name__, value)
+
+
+def _vjp_key(eqn):
+    """The key of the VJP of one equation: what tells two custom derivative rules apart."""
+    is_diff = [is_float(v.aval) for v in eqn.invars]
+    keep = [is_float(v.aval) for v in eqn.outvars]
+
+    def vjp(diff, others, cotangents):
+        diff_out, pull = jax.vjp(lambda *d: _floats(bind(eqn, merge(is_diff, d, others)), keep), *diff)
+        return diff_out, pull(cotangents)
+
+    diff, others = split(is_diff, [shape_of(v.aval) for v in eqn.invars])
+    cotangents = [shape_of(v.aval) for v, k in zip(eqn.outvars, keep, strict=True) if k]
+    traced = trace(vjp, diff, others, cotangents)
+    return _jaxpr_key(traced.jaxpr, traced.consts, True, rules=False)
+
+
+def _floats(values, keep):
+    return [v for v, k in zip(values, keep, strict=True) if k]
+
+
+def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:
+    """Values where the mask holds, and the others."""
+    yes = [v for m, v in zip(mask, values, strict=True) if m]
+    return yes, [v for m, v in zip(mask, values, strict=True) if not m]
+
+
+def merge(mask: Sequence[bool], yes: Sequence, no: Sequence) -> list:
+    """Undoes `split`."""
+    yes_iter, no_iter = iter(yes), iter(no)
+    return [next(yes_iter) if m else next(no_iter) for m in mask]

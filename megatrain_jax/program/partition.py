@@ -1,0 +1,290 @@
+"""Cuts a traced loss into stages at the model's blocks.
+
+An equation depends on parameters, on data (batch, state, randomness), on both, or on neither.
+Those that depend on both are walked in order and cut between runs of reads of one block; those
+that depend on parameters only, or on nothing, are repeated in every stage that needs them; those
+that depend on data only run once, in the prologue, unless a single stage uses a large result.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import Leaf, Path, common_prefix, power
+
+SMALL = 1024  # elements: data-only values up to this size are computed once, before the stages
+CONST, PARAM, DATA, MAIN = range(4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A stretch of equations that become one stage.
+
+    Attributes:
+        name: What the stage is called.
+        keys: Blocks it reads; empty for a stage of parameters outside blocks.
+        first: Position of its first read among the main equations.
+        last: Position of its last read.
+    """
+
+    name: str
+    keys: frozenset[Path]
+    first: int
+    last: int
+
+
+class Dataflow:
+    """What each variable of a flat jaxpr depends on."""
+
+    def __init__(self, jaxpr: Any, leaves: Sequence[Leaf]):
+        """Classifies the equations of `jaxpr`, whose first inputs are `leaves`."""
+        self.jaxpr, self.leaves = jaxpr, leaves
+        self.reads: dict[Any, frozenset[int]] = {}
+        self.kind: dict[Any, int] = {v: CONST for v in jaxpr.constvars}
+        self.producer: dict[Any, int] = {}
+        self.eqn_kind: list[int] = []
+        self.floating: dict[int, frozenset[int]] = {}
+        for i, v in enumerate(jaxpr.invars):
+            is_leaf = i < len(leaves)
+            self.kind[v] = PARAM if is_leaf else DATA
+            if is_leaf:
+                self.reads[v] = frozenset((i,))
+        for i, eqn in enumerate(jaxpr.eqns):
+            self._classify(i, eqn)
+
+    def _classify(self, i, eqn):
+        ins = jx.variables(eqn.invars)
+        kinds = {self.kind[v] for v in ins}
+        kind = MAIN if MAIN in kinds or {PARAM, DATA} <= kinds else max(kinds, default=CONST)
+        reads = frozenset().union(*(self.reads.get(v, ()) for v in ins))
+        if kind == PARAM and self._is_regulariser(eqn, ins, reads):
+            # A scalar made of one block's parameters (an L2 term) is a value of that block's stage.
+            kind, self.floating[i] = MAIN, reads
+        self.eqn_kind.append(kind)
+        for v in eqn.outvars:
+            self.kind[v], self.producer[v] = kind, i
+            if kind == PARAM:
+                self.reads[v] = reads
+
+    def _is_regulariser(self, eqn, ins, reads):
+        owners = {self.leaves[i].block or i for i in reads}
+        return (
+            len(owners) == 1
+            and all(jx.num_elements(v.aval) == 1 for v in eqn.outvars)
+            and any(jx.num_elements(v.aval) > 1 for v in ins)
+        )
+
+    def read_by(self, i: int) -> frozenset[int]:
+        """The leaves that main equation `i` reads."""
+        ins = jx.variables(self.jaxpr.eqns[i].invars)
+        return frozenset().union(*(self.reads.get(v, ()) for v in ins))
+
+
+def find_runs(flow: Dataflow) -> list[Run]:
+    """Lists the stages as stretches of reads, in forward order."""
+    main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
+    events = [(p, flow.read_by(i)) for p, i in enumerate(main) if i not in flow.floating]
+    events = [(p, reads) for p, reads in events if reads]
+    loops = _loops(flow.leaves, events)
+    runs: list[Run] = []
+    history: list[list[int]] = []
+    for p, reads in events:
+        keys = frozenset(k for i in reads if (k := loops.get(i, flow.leaves[i].block)) is not None)
+        own = sorted(i for i in reads if i in loops or flow.leaves[i].block is not None)
+        if not keys:
+            continue
+        if runs and runs[-1].keys == keys:
+            runs[-1] = dataclasses.replace(runs[-1], last=p)
+            history[-1] += [(p, i) for i in own]
+        else:
+            runs.append(Run(name="", keys=keys, first=p, last=p))
+            history.append([(p, i) for i in own])
+    runs = [r for run, reads in zip(runs, history, strict=True) for r in _passes(run, reads)]
+    return _named(_with_rest(flow, events, runs, loops), flow.leaves)
+
+
+def _loops(leaves: Sequence[Leaf], events) -> dict[int, Path]:
+    """Leaves of modules outside blocks that are applied several times in a row, with their module."""
+    order = [(p, i) for p, reads in events for i in sorted(reads)]
+    rest = sorted({i for _, i in order if leaves[i].block is None})
+    found: dict[int, Path] = {}
+    prefixes = {leaves[i].path[:d] for i in rest for d in range(1, len(leaves[i].path))}
+    for prefix in sorted(prefixes, key=lambda p: (len(p), tuple(map(str, p)))):
+        own = [(p, i) for p, i in order if leaves[i].path[: len(prefix)] == prefix]
+        ids = {i for _, i in own}
+        if len(ids) < 2 or ids & found.keys() or any(leaves[i].block is not None for i in ids):
+            continue
+        inside = [i for p, i in order if own[0][0] <= p <= own[-1][0]]
+        alone = all(leaves[i].block is None for i in inside)
+        if alone and power([i for _, i in own]) > 1:
+            found.update((i, prefix) for i in ids)
+    return found
+
+
+def _passes(run: Run, reads: list[tuple[int, int]]) -> list[Run]:
+    """Splits a run in which the same reads repeat: one block's weights applied several times."""
+    times = power([i for _, i in reads]) if len({i for _, i in reads}) > 1 else 1
+    size = len(reads) // times
+    if len(run.keys) > 1 or times == 1:
+        return [run]
+    chunks = [reads[k * size : (k + 1) * size] for k in range(times)]
+    if any(a[-1][0] >= b[0][0] for a, b in zip(chunks, chunks[1:], strict=False)):
+        return [run]
+    return [dataclasses.replace(run, first=c[0][0], last=c[-1][0]) for c in chunks]
+
+
+def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
+    """Adds the stages of parameters outside blocks: before, after, and alone between blocks."""
+    rest = [
+        (p, i) for p, reads in events for i in sorted(reads)
+        if flow.leaves[i].block is None and i not in loops
+    ]  # fmt: skip
+    if not runs:
+        return [Run(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
+    gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before run k) or -1 inside a run
+    positions: dict[int, list[int]] = defaultdict(list)
+    for p, i in rest:
+        k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
+        inside = k < len(runs) and p >= runs[k].first
+        gaps[i].add(-1 if inside else k)
+    for p, i in rest:
+        k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
+        if not (k < len(runs) and p >= runs[k].first) and (
+            k in (0, len(runs)) or gaps[i] == {k}
+        ):
+            positions[k].append(p)
+    out = []
+    for k in range(len(runs) + 1):
+        if positions[k]:
+            out.append(
+                Run(name="", keys=frozenset(), first=min(positions[k]), last=max(positions[k]))
+            )
+        out += runs[k : k + 1]
+    return out
+
+
+def _named(runs: list[Run], leaves) -> list[Run]:
+    seen: dict[frozenset, int] = defaultdict(int)
+    named = []
+    blocks = [k for k, run in enumerate(runs) if run.keys]
+    for k, run in enumerate(runs):
+        if run.name:
+            named.append(run)
+            continue
+        if not run.keys:
+            name = "embedding" if k < blocks[0] else "head" if k > blocks[-1] else f"between {k}"
+        else:
+            name = " + ".join(".".join(map(str, key)) for key in sorted(run.keys, key=str))
+            seen[run.keys] += 1
+            if seen[run.keys] > 1:
+                name += f" (pass {seen[run.keys]})"
+        named.append(dataclasses.replace(run, name=name))
+    return named
+
+
+def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
+    """The stage of each main equation: cuts where the fewest bytes are alive."""
+    jaxpr = flow.jaxpr
+    main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
+    position = {i: p for p, i in enumerate(main)}
+    starts = _starts(flow, runs, main, position)
+    stage_of: dict[int, int] = {}
+    first_use: dict[int, int] = {}
+    for p, i in enumerate(main):
+        if i not in flow.floating:
+            s = int(np.searchsorted(starts, p, side="right")) - 1
+            for leaf in flow.read_by(i):
+                first_use.setdefault(leaf, s)
+    for p, i in enumerate(main):
+        if i in flow.floating:
+            uses = [first_use[leaf] for leaf in flow.floating[i] if leaf in first_use]
+            home = min(uses) if uses else int(np.searchsorted(starts, p, side="right")) - 1
+        else:
+            home = int(np.searchsorted(starts, p, side="right")) - 1
+        sources = [
+            stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
+            if flow.kind[v] == MAIN
+        ]  # fmt: skip
+        stage_of[i] = max([home, *sources])
+    return _postponed(flow, main, stage_of, len(runs) - 1)
+
+
+def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
+    """Moves what depends on no data (sums of regularisers) to where it is first used."""
+    data = set(flow.jaxpr.invars[len(flow.leaves) :])
+    for eqn in flow.jaxpr.eqns:
+        if any(v in data for v in jx.variables(eqn.invars)):
+            data.update(eqn.outvars)
+    uses: dict[Any, int] = {}
+    moved = dict(stage_of)
+    for i in reversed(main):
+        eqn = flow.jaxpr.eqns[i]
+        if i not in flow.floating and not any(v in data for v in eqn.outvars):
+            moved[i] = min(uses.get(v, last) for v in eqn.outvars)
+        for v in jx.variables(eqn.invars):
+            uses[v] = min(uses.get(v, last), moved[i])
+    return moved
+
+
+def _starts(flow, runs: list[Run], main: list[int], position: dict[int, int]) -> list[int]:
+    """The first main equation of each stage."""
+    alive = _live_bytes(flow, main, position)
+    tied: list[list[int]] = []
+    starts = [0]
+    for before, after in zip(runs, runs[1:], strict=False):
+        gap = range(before.last + 1, after.first + 1)
+        fewest = min(alive[p] for p in gap)
+        tied.append([p for p in gap if alive[p] == fewest])
+        # Of equal cuts the one after which the next run takes the least, then the earliest.
+        taken = {p: _taken_bytes(flow, main, position, p, after) for p in tied[-1]}
+        starts.append(min(tied[-1], key=lambda p: (taken[p], p)))
+    # Like blocks begin alike, if that costs nothing: at the most common distance to their reads.
+    cores = [tuple(_row(flow, i) for i in main[run.first : run.last + 1]) for run in runs]
+    ahead: dict[tuple, Counter] = defaultdict(Counter)
+    for core, run, start in zip(cores, runs, starts, strict=True):
+        ahead[core][run.first - start] += 1
+    for k, run in enumerate(runs[1:], 1):
+        wish = run.first - ahead[cores[k]].most_common(1)[0][0]
+        if wish in tied[k - 1]:
+            starts[k] = wish
+    return starts
+
+
+def _row(flow, i: int) -> tuple:
+    eqn = flow.jaxpr.eqns[i]
+    return eqn.primitive.name, tuple(str(v.aval) for v in eqn.outvars)
+
+
+def _taken_bytes(flow, main, position, cut: int, run: Run) -> int:
+    """Bytes made before `cut` that the equations from there to the run's end read."""
+    values = {
+        v for i in main[cut : run.last + 1] for v in jx.variables(flow.jaxpr.eqns[i].invars)
+        if flow.kind[v] == MAIN and position[flow.producer[v]] < cut
+    }  # fmt: skip
+    return sum(jx.num_bytes(v.aval) for v in values)
+
+
+def _live_bytes(flow, main, position) -> list[int]:
+    """Bytes of main values alive just before each main equation."""
+    last: dict[Any, int] = {}
+    for p, i in enumerate(main):
+        for v in jx.variables(flow.jaxpr.eqns[i].invars):
+            last[v] = p
+    for v in jx.variables(flow.jaxpr.outvars):
+        last[v] = len(main)
+    change = np.zeros(len(main) + 2, dtype=np.int64)
+    for v, p in last.items():
+        if flow.kind[v] == MAIN:
+            born = position[flow.producer[v]] + 1
+            change[born] += jx.num_bytes(v.aval)
+            change[p + 1] -= jx.num_bytes(v.aval)
+    return np.cumsum(change).tolist()
+
+
+def common_name(leaves: Sequence[Leaf]) -> str:
+    """A short name for several leaves."""
+    return "/".join(map(str, common_prefix([leaf.path for leaf in leaves]))) or "/"

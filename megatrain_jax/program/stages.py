@@ -1,0 +1,399 @@
+"""Builds the stages of a cut program: pure functions of parameters and live values, as jaxprs.
+
+Stages with equal equations get equal jaxprs (same order of leaves, inputs and outputs), so that
+they share one compiled template.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.partition import (
+    CONST,
+    DATA,
+    MAIN,
+    PARAM,
+    SMALL,
+    Dataflow,
+    Run,
+    assign,
+    find_runs,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage: `jaxpr(*consts, *leaves, *inputs) -> outputs`.
+
+    Attributes:
+        name: Where in the model it comes from.
+        jaxpr: Its equations; constants as constvars, then leaves and inputs as invars.
+        consts: Values of the constants.
+        key: Equal for stages that compute the same.
+        leaves: Leaves it reads, in the jaxpr's order.
+        inputs: Ids of the values it takes.
+        outputs: Ids of the values it gives.
+        active: For each input, whether a cotangent flows back through it.
+        seeded: For each output, whether a cotangent arrives at it.
+        is_block: Whether it belongs to one of the model's blocks.
+    """
+
+    name: str
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    key: Hashable
+    leaves: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    active: tuple[bool, ...] = ()
+    seeded: tuple[bool, ...] = ()
+    is_block: bool = False
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the loss depends on it."""
+        return any(self.seeded)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A loss cut into stages.
+
+    Attributes:
+        stages: The stages in forward order.
+        prologue: `jaxpr(*data) -> values` that run once, before the stages.
+        prologue_consts: Values of the prologue's constants.
+        prologue_values: Ids of the prologue's outputs.
+        values: Shape and dtype of each value by id.
+        outputs: Ids of the traced function's outputs; the first is the loss.
+        late: For each output, whether it depends on parameters or the batch, not only on state.
+        warnings: What could not be cut, in words.
+    """
+
+    stages: tuple[Stage, ...]
+    prologue: Any
+    prologue_consts: tuple[Any, ...]
+    prologue_values: tuple[int, ...]
+    values: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[int, ...]
+    late: tuple[bool, ...]
+    warnings: tuple[str, ...]
+
+
+def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Program:
+    """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages."""
+    traced = jx.without_dead_code(traced)
+    flow = Dataflow(traced.jaxpr, leaves)
+    loss = traced.jaxpr.outvars[0]
+    if jx.is_literal(loss) or flow.kind[loss] in (CONST, DATA):
+        raise ValueError("the loss that loss_fn returns does not depend on any parameter")
+    runs = find_runs(flow)
+    builder = _Builder(flow, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)), runs)
+    return builder.program(num_variables)
+
+
+class _Builder:
+    """Collects the equations, inputs and outputs of every stage of one program."""
+
+    def __init__(self, flow: Dataflow, consts: dict[Any, Any], runs: list[Run]):
+        self.flow, self.consts, self.runs = flow, consts, runs
+        self.stage_of = assign(flow, runs)
+        self.ids: dict[Any, int] = {}
+        self.lifted: dict[Any, Any] = {}  # stand-in → the literal it has as its value
+        self.aliases: dict[Any, Any] = {}  # stand-in → the variable it has as its value
+        self.home = self._data_homes()
+
+    def id(self, var) -> int:
+        return self.ids.setdefault(self.aliases.get(var, var), len(self.ids))
+
+    def _data_homes(self) -> dict[int, int | None]:
+        """For each data-only equation the one stage that computes it, or None for the prologue."""
+        flow, jaxpr = self.flow, self.flow.jaxpr
+        uses: dict[Any, set] = defaultdict(set)
+        for v in jx.variables(jaxpr.outvars):
+            uses[v].add(None)
+        home: dict[int, int | None] = {}
+        for i in range(len(jaxpr.eqns) - 1, -1, -1):
+            eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
+            if kind == MAIN:
+                stage = self.stage_of[i]
+            elif kind == DATA:
+                stages = set().union(*(uses[v] for v in eqn.outvars))
+                large = any(jx.num_elements(v.aval) > SMALL for v in eqn.outvars)
+                stage = home[i] = next(iter(stages)) if large and len(stages) == 1 else None
+            else:
+                continue
+            for v in jx.variables(eqn.invars):
+                uses[v].add(stage)
+        return home
+
+    def program(self, num_variables: int) -> Program:
+        num_leaves = len(self.flow.leaves)
+        bodies = [self._body(s) for s in range(len(self.runs))]
+        self._unify_inputs(bodies)
+        self._add_outputs(bodies)
+        outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
+        stages = self._activate([b.stage() for b in bodies], outputs)
+        data = self.flow.jaxpr.invars[num_leaves:]
+        prologue, consts, ids = self._prologue(data)
+        return Program(
+            stages=tuple(stages),
+            prologue=prologue,
+            prologue_consts=consts,
+            prologue_values=ids,
+            values=tuple(jx.shape_of(v.aval) for v in self.ids),
+            outputs=outputs,
+            late=self._late(num_leaves, num_variables),
+            warnings=self._warnings(),
+        )
+
+    def _output_var(self, atom):
+        if not jx.is_literal(atom):
+            return atom
+        var = jex.Var(atom.aval)
+        self.lifted[var] = atom
+        return var
+
+    def _body(self, s: int) -> "_Body":
+        body = _Body(self, s)
+        for i in (i for i, stage in self.stage_of.items() if stage == s):
+            body.pull(i)
+        if s == len(self.runs) - 1:
+            for v in jx.variables(self.flow.jaxpr.outvars):
+                if self.flow.kind[v] == PARAM and v in self.flow.producer:
+                    body.pull(self.flow.producer[v])
+        return body
+
+    def is_input(self, var, s: int | None) -> bool:
+        """Whether stage `s` takes a variable from outside (as opposed to computing it)."""
+        if var in self.lifted or var in self.aliases:
+            return True
+        if s is None:
+            return False
+        kind = self.flow.kind[var]
+        if kind == MAIN:
+            return self.stage_of[self.flow.producer[var]] != s
+        if kind == DATA:
+            return var not in self.flow.producer or self.home[self.flow.producer[var]] != s
+        return False
+
+    def _unify_inputs(self, bodies: Sequence["_Body"]) -> None:
+        """Gives like stages the same inputs where only the sources of their operands differ.
+
+        The first block may take a literal where the others take a running sum, or one value twice
+        where the others take two.
+        """
+        classes: dict[Hashable, list[_Body]] = defaultdict(list)
+        for body in bodies:
+            classes[body.skeleton()].append(body)
+        for members in classes.values():
+            slots: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
+            atoms_of: dict[tuple, tuple] = {}
+            for row, eqns in enumerate(zip(*(b.eqns for b in members), strict=True)):
+                for column, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
+                    if any(not jx.is_literal(a) and self.is_input(a, b.index)
+                           for a, b in zip(atoms, members, strict=True)):  # fmt: skip
+                        key = tuple(id(a) for a in atoms)
+                        slots[key].append((row, column))
+                        atoms_of[key] = atoms
+            for m, body in enumerate(members):
+                taken: set[Any] = set()
+                for key, positions in slots.items():
+                    atom = atoms_of[key][m]
+                    if jx.is_literal(atom) or atom in taken:
+                        body.substitute(positions, self._substitute_for(atom))
+                    else:
+                        taken.add(atom)
+
+    def _substitute_for(self, atom: Any) -> Any:
+        var = jex.Var(atom.aval)
+        (self.lifted if jx.is_literal(atom) else self.aliases)[var] = atom
+        return var
+
+    def _add_outputs(self, bodies: Sequence["_Body"]) -> None:
+        wanted = {self.aliases.get(v, v) for body in bodies for v in body.operands()[2]}
+        wanted.update(jx.variables(self.flow.jaxpr.outvars))
+        classes: dict[Hashable, list[_Body]] = defaultdict(list)
+        for body in bodies:
+            classes[body.key()].append(body)
+        for members in classes.values():
+            numbers = [b.numbers() for b in members]
+            used = set()
+            for body, number in zip(members, numbers, strict=True):
+                own = [v for e in body.eqns for v in e.outvars if v in wanted]
+                used.update(number[v] for v in own if self.flow.kind[v] in (MAIN, PARAM))
+            for body, number in zip(members, numbers, strict=True):
+                by_number = {n: v for v, n in number.items()}
+                body.outputs = [by_number[n] for n in sorted(used)]
+
+    def _activate(self, stages: list[Stage], outputs: Sequence[int]) -> list[Stage]:
+        var_of = {n: v for v, n in self.ids.items()}
+        seeded = {outputs[0]}
+        done = []
+        for stage in reversed(stages):
+            arriving = tuple(o in seeded and jx.is_float(var_of[o].aval) for o in stage.outputs)
+            active = tuple(
+                any(arriving) and jx.is_float(var_of[i].aval) and self.flow.kind.get(var_of[i]) == MAIN
+                for i in stage.inputs
+            )
+            seeded.update(i for i, a in zip(stage.inputs, active, strict=True) if a)
+            done.append(dataclasses.replace(stage, active=active, seeded=arriving))
+        return done[::-1]
+
+    def _prologue(self, data):
+        wanted = [
+            v for v in self.ids
+            if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
+        ]  # fmt: skip
+        body = _Body(self, None)
+        for i, kind in enumerate(self.flow.eqn_kind):
+            if kind == DATA and self.home[i] is None:
+                body.pull(i)
+        for v in wanted:
+            if v not in self.lifted and self.flow.kind[v] == CONST:
+                if v in self.flow.producer:
+                    body.pull(self.flow.producer[v])
+        outvars = [self.lifted.get(v, v) for v in wanted]
+        consts = list(dict.fromkeys([*body.operands()[0], *(v for v in wanted if v in self.consts)]))
+        jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, consts, data, outvars)
+        return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
+
+    def _late(self, num_leaves: int, num_variables: int) -> tuple[bool, ...]:
+        """Which outputs depend on more than state and randomness."""
+        jaxpr = self.flow.jaxpr
+        tainted = set(jaxpr.invars[:num_leaves]) | set(jaxpr.invars[num_leaves + num_variables : -1])
+        for eqn in jaxpr.eqns:
+            if any(v in tainted for v in jx.variables(eqn.invars)):
+                tainted.update(eqn.outvars)
+        return tuple(not jx.is_literal(a) and a in tainted for a in jaxpr.outvars)
+
+    def _warnings(self) -> tuple[str, ...]:
+        found = []
+        for s, run in enumerate(self.runs):
+            if len(run.keys) < 2:
+                continue
+            guilty = {
+                self.flow.jaxpr.eqns[i].primitive.name
+                for i, stage in self.stage_of.items()
+                if stage == s and self._num_blocks(i) > 1
+            }
+            read = {j for i, stage in self.stage_of.items() if stage == s for j in self.flow.read_by(i)}
+            size = sum(4 * jx.num_elements(self.flow.leaves[j]) for j in read)
+            found.append(
+                f"the parameters of {run.name} can't be separated, because one operation "
+                f"({', '.join(sorted(guilty)) or 'interleaved use'}) reads them together: they form "
+                f"one stage of {size} bytes of fp32 parameters that must fit on the device at once"
+            )
+        return tuple(found)
+
+    def _num_blocks(self, i: int) -> int:
+        return len({self.flow.leaves[j].block for j in self.flow.read_by(i)} - {None})
+
+
+class _Body:
+    """The equations of one stage while it is being built."""
+
+    def __init__(self, builder: _Builder, index: int | None):
+        self.builder, self.index = builder, index
+        self.eqns: list[Any] = []
+        self.outputs: list[Any] = []
+        self.present: set[int] = set()
+
+    def pull(self, i: int) -> None:
+        """Adds equation `i` after the equations it needs that every stage repeats for itself."""
+        flow = self.builder.flow
+        stack = [(i, False)]
+        while stack:
+            i, ready = stack.pop()
+            if i in self.present:
+                continue
+            if ready:
+                self.present.add(i)
+                self.eqns.append(flow.jaxpr.eqns[i])
+                continue
+            stack.append((i, True))
+            needed = [
+                flow.producer[v] for v in jx.variables(flow.jaxpr.eqns[i].invars)
+                if v in flow.producer and not self.builder.is_input(v, self.index)
+            ]  # fmt: skip
+            stack += [(j, False) for j in reversed(needed)]
+
+    def operands(self) -> tuple[list, list, list]:
+        """Constants, leaves and inputs, each in the order of their first use."""
+        flow = self.builder.flow
+        inner: set[Any] = set()
+        consts: dict[Any, None] = {}
+        leaves: dict[Any, None] = {}
+        inputs: dict[Any, None] = {}
+        for eqn in self.eqns:
+            for v in jx.variables(eqn.invars):
+                if v in inner:
+                    continue
+                if self.builder.is_input(v, self.index):
+                    inputs.setdefault(v)
+                elif v in self.builder.consts:
+                    consts.setdefault(v)
+                elif flow.kind[v] == PARAM:
+                    leaves.setdefault(v)
+            inner.update(eqn.outvars)
+        return list(consts), list(leaves), list(inputs)
+
+    def jaxpr(self, outvars: Sequence) -> Any:
+        consts, leaves, inputs = self.operands()
+        return jx.sub_jaxpr(self.builder.flow.jaxpr, self.eqns, consts, [*leaves, *inputs], outvars)
+
+    def substitute(self, positions: Sequence[tuple[int, int]], var: Any) -> None:
+        """Puts another variable at some operands (row of the equation, column)."""
+        for row, column in positions:
+            invars = list(self.eqns[row].invars)
+            invars[column] = var
+            self.eqns[row] = self.eqns[row].replace(invars=invars)
+
+    def skeleton(self) -> Hashable:
+        """What the body computes but for parameters of operations and where inputs come from."""
+        numbers: dict[Any, int] = {}
+
+        def ref(atom):
+            if jx.is_literal(atom) or self.builder.is_input(atom, self.index):
+                return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
+            return numbers.setdefault(atom, len(numbers))
+
+        rows = []
+        for eqn in self.eqns:
+            refs = tuple(map(ref, eqn.invars))
+            rows.append((eqn.primitive.name, refs, tuple(str(v.aval) for v in eqn.outvars)))
+            for v in eqn.outvars:
+                numbers.setdefault(v, len(numbers))
+        return tuple(rows)
+
+    def key(self) -> Hashable:
+        jaxpr = self.jaxpr(())
+        return jx.structural_key(jaxpr, [self.builder.consts[v] for v in jaxpr.constvars])
+
+    def numbers(self) -> dict[Any, int]:
+        return jx.variable_numbers(self.jaxpr(()))
+
+    def stage(self) -> Stage:
+        builder = self.builder
+        assert self.index is not None
+        run = builder.runs[self.index]
+        consts, leaves, inputs = self.operands()
+        number = {v: i for i, v in enumerate(builder.flow.jaxpr.invars)}
+        values = tuple(builder.consts[v] for v in consts)
+        jaxpr = self.jaxpr(self.outputs)
+        return Stage(
+            name=run.name,
+            jaxpr=jaxpr,
+            consts=values,
+            key=jx.structural_key(jaxpr, values),
+            leaves=tuple(number[v] for v in leaves),
+            inputs=tuple(builder.id(v) for v in inputs),
+            outputs=tuple(builder.id(v) for v in self.outputs),
+            is_block=bool(run.keys),
+        )

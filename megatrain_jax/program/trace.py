@@ -1,0 +1,109 @@
+"""From a loss to a program: traces it on abstract arrays, finds the blocks, cuts at them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import Leaf, Path, find_leaves
+from megatrain_jax.program.inline import Inliner, Pieces, Value, find_scanned, stack
+from megatrain_jax.program.stages import Program, cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedLoss:
+    """A traced loss `(parameters, variables, batch, rng) -> (loss, metrics, variables)`.
+
+    Attributes:
+        traced: Its jaxpr over flat inputs.
+        num_parameters: How many of the inputs are parameters.
+        num_variables: How many are non-parameter state.
+        num_batch: How many belong to the batch.
+        metrics: Names of the metrics, in output order.
+    """
+
+    traced: jx.Traced
+    num_parameters: int
+    num_variables: int
+    num_batch: int
+    metrics: tuple[str, ...]
+
+
+def trace_loss(
+    loss: Callable,
+    parameters: Sequence[jax.ShapeDtypeStruct],
+    variables: Sequence[jax.ShapeDtypeStruct],
+    batch: Any,
+) -> TracedLoss:
+    """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`."""
+    names: tuple[str, ...] = ()
+
+    def flat(parameters, variables, batch, rng):
+        nonlocal names
+        value, metrics, new = loss(parameters, variables, batch, rng)
+        names = tuple(metrics)
+        # A metric may be a parameter itself; a copy makes it a value of some stage.
+        return value, [jnp.copy(metrics[k]) for k in names], list(new)
+
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
+    return TracedLoss(
+        traced=jx.without_dead_code(traced),
+        num_parameters=len(parameters),
+        num_variables=len(variables),
+        num_batch=len(jax.tree.leaves(batch)),
+        metrics=names,
+    )
+
+
+def leaves_of(
+    traced: TracedLoss, paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[Leaf, ...]:
+    """The leaves of the model, with stacked parameters split as the traced loss reads them."""
+    return find_leaves(paths, shapes, find_scanned(traced.traced, traced.num_parameters))
+
+
+def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
+    """Cuts a traced loss into stages over `leaves`."""
+    source = traced.traced
+    arrays = [source.jaxpr.invars[leaf.parameter].aval for leaf in leaves]
+    avals = [
+        jax.ShapeDtypeStruct(leaf.shape, aval.dtype) for leaf, aval in zip(leaves, arrays, strict=True)
+    ]
+    data = [jx.shape_of(v.aval) for v in source.jaxpr.invars[traced.num_parameters :]]
+    keys = _module_keys(leaves)
+
+    def flat(leaf_arrays, data_arrays):
+        values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
+        parameters = assemble(leaves, values, traced.num_parameters)
+        inputs = [*parameters, *(Value(a, None) for a in data_arrays)]
+        return [stack(v).array for v in Inliner().run(source.jaxpr, source.consts, inputs)]
+
+    return cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
+
+
+def assemble(leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int) -> list[Value | Pieces]:
+    """The model's parameters from the values of its leaves."""
+    parts: list[list[tuple[int, Value]]] = [[] for _ in range(num_parameters)]
+    whole: dict[int, Value] = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if leaf.index is None:
+            whole[leaf.parameter] = value
+        else:
+            parts[leaf.parameter].append((leaf.index, value))
+    return [
+        whole[p] if p in whole else Pieces(tuple(v for _, v in sorted(rows, key=lambda r: r[0])))
+        for p, rows in enumerate(parts)
+    ]
+
+
+def _module_keys(leaves: Sequence[Leaf]) -> list:
+    """What a `remat` may not span: a block, or a top-level module outside the blocks."""
+    depth = 0
+    paths = [leaf.path for leaf in leaves]
+    while len({p[: depth + 1] for p in paths}) == 1 and all(len(p) > depth + 1 for p in paths):
+        depth += 1
+    return [leaf.block or leaf.path[: depth + 1] for leaf in leaves]

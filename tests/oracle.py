@@ -1,0 +1,232 @@
+"""The oracle: the plain training loop that JAX, Flax and Optax give without anything of ours.
+
+Everything stays on the device, the whole loss is differentiated at once, and the optimizer sees
+the whole tree. The one rule shared with the system under test is where a microbatch's random
+key comes from.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from inspect import isfunction, signature
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from zoo_case import Case
+
+Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+
+# Tiny models spend their time in the CPU compiler; these cut it to a third and change no rule
+# of the arithmetic.
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainModel:
+    """A model as trees and a pure loss.
+
+    Attributes:
+        params: what Optax sees: an `nnx.State`, Linen's "params", or the inexact arrays.
+        variables: everything else that changes from step to step.
+        loss: (params, variables, batch, rng) -> (loss, (metrics, new variables)).
+    """
+
+    params: Any
+    variables: Any
+    loss: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRun:
+    """What a run gives, on the host.
+
+    Attributes:
+        losses: one a step, the mean over microbatches.
+        first_grads: the first step's fp32 gradients, averaged over microbatches, as numpy arrays.
+        params: the fp32 parameters after the last step, as numpy arrays.
+        opt_state: Optax's state after the last step.
+        metrics: one dict a step: the loss function's own metrics and "grad_norm".
+        variables: the other variables after the last step.
+    """
+
+    losses: tuple[float, ...]
+    first_grads: Any
+    params: Any
+    opt_state: Any
+    metrics: tuple[dict[str, float], ...]
+    variables: Any
+
+
+def _call(loss_fn: Callable[..., Any], model: Any, batch: Any, rng: jax.Array) -> Any:
+    takes_rng = len(signature(loss_fn).parameters) == 3
+    return loss_fn(model, batch, rng) if takes_rng else loss_fn(model, batch)
+
+
+def _with_metrics(result: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def _open_nnx(model: nnx.Module, loss_fn: Callable[..., Any]) -> PlainModel:
+    graphdef, params, variables = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any, variables: Any, batch: Any, rng: jax.Array) -> Any:
+        merged = nnx.merge(graphdef, params, variables, copy=True)
+        value, metrics = _with_metrics(_call(loss_fn, merged, batch, rng))
+        return value, (metrics, nnx.state(merged, nnx.Not(nnx.Param)))
+
+    return PlainModel(params=params, variables=variables, loss=loss)
+
+
+def _open_linen(
+    module: linen.Module, loss_fn: Callable[..., Any], batch: Any, seed: int
+) -> PlainModel:
+    def bound(model: Any, batch: Any, rng: jax.Array) -> Any:
+        return _call(loss_fn, model, batch, rng)
+
+    key = jax.random.key(seed)
+    variables = dict(linen.init(bound, module)(key, batch, key))
+    params = variables.pop("params")
+
+    def loss(params: Any, variables: Any, batch: Any, rng: jax.Array) -> Any:
+        apply = linen.apply(bound, module, mutable=list(variables))
+        result, variables = apply(
+            {"params": params, **variables}, batch, rng, rngs={"params": rng}
+        )
+        value, metrics = _with_metrics(result)
+        return value, (metrics, dict(variables))
+
+    return PlainModel(params=params, variables=variables, loss=loss)
+
+
+def _open_pytree(tree: Any, loss_fn: Callable[..., Any]) -> PlainModel:
+    def inexact(x: Any) -> bool:
+        return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+    params = jax.tree.map(lambda x: jnp.asarray(x) if inexact(x) else None, tree)
+    static = jax.tree.map(lambda x: None if inexact(x) else x, tree)
+
+    def loss(params: Any, variables: Any, batch: Any, rng: jax.Array) -> Any:
+        model = jax.tree.map(
+            lambda p, s: s if p is None else p, params, static, is_leaf=lambda x: x is None
+        )
+        value, metrics = _with_metrics(_call(loss_fn, model, batch, rng))
+        return value, (metrics, variables)
+
+    return PlainModel(params=params, variables=(), loss=loss)
+
+
+def open_model(case: Case, batch: Any, seed: int = 0) -> PlainModel:
+    """Return the case's model, initialised eagerly, as trees and a pure loss."""
+    model = case.build()
+    if isfunction(model):
+        model = model()
+    if isinstance(model, nnx.Module):
+        return _open_nnx(model, case.loss_fn)
+    if isinstance(model, linen.Module):
+        return _open_linen(model, case.loss_fn, batch, seed)
+    return _open_pytree(model, case.loss_fn)
+
+
+def split_batch(batch: Any, microbatches: int) -> list[Any]:
+    """Return the batch cut into equal runs of consecutive examples."""
+
+    def part(x: np.ndarray, m: int) -> np.ndarray:
+        size = x.shape[0] // microbatches
+        return x[m * size : (m + 1) * size]
+
+    return [jax.tree.map(lambda x, m=m: part(x, m), batch) for m in range(microbatches)]
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def plain_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `jax.jit` of the function, told to compile fast on a CPU."""
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(function, compiler_options=FAST_COMPILE if on_cpu else None)
+
+
+def _to_host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def _mean_gradients(
+    model: PlainModel, microbatches: int, compute: Any
+) -> Callable[..., tuple[jax.Array, Any, dict[str, jax.Array], Any]]:
+    """Return (params, variables, parts of the batch, step key) -> loss, gradients and the rest."""
+    differentiate = plain_jit(jax.value_and_grad(model.loss, has_aux=True))
+    scale = 1 / microbatches
+
+    def run(params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array) -> Any:
+        casted = cast(params, compute)
+        sums = None
+        for m, part in enumerate(parts):
+            rng = jax.random.fold_in(step_key, m)
+            (loss, (metrics, variables)), grads = differentiate(casted, variables, part, rng)
+            terms = jax.tree.map(
+                lambda x: x.astype(jnp.float32) * scale, (loss, grads, metrics)
+            )
+            sums = terms if sums is None else jax.tree.map(jnp.add, sums, terms)
+        assert sums is not None
+        return (*sums, variables)
+
+    return run
+
+
+def train_plain(
+    case: Case,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    *,
+    microbatches: int = 1,
+    seed: int = 0,
+    compute: Any = jnp.float32,
+) -> PlainRun:
+    """Train one step a batch.
+
+    The key of microbatch m of step t is `fold_in(fold_in(key(seed), t), m)`, both from 0.
+
+    Args:
+        case: the model, its loss and how to initialise it.
+        optimizer: a transformation, or a function of the parameters' tree that returns one.
+        batches: one batch a step, as numpy arrays.
+        microbatches: into how many runs of consecutive examples a batch is cut.
+        seed: of Linen's initialisation and of the keys.
+        compute: the dtype that parameters are cast to before the loss is differentiated with
+            respect to them; parameters and optimizer state stay in fp32.
+    """
+    batches = list(batches)
+    model = open_model(case, batches[0], seed)
+    params, variables = cast(model.params, jnp.float32), model.variables
+    made = optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(params)
+    tx = optax.with_extra_args_support(made)
+    gradients = _mean_gradients(model, microbatches, compute)
+
+    @plain_jit
+    def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
+        updates, state = tx.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
+
+    state = tx.init(params)
+    losses, history, first_grads = [], [], None
+    for t, batch in enumerate(batches):
+        step_key = jax.random.fold_in(jax.random.key(seed), t)
+        parts = split_batch(batch, microbatches)
+        loss, grads, metrics, variables = gradients(params, variables, parts, step_key)
+        if t == 0:
+            first_grads = _to_host(grads)
+        params, state, norm = update(grads, state, params, loss)
+        losses.append(float(loss))
+        history.append({k: float(v) for k, v in (metrics | {"grad_norm": norm}).items()})
+    return PlainRun(
+        losses=tuple(losses),
+        first_grads=first_grads,
+        params=_to_host(params),
+        opt_state=state,
+        metrics=tuple(history),
+        variables=variables,
+    )

@@ -1,0 +1,183 @@
+"""What the training loop is made of: interrupts held back, batches checked, history kept."""
+
+import json
+import os
+import signal
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax.data import Prefetch, batch_size, check_batch, check_like
+from megatrain_jax.history import History
+from megatrain_jax.interrupt import deferred_interrupt
+
+
+def batch_of(value: float) -> dict[str, np.ndarray]:
+    return {"x": np.full((4, 3), value, np.float32)}
+
+
+# Interrupts
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("inner")
+            with deferred_interrupt():
+                signal.raise_signal(signal.SIGINT)
+            done.append("outer")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_goes_to_the_handler_that_was_there():
+    received = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
+    try:
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            assert received == []
+        assert received == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_error_of_the_block_wins_over_the_interrupt():
+    with pytest.raises(OSError, match="first"):
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("first")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_goes_through_where_allowed():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupt(insist=True):
+            signal.raise_signal(signal.SIGINT)
+            done.append("first")
+            signal.raise_signal(signal.SIGINT)
+            done.append("second")
+    assert done == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_off_the_main_thread_signals_are_left_alone():
+    handlers = []
+
+    def work() -> None:
+        with deferred_interrupt():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "error", "message"),
+    [
+        ({}, 1, ValueError, "holds no arrays"),
+        ({"x": [1.0, 2.0]}, 1, TypeError, r"batch\['x'\]\[0\] is of type float"),
+        ({"x": np.float32(1)}, 1, TypeError, r"batch\['x'\] is of type float32"),
+        ({"x": np.zeros(())}, 1, ValueError, r"batch\['x'\] is a scalar"),
+        ({"x": np.zeros((0, 2))}, 1, ValueError, r"batch\['x'\] has shape \(0, 2\)"),
+        ({"x": np.array([[1], None], object)}, 1, TypeError, r"batch\['x'\] has dtype object"),
+        ({"x": np.array(["a"])}, 1, TypeError, r"batch\['x'\] has dtype <U1"),
+        (
+            {"x": np.zeros((4, 2)), "y": [np.zeros(4), np.zeros(3)]},
+            1,
+            ValueError,
+            r"batch\['x'\] has shape \(4, 2\) and batch\['y'\]\[1\] has shape \(3,\)",
+        ),
+        (batch_of(1), 3, ValueError, r"`microbatches`=3 does not divide the 4 examples"),
+    ],
+)
+def test_wrong_batches_are_named_by_path(
+    batch: Any, microbatches: int, error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        check_batch(batch, microbatches)
+
+
+def test_right_batches_pass():
+    check_batch((np.zeros((4, 2), np.int32), jnp.zeros((4,), jnp.bfloat16)), 2)
+    check_batch({"key": jax.random.split(jax.random.key(0), 4), "none": None}, 4)
+    check_batch(jax.ShapeDtypeStruct((4,), jnp.uint8))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"y": np.zeros((4, 3), np.float32)}, r"missing: batch\['x'\]; new: batch\['y'\]"),
+        ({"x": np.zeros((4, 3), np.int32)}, r"batch\['x'\] has dtype int32"),
+        ({"x": np.zeros((4, 3), np.float32), "n": None}, "has the structure"),
+    ],
+)
+def test_a_batch_unlike_the_first_is_named(batch: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_like(batch, batch_of(1))
+
+
+def test_other_shapes_and_widths_of_one_dtype_pass():
+    check_like({"x": np.zeros((2, 5), np.float64)}, batch_of(1))
+
+
+def test_prefetch_puts_batches_on_the_device_ahead():
+    drawn: list[int] = []
+
+    def numbered(count: int):
+        for index in range(count):
+            drawn.append(index)
+            yield batch_of(index)
+
+    with jax.transfer_guard("disallow"):
+        batches = Prefetch(numbered(4), depth=2)
+        assert drawn == []
+        first = next(batches)
+        assert isinstance(first["x"], jax.Array)
+        batches.fill()
+        batches.fill()
+        assert len(drawn) == 3
+        assert len(list(batches)) == 3
+    with pytest.raises(ValueError, match="`depth` must be at least 1"):
+        Prefetch([], depth=0)
+
+
+def test_work_is_counted_in_tokens_or_examples():
+    tokens = np.zeros((4, 8), np.int32)
+    assert batch_size({"labels": np.zeros((4,), np.int32), "t": tokens}) == (32, "tokens")
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    assert batch_size({"images": images, "labels": np.zeros(4, np.int32)}) == (4, "examples")
+
+
+# History
+
+
+def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
+    history = History(
+        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan"), "eval_loss": 1.5}]
+    )
+    history.save(tmp_path / "history.json")
+    assert json.loads((tmp_path / "history.json").read_text()) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": None, "eval_loss": 1.5},
+    ]
+    (axes,) = history.plot().axes
+    loss, evaluation = axes.lines
+    np.testing.assert_array_equal(loss.get_xdata(), [1, 2])
+    np.testing.assert_array_equal(evaluation.get_xydata(), [[2, 1.5]])
+    png = history._repr_png_()
+    assert png is not None and png.startswith(b"\x89PNG")
+    assert History()._repr_png_() is None
+    assert len(History().plot().axes[0].lines) == 0

@@ -1,0 +1,372 @@
+"""Plans and what they print, and the count of floating-point operations behind them."""
+
+import enum
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megatrain_jax.memory import plan as plans
+from megatrain_jax.memory.plan import GroupRow, Hardware, make_plan
+from megatrain_jax.program.flops import count_flops
+
+GIB = 2**30
+BALANCED = Hardware(
+    name="Balanced", host_bytes=50, device_bytes=100, link_bytes_per_s=10.0, flops_per_s=100.0
+)
+
+Op = enum.Enum("Op", ["FETCH", "OFFLOAD", "FORWARD"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    op: Op
+    group: int | None = None
+    part: str | None = None
+
+
+def small_plan(**changes):
+    arguments = {
+        "names": ["embed", "layers/0", "layers/1", "layers/2", "head"],
+        "sizes": [{"P": 4, "O": 8, "G": 4}] * 4 + [{"P": 8, "O": 16, "G": 8}],
+        "num_parameters": [1, 1, 1, 1, 2],
+        "templates": [0, 1, 1, 1, 2],
+        "stage_flops": [1, 10, 10, 10, 20],
+        "records": [
+            Record(op=Op.FETCH, group=0, part="P"),
+            Record(op=Op.FORWARD),
+            Record(op=Op.FETCH, group=4, part="O"),
+            Record(op=Op.OFFLOAD, group=4, part="P"),
+            Record(op=Op.OFFLOAD, group=4, part="G"),
+        ],
+        "deferred": False,
+        "device_state_bytes": 60,
+        "device_activation_bytes": 30,
+        "num_templates": 3,
+    }
+    return make_plan(**(arguments | changes))
+
+
+def test_sums_and_folding():
+    plan = small_plan(in_flight_bytes=7)
+    assert plan.num_parameters == 6
+    assert plan.host_bytes == 4 * 12 + 24
+    assert plan.host_peak_bytes == plan.host_bytes + 8 + 7
+    assert (plan.bytes_in, plan.bytes_out) == (4 + 16, 8 + 8)
+    assert plan.update_mode == "immediate"
+    assert plan.device_bytes == 90
+    assert plan.groups == (
+        GroupRow(name="embed", count=1, num_parameters=1, host_bytes=12, template=0),
+        GroupRow(name="layers/0 … layers/2", count=3, num_parameters=1, host_bytes=12, template=1),
+        GroupRow(name="head", count=1, num_parameters=2, host_bytes=24, template=2),
+    )
+
+
+def test_equal_groups_fold_only_where_they_follow_each_other():
+    plan = small_plan(templates=[1, 2, 1, 1, 1])
+    assert [(row.name, row.count) for row in plan.groups] == [
+        ("embed", 1),
+        ("layers/0", 1),
+        ("layers/1 … layers/2", 2),
+        ("head", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 4 * 31 + 3 * 20),
+        ({"fused_last": False}, 4 * 51),
+        ({"microbatches": 3, "optimizer_flops": 5}, 3 * (4 * 31 + 3 * 20) + 5),
+        ({"backward": [False, True, True, True, True]}, 1 + 4 * 30 + 3 * 20),
+    ],
+)
+def test_flops_of_a_step(changes, expected):
+    assert small_plan(**changes).flops_per_step == expected
+
+
+def test_mismatched_lengths_are_refused():
+    with pytest.raises(ValueError):
+        small_plan(names=["embed"])
+    with pytest.raises(ValueError):
+        small_plan(backward=[True])
+
+
+@pytest.mark.parametrize(
+    ("link", "flops", "bound"),
+    [(10.0, 110.0, "link"), (10.0, 50.0, "compute"), (10.0, 95.0, "neither")],
+)
+def test_bound(link, flops, bound):
+    # 20 bytes in against 184 operations: two seconds of transfers.
+    hardware = replace(BALANCED, link_bytes_per_s=link, flops_per_s=flops)
+    plan = small_plan(hardware=hardware)
+    assert plan.bound == bound
+    assert plan.seconds_in == pytest.approx(2.0)
+    assert plan.seconds_out == pytest.approx(1.6)
+    assert plan.seconds_compute == pytest.approx(184 / flops)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bound"),
+    [(1.12, "link"), (1.08, "neither"), (0.92, "neither"), (0.88, "compute")],
+)
+def test_bound_is_neither_within_a_tenth(ratio, bound):
+    # 20 bytes at 10 a second: two seconds of transfers to `ratio` as many of arithmetic.
+    hardware = replace(BALANCED, flops_per_s=184 * ratio / 2)
+    assert small_plan(hardware=hardware).bound == bound
+
+
+def test_both_directions_of_the_link_count():
+    out = [Record(op=Op.OFFLOAD, group=4, part="O")] * 10
+    plan = small_plan(hardware=BALANCED, records=out)
+    assert (plan.bytes_in, plan.bytes_out, plan.bound) == (0, 160, "link")
+    assert small_plan(hardware=BALANCED, records=[]).bound == "compute"
+
+
+def test_without_hardware_nothing_is_claimed():
+    plan = small_plan()
+    assert plan.bound == "neither"
+    assert plan.seconds_in is plan.seconds_out is plan.seconds_compute is None
+    assert plan.fits_host is plan.fits_device is None
+    assert "fit" not in str(plan).lower()
+    assert "bound by" not in str(plan)
+
+
+def test_fits():
+    plan = small_plan(hardware=BALANCED)
+    assert plan.fits_host is False
+    assert plan.fits_device is True
+    assert "DOES NOT FIT in 50 B" in str(plan)
+    assert "fits in 100 B" in str(plan)
+    assert small_plan(hardware=replace(BALANCED, host_bytes=None)).fits_host is None
+
+
+def big_plan(**changes):
+    """Roughly a 3.4B decoder: the figures a reader would look for are round."""
+    names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
+    arguments = {
+        "names": names,
+        "sizes": [{"P": GIB, "O": 2 * GIB, "G": GIB}] * 38,
+        "num_parameters": [GIB // 4] * 38,
+        "templates": [0] + [1] * 36 + [2],
+        "stage_flops": [0] + [10**12] * 37,
+        "microbatches": 4,
+        "records": [Record(op=Op.FETCH, group=i, part="P") for i in range(38)],
+        "deferred": True,
+        "device_state_bytes": 12 * GIB,
+        "device_activation_bytes": 5 * GIB,
+        "num_templates": 3,
+        "hardware": replace(plans.H200, host_bytes=125 * GIB),
+        "warnings": ["`while` holds 3 blocks", "one large stage"],
+    }
+    return make_plan(**(arguments | changes))
+
+
+def test_table_of_text():
+    text = str(big_plan())
+    lines = text.splitlines()
+    assert 15 <= len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+    assert all(line == line.rstrip() for line in lines)
+    assert "10.2B parameters in 38 groups; 38 stages from 3 templates; deferred update" in lines[0]
+    layer = next(line for line in lines if line.startswith("layers/0 … layers/35"))
+    assert layer.split()[3:] == ["36", "268M", "3.00", "GiB", "108.00", "GiB", "1"]
+    # Columns line up: every cell of a right-aligned column ends where its heading does.
+    heading = next(line for line in lines if line.startswith("group"))
+    end = heading.index("count") + len("count")
+    assert lines[lines.index(layer)][end - 2 : end] == "36"
+    assert lines[lines.index(layer) + 1][end - 2 : end] == " 1"
+    for words in (
+        "host memory at rest 114.00 GiB",
+        "host memory at peak 114.00 GiB fits in 125.00 GiB",
+        "device memory, both 17.00 GiB fits in 140.40 GiB",
+        "to the device, a step 38.00 GiB 0.77 s",
+        "to the host, a step 0 B 0 s",
+        "arithmetic, a step, 4 microbatches 588 TFLOP 0.805 s",
+        "on NVIDIA H200 53 GB/s each way, 730 TFLOP/s, measured",
+        "bound by neither: balanced",
+        "warning: `while` holds 3 blocks",
+        "warning: one large stage",
+    ):
+        assert words in " ".join(text.split())
+
+
+def test_many_different_groups_are_shortened():
+    plan = big_plan(templates=list(range(38)))
+    assert len(plan.groups) == 38
+    text = str(plan)
+    assert len(text.splitlines()) <= 32
+    # Six rows at either end are shown, so the ellipsis stands for the 26 between them.
+    row = next(line for line in text.splitlines() if line.startswith("…"))
+    assert row.split() == ["…", "26"]
+    assert "layers/4 " in text and "layers/5 " not in text
+    assert "layers/31 " in text and "layers/30 " not in text
+    assert "<td>26</td>" in plan._repr_html_()
+
+
+def test_html_escapes_what_users_name():
+    plan = small_plan(
+        names=["<b>embed</b>", "a&b", "a&c", "a&d", "head"],
+        warnings=["<script>"],
+        hardware=replace(BALANCED, name="<GPU>"),
+    )
+    text = plan._repr_html_()
+    assert "&lt;b&gt;embed&lt;/b&gt;" in text and "<b>" not in text
+    assert "a&amp;b … a&amp;d" in text
+    assert "warning: &lt;script&gt;" in text and "<script>" not in text
+    assert "&lt;GPU&gt;" in text and "<GPU>" not in text
+    for tag in ("table", "tr", "td", "th", "p"):
+        assert text.count(f"<{tag}>") == text.count(f"</{tag}>") > 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (5 * 2**20, "5.00 MiB"),
+        (512 * 2**20, "0.50 GiB"),
+        (3 * GIB, "3.00 GiB"),
+    ],
+)
+def test_memory_units(num_bytes, text):
+    words = " ".join(str(small_plan(device_state_bytes=num_bytes)).split())
+    assert f"device memory, state {text} device" in words
+
+
+def test_known_cards(monkeypatch):
+    class Card:
+        device_kind = "NVIDIA GeForce RTX 4090"
+
+        def memory_stats(self):
+            return {"bytes_limit": 18 * GIB}
+
+    monkeypatch.setattr(jax, "devices", lambda: [Card()])
+    monkeypatch.setattr(plans.pool, "total_bytes", lambda: 64 * GIB)
+    assert plans.this_machine() == replace(
+        plans.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB
+    )
+    monkeypatch.setattr(Card, "device_kind", "Abacus")
+    assert plans.this_machine() is None
+
+
+X = jnp.ones((4, 6))
+W = jnp.ones((6, 6))
+MATMUL = 2 * 4 * 6 * 6
+
+
+def relu_layer(x, w):
+    return jax.nn.relu(x @ w)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "expected"),
+    [
+        (lambda x, w: x @ w, (X, W), MATMUL),
+        (lambda a, b: a @ b, (jnp.ones((5, 2, 3)), jnp.ones((5, 3, 7))), 2 * 5 * 2 * 3 * 7),
+        (lambda x: x.T[None].reshape(-1)[::2], (X,), 0),
+        (lambda x: jnp.exp(x) + 1.0, (X,), 24 + 24),
+        (lambda x: x + x, (jnp.ones((3,), jnp.int32),), 0),
+        (lambda x: x.sum(0), (X,), 24),
+        (lambda x: jnp.argmax(x), (X,), 24),
+        (lambda x: x > 0, (X,), 0),
+        (jax.jit(relu_layer), (X, W), MATMUL + 24),
+        (jax.checkpoint(relu_layer), (X, W), MATMUL + 24),
+        (
+            lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=5),
+            (X, W),
+            5 * MATMUL,
+        ),
+        (
+            lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x * 2.0),
+            (X, W),
+            MATMUL,
+        ),
+        (
+            lambda x, w: jax.lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c @ w, x),
+            (X, W),
+            MATMUL,
+        ),
+        (
+            lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([1, 3])),
+            (X, jnp.ones((2, 6, 6))),
+            MATMUL,
+        ),
+        (lambda x: jnp.zeros(9).at[jnp.array([1, 2])].add(x), (jnp.ones(2),), 2),
+        (lambda x: jnp.fft.rfft(x), (jnp.ones(64),), 5 * 64 * 6 // 2),
+    ],
+)
+def test_hand_counts(function, arguments, expected):
+    # Indices that JAX makes non-negative are integers, so they count nothing.
+    jaxpr = jax.make_jaxpr(function)(*arguments)
+    assert count_flops(jaxpr) == expected
+    assert count_flops(getattr(jaxpr, "jaxpr", jaxpr)) == expected
+
+
+def test_custom_derivatives_count_their_calls():
+    @jax.custom_vjp
+    def double(x):
+        return x @ W
+
+    double.defvjp(lambda x: (x @ W, None), lambda _, g: (g @ W.T,))
+    assert count_flops(jax.make_jaxpr(double)(X)) == MATMUL
+    assert count_flops(jax.make_jaxpr(jax.nn.relu)(X)) == 24
+    gradient = jax.make_jaxpr(lambda x: jax.vjp(double, x)[1](X))(X)
+    assert count_flops(gradient) == 2 * MATMUL
+
+
+@pytest.mark.parametrize(("groups", "stride"), [(1, 1), (2, 1), (1, 2)])
+def test_convolutions(groups, stride):
+    def convolve(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            (stride, stride),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    x, kernel = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4 // groups, 6))
+    forward = 2 * (2 * (8 // stride) ** 2 * 6) * 9 * (4 // groups)
+    assert count_flops(jax.make_jaxpr(convolve)(x, kernel)) == forward
+
+    def gradients(x, kernel, out):
+        return jax.vjp(convolve, x, kernel)[1](out)
+
+    out = jnp.ones((2, 8 // stride, 8 // stride, 6))
+    # Two products as large as the forward's, whose own result is not needed but still traced.
+    counted = count_flops(jax.make_jaxpr(gradients)(x, kernel, out))
+    assert counted == pytest.approx(3 * forward, rel=0.2)
+
+
+def attention_block(x, w):
+    q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+    heads = [part.reshape(2, 64, 4, 32) for part in (q, k, v)]
+    y = jax.nn.dot_product_attention(*heads, is_causal=False).reshape(2, 64, 128)
+    return x + jax.nn.gelu((y @ w["out"]) @ w["up"]) @ w["down"]
+
+
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_agrees_with_the_compiler(differentiate):
+    w = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in {
+            "qkv": (128, 384),
+            "out": (128, 128),
+            "up": (128, 512),
+            "down": (512, 128),
+        }.items()
+    }
+    x = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32)
+
+    def loss(x, w):
+        return jnp.sum(attention_block(x, w) ** 2)
+
+    function = jax.grad(loss, argnums=(0, 1)) if differentiate else loss
+    analysis = jax.jit(function).lower(x, w).compile().cost_analysis()
+    assert analysis is not None
+    counted = count_flops(jax.make_jaxpr(function)(x, w))
+    assert counted == pytest.approx(analysis["flops"], rel=0.02)

@@ -1,0 +1,254 @@
+"""The pool against made-up machines: control groups as files, a GPU's pool as a small class.
+
+Only the figures a real GPU gives are made up; what `reserve` decides with them is real.
+"""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from megatrain_jax.memory import pool
+
+GIB = 2**30
+
+
+def write_group(folder, *, limit, usage, cache, version):
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_file, usage_file, cache_key = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / usage_file).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"active_file 77\n{cache_key} {cache}\n")
+
+
+def machine(tmp_path, *, membership, total_gib=125, available_gib=120):
+    (tmp_path / "cgroup").write_text(membership)
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal:       {total_gib * 2**20} kB\nMemFree:        12 kB\n"
+        f"MemAvailable:   {available_gib * 2**20} kB\n"
+    )
+    return {
+        "root": tmp_path / "fs",
+        "membership": tmp_path / "cgroup",
+        "meminfo": tmp_path / "meminfo",
+    }
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_all_ancestors_bind(tmp_path, version):
+    base = tmp_path / "fs" / ("memory" if version == 1 else "")
+    membership = "5:cpu:/x\n4:cpuset,memory:/a/b\n" if version == 1 else "0::/a/b\n"
+    unlimited = 9223372036854771712 if version == 1 else "max"
+    write_group(base / "a/b", limit=40 * GIB, usage=9 * GIB, cache=4 * GIB, version=version)
+    write_group(base / "a", limit=30 * GIB, usage=10 * GIB, cache=1 * GIB, version=version)
+    write_group(base, limit=unlimited, usage=50 * GIB, cache=0, version=version)
+    where = machine(tmp_path, membership=membership)
+    groups = pool.cgroup_memory(where["root"], where["membership"])
+    assert groups == (
+        pool.CgroupMemory(limit_bytes=40 * GIB, used_bytes=5 * GIB),
+        pool.CgroupMemory(limit_bytes=30 * GIB, used_bytes=9 * GIB),
+    )
+    assert pool.total_bytes(**where) == 30 * GIB
+    assert pool.available_bytes(**where) == 21 * GIB
+
+
+def test_container_whose_path_is_not_mounted_finds_its_root(tmp_path):
+    write_group(tmp_path / "fs", limit=16 * GIB, usage=6 * GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/../../docker/123\n")
+    assert pool.available_bytes(**where) == 10 * GIB
+
+
+def test_without_limits_the_kernel_is_asked(tmp_path):
+    where = machine(tmp_path, membership="0::/\n", total_gib=64, available_gib=50)
+    assert pool.cgroup_memory(where["root"], where["membership"]) == ()
+    assert pool.total_bytes(**where) == 64 * GIB
+    assert pool.available_bytes(**where) == 50 * GIB
+
+
+def test_limit_near_the_machines_size_leaves_the_machine_its_say(tmp_path):
+    write_group(tmp_path / "fs", limit=128 * GIB, usage=GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/\n", total_gib=125, available_gib=90)
+    assert pool.total_bytes(**where) == 125 * GIB
+    assert pool.available_bytes(**where) == 90 * GIB
+
+
+def test_limit_wins_where_memory_comes_on_demand(tmp_path):
+    write_group(tmp_path / "fs", limit=128 * GIB, usage=8 * GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/\n", total_gib=16, available_gib=7)
+    assert pool.total_bytes(**where) == 128 * GIB
+    assert pool.available_bytes(**where) == 120 * GIB
+
+
+def test_system_that_tells_nothing(tmp_path):
+    where = {key: tmp_path / "none" for key in ("root", "membership", "meminfo")}
+    assert pool.total_bytes(**where) is None
+    assert pool.available_bytes(**where) == sys.maxsize
+
+
+def test_this_machine_has_memory():
+    total = pool.total_bytes()
+    assert total is not None
+    assert 0 < pool.available_bytes() <= total
+
+
+@pytest.mark.parametrize(("total_gib", "limit"), [(125, "119"), (3, "1")])
+def test_limit_is_set_once(monkeypatch, total_gib, limit):
+    monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB + 5)
+    monkeypatch.delenv(pool.LIMIT_VARIABLE, raising=False)
+    pool.set_limit()
+    assert os.environ[pool.LIMIT_VARIABLE] == limit
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, "7")
+    pool.set_limit()
+    assert os.environ[pool.LIMIT_VARIABLE] == "7"
+
+
+def test_import_starts_no_backend():
+    code = (
+        "import jax\n"
+        "jax.devices = lambda *args: exit('the backend was started')\n"
+        "from megatrain_jax.memory import pool\n"
+        "pool.set_limit(); pool.total_bytes(); pool.available_bytes()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_shardings_name_their_memory():
+    host = jax.device_put(np.arange(4.0), pool.pinned())
+    assert host.sharding.memory_kind == "pinned_host"
+    back = jax.device_put(host, pool.device())
+    assert back.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(np.asarray(back), np.arange(4.0))
+
+
+def test_cpu_only_checks(monkeypatch):
+    monkeypatch.setattr(pool, "available_bytes", lambda: 10 * GIB)
+    before = len(jax.live_arrays())
+    pool.reserve(10 * GIB)
+    assert len(jax.live_arrays()) == before
+    with pytest.raises(MemoryError, match=r"needs 10\.50 GiB in host memory, 10\.00 GiB avail"):
+        pool.reserve(10 * GIB + GIB // 2)
+
+
+class FakeGpu:
+    """A GPU's pool as XLA keeps it: regions that double in size, up to a limit."""
+
+    platform = "gpu"
+
+    def __init__(self, limit, available):
+        self.limit, self.available, self.regions, self.live = limit, available, [], 0
+        self.next_region = 2 * 2**20
+
+    def take(self, num_bytes):
+        # A piece fits behind the arrays that live in the pool, in one region of it.
+        if self.regions and num_bytes <= max(self.regions) - self.live:
+            return
+        left = self.limit - sum(self.regions)
+        if num_bytes > left:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+        grown = num_bytes > self.next_region
+        while num_bytes > self.next_region:
+            self.next_region *= 2
+        self.regions.append(min(self.next_region, left))
+        self.next_region *= 1 if grown else 2
+        self.available -= self.regions[-1]
+        assert self.available >= 0, "the process would be killed"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    def build(*, limit_gib, available_gib, total_gib=125):
+        fake = FakeGpu(limit_gib * GIB, available_gib * GIB)
+
+        def device_put(zeros, sharding):
+            fake.take(zeros.nbytes)
+            return SimpleNamespace(block_until_ready=lambda: None, delete=lambda: None)
+
+        # The machine that runs the tests may refuse even untouched zeros of these sizes.
+        zeros = SimpleNamespace(uint8=np.uint8, zeros=lambda n, dtype: SimpleNamespace(nbytes=n))
+        monkeypatch.setattr(pool, "np", zeros)
+        monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB)
+        monkeypatch.setattr(pool, "available_bytes", lambda: fake.available)
+        monkeypatch.setattr(pool, "pinned", lambda: None)
+        monkeypatch.setattr(pool, "_pools", {})
+        monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda: fake.live)
+        monkeypatch.setattr(jax, "devices", lambda: [fake])
+        monkeypatch.setattr(jax, "device_put", device_put)
+        return fake
+
+    return build
+
+
+def test_gpu_takes_one_region_and_uses_it_again(gpu):
+    fake = gpu(limit_gib=119, available_gib=123)
+    pool.reserve(85 * GIB)
+    assert fake.regions == [119 * GIB]
+    pool.reserve(85 * GIB)
+    pool.reserve(100 * GIB)
+    assert fake.regions == [119 * GIB]
+
+
+def test_gpu_grows_when_what_is_left_is_too_small(gpu):
+    fake = gpu(limit_gib=119, available_gib=123)
+    pool.reserve(5 * GIB)
+    assert fake.regions == [8 * GIB]
+    fake.live = 5 * GIB
+    pool.reserve(3 * GIB)
+    assert fake.regions == [8 * GIB]
+    pool.reserve(4 * GIB)
+    assert fake.regions == [8 * GIB, 8 * GIB]
+    fake.live = 9 * GIB
+    pool.reserve(60 * GIB)
+    assert fake.regions == [8 * GIB, 8 * GIB, 64 * GIB]
+
+
+def test_gpu_refuses_before_it_takes_anything(gpu):
+    fake = gpu(limit_gib=119, available_gib=90)
+    with pytest.raises(MemoryError, match=r"needs 91\.00 GiB in host memory, 90\.00 GiB avail"):
+        pool.reserve(91 * GIB)
+    # 70 GiB fit, but the region that serves them is as large as the limit.
+    with pytest.raises(MemoryError, match=rf"take 119\.00 GiB.*{pool.LIMIT_VARIABLE}=70 "):
+        pool.reserve(70 * GIB)
+    assert fake.regions == []
+    pool.reserve(60 * GIB)
+    assert fake.regions == [64 * GIB]
+
+
+def test_gpu_whose_limit_was_set_too_low_explains_itself(gpu):
+    fake = gpu(limit_gib=64, available_gib=123)
+    with pytest.raises(MemoryError, match="import megatrain_jax before the first JAX") as caught:
+        pool.reserve(85 * GIB)
+    assert f"{pool.LIMIT_VARIABLE} to at least 85" in str(caught.value)
+    assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
+    assert fake.regions == []
+
+
+def test_gpu_passes_other_errors_on(gpu, monkeypatch):
+    gpu(limit_gib=64, available_gib=123)
+
+    def broken(value, sharding):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus")
+
+    monkeypatch.setattr(jax, "device_put", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="fell off"):
+        pool.reserve(GIB)
+
+
+@pytest.mark.gpu
+def test_reserved_room_can_be_filled_and_replaced():
+    pool.reserve(3 * GIB)
+    arrays = [
+        jax.device_put(np.full(GIB // 4, index, np.uint8), pool.pinned()) for index in range(11)
+    ]
+    for index in range(11):
+        arrays[index] = jax.device_put(np.full(GIB // 4, 100 + index, np.uint8), pool.pinned())
+        jax.block_until_ready(arrays[index])
+    assert [int(np.asarray(array)[-1]) for array in arrays] == list(range(100, 111))
+    with pytest.raises(MemoryError, match="available"):
+        pool.reserve(pool.available_bytes() + GIB)

@@ -1,0 +1,397 @@
+"""The schedule against a small machine that does what an engine does.
+
+The machine keeps versions instead of arrays, so a stale copy, a lost partial sum, an update with
+the wrong gradient or a byte too many fails here rather than in a training run.
+"""
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from megatrain_jax.stream.schedule import Op, PartKey, Record, Schedule, Workload, plan_schedule
+
+MOVES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE, Op.WAIT}
+LAPS = ("cold", "steady", "flush", "evaluation")
+BLOCK = {"P": 4, "O": 8, "G": 4}
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Runs records on version numbers.
+
+    The version of masters and optimizer state is the number of their updates, that of a gradient
+    the lap that made it and the stages summed into it.
+    """
+
+    workload: Workload
+    truth: dict[PartKey, Any] = field(default_factory=dict)  # as if nothing ever moved
+    host: dict[PartKey, Any] = field(default_factory=dict)
+    device: dict[PartKey, Any] = field(default_factory=dict)
+    leaving: dict[int, int] = field(default_factory=dict)
+    kind: str = ""
+    lap: int = 0
+    begun: int = 0  # number of the first item of this lap
+    item: int = -1  # the last item seen
+    computing: int = -1  # the last item that computed
+    fetched: dict[PartKey, int] = field(default_factory=dict)
+    reduced: dict[int, int] = field(default_factory=dict)
+    combined: int = 0
+
+    def __post_init__(self):
+        self.truth = {(part, group): 0 for part in "PO" for group in self.groups}
+        self.host = {key: 0 for key in self.truth if self.workload.size(key)}
+
+    @property
+    def groups(self) -> range:
+        return range(len(self.workload.sizes))
+
+    def run(self, kind: str, schedule: Schedule, *, exact: bool) -> None:
+        """Runs one kind of lap; its ledger has to be exact or else a bound."""
+        self.kind = kind
+        self.lap += kind in ("cold", "steady")
+        for record, promised in zip(getattr(schedule, kind), schedule.ledger[kind], strict=True):
+            assert record.item is not None
+            self.item = max(self.item, self.begun + record.item)
+            if record.op in MOVES:
+                self.move(record, self.begun + record.item, exact)
+            else:
+                self.compute(record, self.begun + record.item)
+            held = sum(self.workload.size(key) for key in self.device)
+            actual = held + sum(self.leaving.values())
+            assert actual == promised if exact else actual <= promised
+            assert promised <= schedule.peak_bytes
+        if kind in ("cold", "steady"):
+            self.begun += schedule.num_items
+            self.check_end_of_lap()
+        else:
+            self.check_rest()
+            self.begun, self.item, self.computing = 0, -1, -1
+            self.fetched.clear()
+
+    def move(self, record: Record, item: int, exact: bool) -> None:
+        key = (str(record.part), -1 if record.group is None else record.group)
+        if record.op is Op.WAIT:
+            assert item <= self.item
+            assert item in self.leaving or not exact, "nothing to wait for"
+            self.leaving.pop(item, None)
+            return
+        assert self.workload.size(key)
+        if record.op is Op.FETCH:
+            assert key not in self.device
+            assert self.host[key] == self.truth[key], "a stale copy is fetched"
+            assert self.computing < item, "an item fetches before it computes"
+            self.device[key] = self.host[key]
+            # What the first item needs after a rest can't have been fetched ahead.
+            ahead = self.kind == "steady" or item > self.begun
+            self.fetched[key] = item if ahead else item - 1
+            return
+        assert item == max(self.computing, self.begun), "evictions follow the op they wait for"
+        if record.op is Op.RELEASE:
+            assert self.host[key] == self.device[key], "a changed part is dropped"
+        self.host[key] = self.device.pop(key)
+        self.leaving[item] = self.leaving.get(item, 0) + self.workload.size(key)
+
+    def compute(self, record: Record, item: int) -> None:
+        assert item >= self.computing
+        self.computing = item
+        group = -1 if record.group is None else record.group
+        if record.stage is not None:
+            for owner in set(self.workload.stages[record.stage]):
+                self.read("P", owner)
+                updates = self.lap - (self.kind in ("cold", "steady"))
+                assert self.truth["P", owner] == updates, "a stage reads the last step's masters"
+                if record.op is Op.BACKWARD:
+                    self.add_gradient(owner, record.stage)
+        elif record.op is Op.ZEROS:
+            assert ("G", group) not in self.truth
+            self.write("G", group, (self.lap, frozenset()))
+        elif record.op is Op.REDUCE:
+            self.read("G", group)
+            for part in self.workload.reduce_reads:
+                self.read(part, group)
+            assert self.truth["G", group] == (self.lap, self.backward_stages(group))
+            assert self.combined == self.lap - self.workload.deferred
+            assert self.reduced.get(group, 0) == self.lap - 1
+            self.reduced[group] = self.lap
+        elif record.op is Op.COMBINE:
+            assert self.combined == self.lap - 1
+            self.combined = self.lap
+            if self.workload.deferred:
+                assert all(self.reduced[group] == self.lap for group in self.groups)
+        else:
+            assert record.op is Op.UPDATE
+            self.update(group)
+
+    def read(self, part: str, group: int) -> None:
+        key = (part, group)
+        assert key in self.truth
+        if self.workload.size(key):
+            assert self.device[key] == self.truth[key]
+            assert self.fetched.get(key, -1) < self.computing, "fetched too late to overlap"
+
+    def write(self, part: str, group: int, version: object) -> None:
+        self.truth[part, group] = version
+        if self.workload.size((part, group)):
+            self.device[part, group] = version
+            self.fetched.pop((part, group), None)
+
+    def backward_stages(self, group: int) -> frozenset[int]:
+        stages = zip(self.workload.stages, self.workload.backward, strict=True)
+        return frozenset(at for at, (used, needed) in enumerate(stages) if needed and group in used)
+
+    def add_gradient(self, group: int, stage: int) -> None:
+        lap, stages = self.lap, frozenset()
+        if ("G", group) in self.truth:
+            self.read("G", group)
+            lap, stages = self.truth["G", group]
+        else:
+            assert not self.workload.accumulate, "sums over microbatches start from zeros"
+        assert lap == self.lap and stage not in stages
+        self.write("G", group, (lap, stages | {stage}))
+
+    def update(self, group: int) -> None:
+        for part in "POG":
+            self.read(part, group)
+        late = self.workload.deferred and self.kind != "flush"
+        made = self.lap - late
+        assert self.reduced[group] == made <= self.combined
+        assert self.truth["G", group] == (made, self.backward_stages(group))
+        for part in "PO":
+            assert self.truth[part, group] == made - 1, "each gradient is applied exactly once"
+            self.write(part, group, made)
+        for copies in (self.truth, self.device, self.host, self.fetched):
+            copies.pop(("G", group), None)
+
+    def check_end_of_lap(self) -> None:
+        assert self.combined == self.lap
+        assert all(self.reduced[group] == self.lap for group in self.groups)
+        applied = self.lap - self.workload.deferred
+        assert all(self.truth["P", group] == applied for group in self.groups)
+
+    def check_rest(self) -> None:
+        assert not self.device and not self.leaving
+        assert all(version == self.lap for version in self.truth.values())
+        assert self.host == {key: v for key, v in self.truth.items() if self.workload.size(key)}
+
+
+def run_everything(workload: Workload, schedule: Schedule) -> None:
+    """Laps in all orders in which a trainer can run them."""
+    machine = Machine(workload=workload)
+    machine.run("evaluation", schedule, exact=True)
+    machine.run("cold", schedule, exact=True)
+    machine.run("steady", schedule, exact=False)
+    machine.run("steady", schedule, exact=True)
+    machine.run("steady", schedule, exact=True)
+    machine.run("flush", schedule, exact=True)
+    machine.run("evaluation", schedule, exact=True)
+    machine.run("cold", schedule, exact=True)
+    machine.run("flush", schedule, exact=False)
+    machine.run("cold", schedule, exact=True)
+    machine.run("steady", schedule, exact=False)
+    machine.run("flush", schedule, exact=False)
+
+
+def random_workload(seed: int) -> Workload:
+    """Tied, looped, frozen, unused and empty parts in any combination."""
+    rng = random.Random(seed)
+    num_groups, num_stages = rng.randint(1, 7), rng.randint(1, 9)
+    if rng.random() < 0.5:
+        stages: list[tuple[int, ...]] = [(at % num_groups,) for at in range(num_stages)]
+    else:
+        stages = [(rng.randrange(num_groups),) * rng.randint(0, 2) for _ in range(num_stages)]
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randrange(num_stages)
+        stages[at] = (*stages[at], rng.randrange(num_groups))
+    backward = [rng.random() < 0.9 for _ in stages[1:]] + [True]
+    sizes = []
+    for _ in range(num_groups):
+        empty = rng.choice(("", "", "", "O", "OG"))
+        sizes.append({part: 0 if part in empty else rng.randint(1, 50) for part in "POG"})
+    return Workload(
+        stages=tuple(stages),
+        backward=tuple(backward),
+        fused_last=rng.random() < 0.7,
+        sizes=tuple(sizes),
+        deferred=rng.random() < 0.5,
+        accumulate=rng.random() < 0.5,
+        reduce_reads=frozenset(part for part in "PO" if rng.random() < 0.3),
+    )
+
+
+def chain(num_groups: int, **changes) -> Workload:
+    """One group per stage, as in a plain stack of blocks."""
+    plain = Workload(
+        stages=tuple((group,) for group in range(num_groups)),
+        backward=(True,) * num_groups,
+        fused_last=True,
+        sizes=(BLOCK,) * num_groups,
+        deferred=False,
+    )
+    return replace(plain, **changes)
+
+
+def spell(records: tuple[Record, ...]) -> list[str]:
+    """Records as words such as "FETCH P0", "FORWARD 0" and "WAIT -1"."""
+    words = []
+    for record in records:
+        numbers = (record.stage, record.group, record.item if record.op is Op.WAIT else None)
+        number = next((str(number) for number in numbers if number is not None), "")
+        words.append(f"{record.op.name} {record.part or ''}{number}".strip())
+    return words
+
+
+def computing(records: tuple[Record, ...]) -> list[str]:
+    return spell(tuple(record for record in records if record.op not in MOVES))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_budget_computes_the_same_on_current_data(seed):
+    workload = random_workload(seed)
+    smallest = plan_schedule(workload, None)
+    assert smallest.peak_bytes == smallest.smallest_bytes
+    assert smallest.window == 1 and not smallest.resident
+    run_everything(workload, smallest)
+    most = max(smallest.smallest_bytes, smallest.all_resident_bytes)
+    between = random.Random(seed).sample(range(smallest.smallest_bytes, most + 1), 1)
+    for budget in (smallest.smallest_bytes, *between, (smallest.peak_bytes + most) // 2, most):
+        schedule = plan_schedule(workload, budget)
+        assert max(max(ledger, default=0) for ledger in schedule.ledger.values()) <= budget
+        assert schedule.peak_bytes <= budget
+        run_everything(workload, schedule)
+        for name in LAPS:
+            assert computing(getattr(schedule, name)) == computing(getattr(smallest, name))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_moves_once_everything_is_resident(seed):
+    workload = random_workload(seed)
+    whole = plan_schedule(workload, 10**9)
+    assert whole.peak_bytes == whole.all_resident_bytes
+    assert not MOVES & {record.op for record in whole.steady}
+    cold = [record for record in whole.cold if record.op is Op.FETCH]
+    assert len(cold) == len({(record.part, record.group) for record in cold})
+    keys = {(part, group) for group in range(len(workload.sizes)) for part in "POG"}
+    assert whole.resident == {key for key in keys if workload.size(key)}
+
+
+def test_immediate_step_by_hand():
+    schedule = plan_schedule(chain(2), None)
+    assert schedule.num_items == 3
+    backward = [
+        *("FETCH P0", "FETCH O0", "BACKWARD 1", "COMBINE", "REDUCE 1", "UPDATE 1"),
+        *("OFFLOAD P1", "OFFLOAD O1"),
+        *("WAIT 0", "BACKWARD 0", "REDUCE 0", "UPDATE 0", "OFFLOAD O0"),
+    ]
+    first = ["FETCH P0", "FETCH P1", "FETCH O1", "FORWARD 0", "RELEASE P0"]
+    assert spell(schedule.cold) == [*first, *backward]
+    later = ["WAIT -2", "FETCH P1", "FETCH O1", "FORWARD 0", "OFFLOAD P0", "WAIT -1"]
+    assert spell(schedule.steady) == [*later, *backward]
+    assert spell(schedule.flush) == ["OFFLOAD P0", "WAIT -2", "WAIT -1", "WAIT 0"]
+    assert spell(schedule.evaluation) == [
+        *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0"),
+        *("FORWARD 1", "RELEASE P1", "WAIT 0", "WAIT 1"),
+    ]
+    assert schedule.ledger["cold"] == (
+        *(4, 8, 16, 16, 16),
+        *(20, 28, 32, 32, 32, 28, 28, 28),
+        *(24, 28, 28, 24, 24),
+    )
+    assert schedule.ledger["flush"] == (24, 12, 4, 0)
+
+
+def test_deferred_step_by_hand():
+    schedule = plan_schedule(chain(2, deferred=True), None)
+    assert spell(schedule.cold) == [
+        *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0"),
+        *("FETCH P0", "BACKWARD 1", "RELEASE P1", "REDUCE 1", "OFFLOAD G1"),
+        *("WAIT 0", "FETCH O0", "BACKWARD 0", "REDUCE 0", "COMBINE"),
+    ]
+    assert spell(schedule.steady) == [
+        *("WAIT -2", "FETCH P1", "FETCH O1", "FETCH G1"),
+        *("UPDATE 0", "OFFLOAD O0", "FORWARD 0", "OFFLOAD P0"),
+        *("FETCH P0", "UPDATE 1", "OFFLOAD O1", "BACKWARD 1", "OFFLOAD P1"),
+        *("REDUCE 1", "OFFLOAD G1"),
+        *("WAIT 0", "FETCH O0", "BACKWARD 0", "REDUCE 0", "COMBINE"),
+    ]
+    assert spell(schedule.flush) == [
+        *("WAIT -2", "FETCH P1", "FETCH O1", "FETCH G1"),
+        *("UPDATE 0", "OFFLOAD P0", "OFFLOAD O0"),
+        *("UPDATE 1", "OFFLOAD P1", "OFFLOAD O1", "WAIT 0", "WAIT 1"),
+    ]
+
+
+def test_unused_groups_are_updated_with_zeros():
+    workload = chain(2, stages=((0,),), backward=(True,))
+    order = ["BACKWARD 0", "COMBINE", "REDUCE 0", "UPDATE 0", "ZEROS 1", "REDUCE 1", "UPDATE 1"]
+    assert computing(plan_schedule(workload, None).steady) == order
+    deferred = plan_schedule(replace(workload, deferred=True), None)
+    order = ["BACKWARD 0", "REDUCE 0", "ZEROS 1", "REDUCE 1", "COMBINE"]
+    assert computing(deferred.cold) == order
+    assert computing(deferred.steady) == ["UPDATE 1", "UPDATE 0", *order]
+    assert computing(deferred.flush) == ["UPDATE 1", "UPDATE 0"]
+
+
+def test_microbatches_sum_into_zeros():
+    tied = chain(2, stages=((0,), (1,), (0,)), backward=(True,) * 3, accumulate=True)
+    assert computing(plan_schedule(tied, None).steady) == [
+        *("FORWARD 0", "FORWARD 1"),
+        *("ZEROS 0", "BACKWARD 2", "ZEROS 1", "BACKWARD 1", "COMBINE", "REDUCE 1", "UPDATE 1"),
+        *("BACKWARD 0", "REDUCE 0", "UPDATE 0"),
+    ]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_tied_gradient_travels_between_its_stages(deferred):
+    stages = ((0,), (1,), (2,), (3,), (0,))
+    tied = chain(4, stages=stages, backward=(True,) * 5, deferred=deferred)
+    words = spell(plan_schedule(tied, None).cold)
+    travel = ["BACKWARD 4", "OFFLOAD G0", "BACKWARD 3", "FETCH G0", "BACKWARD 1", "BACKWARD 0"]
+    places = [words.index(word) for word in travel]
+    assert places == sorted(places)
+    assert words.index("UPDATE 0" if not deferred else "REDUCE 0") > places[-1]
+
+
+def test_parts_without_bytes_never_move():
+    bare = chain(3, sizes=({"P": 4, "G": 4}, {"P": 4, "O": 0, "G": 4}, {"P": 4}))
+    schedule = plan_schedule(bare, None)
+    moved = {(r.part, r.group) for name in LAPS for r in getattr(schedule, name) if r.part}
+    assert moved == {("P", 0), ("P", 1), ("P", 2)}
+    assert "UPDATE 2" in spell(schedule.steady)
+
+
+def test_a_budget_keeps_waiting_gradients_first():
+    workload = chain(6, deferred=True)
+    smallest = plan_schedule(workload, None).smallest_bytes
+    some = plan_schedule(workload, smallest + 8)
+    assert some.resident and {part for part, _ in some.resident} == {"G"}
+    most = plan_schedule(workload, some.all_resident_bytes - 1)
+    assert {("G", group) for group in range(6)} < most.resident
+    assert {("P", 0), ("O", 0), ("P", 5), ("O", 5)} < most.resident
+
+
+def test_a_budget_keeps_the_ends_of_the_model_first():
+    workload = chain(6)
+    smallest = plan_schedule(workload, None).smallest_bytes
+    some = plan_schedule(workload, smallest + 12)
+    assert {group for _, group in some.resident} == {0}
+    more = plan_schedule(workload, smallest + 24)
+    assert {group for _, group in more.resident} == {0, 5}
+
+
+def test_what_is_left_of_a_budget_widens_the_window():
+    # The large group can't stay, so the bytes that are left go to fetching further ahead.
+    small, large = {"P": 1, "O": 1, "G": 1}, {"P": 400, "O": 800, "G": 400}
+    workload = chain(24, sizes=(large, *(small,) * 22, large))
+    smallest = plan_schedule(workload, None)
+    roomy = plan_schedule(workload, smallest.peak_bytes + 300)
+    assert roomy.window > 1
+    run_everything(workload, roomy)
+
+
+def test_too_small_a_budget_names_the_smallest_that_works():
+    workload = chain(4)
+    smallest = plan_schedule(workload, None).smallest_bytes
+    with pytest.raises(ValueError, match=rf"device_budget={smallest - 1} .* works is {smallest} "):
+        plan_schedule(workload, smallest - 1)
