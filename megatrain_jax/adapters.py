@@ -110,7 +110,9 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
             f"{_name(build)} builds a {type(model).__qualname__}, a Linen module, which holds no "
             "arrays: pass the module itself as the model."
         )
-    if isinstance(model, type) or not is_pytree_model(model):
+    if isinstance(model, type):
+        raise TypeError(f"{_name(build)} returns the class {model.__qualname__}, not an instance.")
+    if not is_pytree_model(model):
         raise TypeError(f"{_name(build)} builds a {type(model).__qualname__}; {_SUPPORTED}")
     return parts_of(model)
 

@@ -159,18 +159,21 @@ def _mean_gradients(
 ) -> Callable[..., tuple[jax.Array, Any, dict[str, jax.Array], Any]]:
     """Return (params, variables, parts of the batch, step key) -> loss, gradients and the rest."""
     differentiate = plain_jit(jax.value_and_grad(model.loss, has_aux=True))
-    scale = 1 / microbatches
+    to_compute = plain_jit(lambda params: cast(params, compute))
+
+    # Apart from `differentiate`: there XLA might skip the rounding to the dtype of the gradients.
+    @plain_jit
+    def accumulate(sums: Any, terms: Any) -> Any:
+        terms = jax.tree.map(lambda x: x / microbatches, cast(terms, jnp.float32))
+        return terms if sums is None else jax.tree.map(jnp.add, sums, terms)
 
     def run(params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array) -> Any:
-        casted = cast(params, compute)
+        casted = to_compute(params)
         sums = None
         for m, part in enumerate(parts):
             rng = jax.random.fold_in(step_key, m)
             (loss, (metrics, variables)), grads = differentiate(casted, variables, part, rng)
-            terms = jax.tree.map(
-                lambda x: x.astype(jnp.float32) * scale, (loss, grads, metrics)
-            )
-            sums = terms if sums is None else jax.tree.map(jnp.add, sums, terms)
+            sums = accumulate(sums, (loss, grads, metrics))
         assert sums is not None
         return (*sums, variables)
 
@@ -211,7 +214,7 @@ def train_plain(
         updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
 
-    state = tx.init(params)
+    state = plain_jit(tx.init)(params)
     losses, history, first_grads = [], [], None
     for t, batch in enumerate(batches):
         step_key = jax.random.fold_in(jax.random.key(seed), t)

@@ -270,6 +270,7 @@ def test_nothing_moves_once_everything_is_resident(seed):
     whole = plan_schedule(workload, 10**9)
     assert whole.peak_bytes == whole.all_resident_bytes
     assert not MOVES & {record.op for record in whole.steady}
+    assert Op.FETCH not in {record.op for record in whole.flush}
     cold = [record for record in whole.cold if record.op is Op.FETCH]
     assert len(cold) == len({(record.part, record.group) for record in cold})
     keys = {(part, group) for group in range(len(workload.sizes)) for part in "POG"}

@@ -253,7 +253,9 @@ class ScannedLeaves:
 def find_scanned(traced: jx.Traced, num_leaves: int) -> list[ScannedLeaves]:
     """Lists the scans whose inputs are parameters stacked along axis 0, in order of appearance."""
     found: list[ScannedLeaves] = []
-    sources = [i if i < num_leaves else None for i in range(len(traced.jaxpr.invars))]
+    first = len(traced.consts)
+    inputs = range(-first, len(traced.jaxpr.invars) - first)
+    sources = [i if 0 <= i < num_leaves else None for i in inputs]
     _find_scanned(traced.jaxpr, sources, found)
     return found
 

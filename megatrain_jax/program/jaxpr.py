@@ -23,7 +23,7 @@ CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A traced function: an open jaxpr, the values of its constants, and the tree of its outputs."""
+    """A traced function: a jaxpr whose first inputs are constants, their values, the output tree."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -41,7 +41,10 @@ def trace(fn: Callable, *args: Any) -> Traced:
 
     leaves, in_tree = jax.tree.flatten(args)
     closed = jax.make_jaxpr(flat)(*leaves)
-    return Traced(jaxpr=opened(closed), consts=tuple(map(host_constant, closed.consts)), out_tree=out_tree)
+    jaxpr = opened(closed)
+    consts = tuple(map(host_constant, closed.consts))
+    jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
 
 
 def host_constant(value: Any) -> Any:
@@ -108,35 +111,22 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     """Number of constants and of carried values of a `scan` equation."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"]
-    return len(jax.tree.leaves(consts, is_leaf=_is_none)), len(
-        jax.tree.leaves(carry, is_leaf=_is_none)
-    )
-
-
-def _is_none(x):
-    return x is None
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def without_dead_code(traced: Traced) -> Traced:
     """Drops equations that no output needs; keeps all inputs."""
-    jaxpr, _ = partial_eval.dce_jaxpr(
-        traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True
-    )
-    # Constants may come back as constvars in the same order, or be dropped.
-    if len(jaxpr.constvars) == len(traced.consts):
-        return dataclasses.replace(traced, jaxpr=jaxpr)
-    by_var = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    return dataclasses.replace(
-        traced, jaxpr=jaxpr, consts=tuple(by_var[v] for v in jaxpr.constvars)
-    )
+    used = [True] * len(traced.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, used, instantiate=True)
+    return dataclasses.replace(traced, jaxpr=jaxpr)
 
 
-def sub_jaxpr(jaxpr: Any, eqns: Sequence, constvars: Sequence, invars: Sequence, outvars: Sequence):
-    """A jaxpr made of some equations of another."""
+def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -> Any:
+    """A jaxpr made of some equations of another, with no constants but among its inputs."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     return jaxpr.replace(
-        constvars=list(constvars),
+        constvars=[],
         invars=list(invars),
         outvars=list(outvars),
         eqns=list(eqns),
@@ -144,21 +134,22 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, constvars: Sequence, invars: Sequence,
     )
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates an open jaxpr, also under a transformation."""
-    return jax.core.eval_jaxpr(jaxpr, consts, *args)
+def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr that has no constants, also under a transformation."""
+    return jax.core.eval_jaxpr(jaxpr, (), *args)
 
 
-def structural_key(jaxpr: Any, consts: Sequence[Any] = (), *, with_outputs: bool = True) -> Hashable:
+def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Hashable:
     """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
 
+    `consts` are the values of the jaxpr's first inputs, if these are fixed.
     Variables are numbered, literals and constants compared by their bytes, parameters recursively,
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
     """
-    return _jaxpr_key(jaxpr, consts, with_outputs, rules=True)
+    return _jaxpr_key(jaxpr, consts, rules=True)
 
 
-def _jaxpr_key(jaxpr, consts, with_outputs, rules):
+def _jaxpr_key(jaxpr, consts, rules):
     numbers: dict[Any, int] = {}
 
     def define(v):
@@ -168,16 +159,15 @@ def _jaxpr_key(jaxpr, consts, with_outputs, rules):
     def read(a):
         return _value_key(a.val) + (str(a.aval),) if isinstance(a, Literal) else numbers[a]
 
-    head = tuple(
-        (define(v), _value_key(c)) for v, c in zip(jaxpr.constvars, consts, strict=False)
-    ) + tuple(define(v) for v in jaxpr.constvars[len(consts) :])
-    head += ("|", *(define(v) for v in jaxpr.invars))
+    invars = (*jaxpr.constvars, *jaxpr.invars)
+    head = tuple((define(v), _value_key(c)) for v, c in zip(invars, consts, strict=False))
+    head += tuple(define(v) for v in invars[len(consts) :])
     body = []
     for eqn in jaxpr.eqns:
         ins = tuple(read(a) for a in eqn.invars)
         outs = tuple(define(v) for v in eqn.outvars)
         body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs))
-    tail = tuple(read(a) for a in jaxpr.outvars) if with_outputs else ()
+    tail = tuple(read(a) for a in jaxpr.outvars)
     return (head, tuple(body), tail)
 
 
@@ -205,7 +195,7 @@ def _params_key(eqn, rules):
     params = eqn.params
     if eqn.primitive.name in CUSTOM_RULES:
         inner = params["call_jaxpr"]
-        key = _jaxpr_key(opened(inner), constants(inner), True, rules)
+        key = _jaxpr_key(opened(inner), constants(inner), rules)
         # A rule may call its own function, so only the first derivative is compared.
         return (key, _vjp_key(eqn)) if rules else key
     skipped = ("name",) if "jaxpr" in params else ()
@@ -214,7 +204,7 @@ def _params_key(eqn, rules):
 
 def _param_key(value, rules):
     if hasattr(value, "eqns"):
-        return _jaxpr_key(opened(value), constants(value), True, rules)
+        return _jaxpr_key(opened(value), constants(value), rules)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(_param_key(v, rules) for v in value))
     if isinstance(value, dict):
@@ -242,7 +232,7 @@ def _vjp_key(eqn):
     diff, others = split(is_diff, [shape_of(v.aval) for v in eqn.invars])
     cotangents = [shape_of(v.aval) for v, k in zip(eqn.outvars, keep, strict=True) if k]
     traced = trace(vjp, diff, others, cotangents)
-    return _jaxpr_key(traced.jaxpr, traced.consts, True, rules=False)
+    return _jaxpr_key(traced.jaxpr, traced.consts, rules=False)
 
 
 def _floats(values, keep):

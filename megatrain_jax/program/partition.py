@@ -40,19 +40,21 @@ class Run:
 class Dataflow:
     """What each variable of a flat jaxpr depends on."""
 
-    def __init__(self, jaxpr: Any, leaves: Sequence[Leaf]):
-        """Classifies the equations of `jaxpr`, whose first inputs are `leaves`."""
-        self.jaxpr, self.leaves = jaxpr, leaves
+    def __init__(self, traced: jx.Traced, leaves: Sequence[Leaf]):
+        """Classifies the equations of a function whose inputs are `leaves`, then data."""
+        self.jaxpr = jaxpr = traced.jaxpr
+        self.leaves = leaves
+        num_consts = len(traced.consts)
+        self.consts = dict(zip(jaxpr.invars[:num_consts], traced.consts, strict=True))
+        self.parameters = jaxpr.invars[num_consts : num_consts + len(leaves)]
+        self.data = jaxpr.invars[num_consts + len(leaves) :]
         self.reads: dict[Any, frozenset[int]] = {}
-        self.kind: dict[Any, int] = {v: CONST for v in jaxpr.constvars}
+        self.kind: dict[Any, int] = {v: CONST for v in self.consts}
         self.producer: dict[Any, int] = {}
         self.eqn_kind: list[int] = []
         self.floating: dict[int, frozenset[int]] = {}
-        for i, v in enumerate(jaxpr.invars):
-            is_leaf = i < len(leaves)
-            self.kind[v] = PARAM if is_leaf else DATA
-            if is_leaf:
-                self.reads[v] = frozenset((i,))
+        self.kind |= {v: PARAM for v in self.parameters} | {v: DATA for v in self.data}
+        self.reads |= {v: frozenset((i,)) for i, v in enumerate(self.parameters)}
         for i, eqn in enumerate(jaxpr.eqns):
             self._classify(i, eqn)
 
@@ -215,7 +217,7 @@ def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
 
 def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
     """Moves what depends on no data (sums of regularisers) to where it is first used."""
-    data = set(flow.jaxpr.invars[len(flow.leaves) :])
+    data = set(flow.data)
     for eqn in flow.jaxpr.eqns:
         if any(v in data for v in jx.variables(eqn.invars)):
             data.update(eqn.outvars)

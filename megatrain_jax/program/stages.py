@@ -33,7 +33,7 @@ class Stage:
 
     Attributes:
         name: Where in the model it comes from.
-        jaxpr: Its equations; constants as constvars, then leaves and inputs as invars.
+        jaxpr: Its equations; its inputs are constants, then leaves, then values.
         consts: Values of the constants.
         key: Equal for stages that compute the same.
         leaves: Leaves it reads, in the jaxpr's order.
@@ -67,7 +67,7 @@ class Program:
 
     Attributes:
         stages: The stages in forward order.
-        prologue: `jaxpr(*data) -> values` that run once, before the stages.
+        prologue: `jaxpr(*consts, *data) -> values` that run once, before the stages.
         prologue_consts: Values of the prologue's constants.
         prologue_values: Ids of the prologue's outputs.
         values: Shape and dtype of each value by id.
@@ -89,20 +89,18 @@ class Program:
 def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Program:
     """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages."""
     traced = jx.without_dead_code(traced)
-    flow = Dataflow(traced.jaxpr, leaves)
+    flow = Dataflow(traced, leaves)
     loss = traced.jaxpr.outvars[0]
     if jx.is_literal(loss) or flow.kind[loss] in (CONST, DATA):
         raise ValueError("the loss that loss_fn returns does not depend on any parameter")
-    runs = find_runs(flow)
-    builder = _Builder(flow, dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)), runs)
-    return builder.program(num_variables)
+    return _Builder(flow, find_runs(flow)).program(num_variables)
 
 
 class _Builder:
     """Collects the equations, inputs and outputs of every stage of one program."""
 
-    def __init__(self, flow: Dataflow, consts: dict[Any, Any], runs: list[Run]):
-        self.flow, self.consts, self.runs = flow, consts, runs
+    def __init__(self, flow: Dataflow, runs: list[Run]):
+        self.flow, self.consts, self.runs = flow, flow.consts, runs
         self.stage_of = assign(flow, runs)
         self.ids: dict[Any, int] = {}
         self.lifted: dict[Any, Any] = {}  # stand-in → the literal it has as its value
@@ -134,14 +132,12 @@ class _Builder:
         return home
 
     def program(self, num_variables: int) -> Program:
-        num_leaves = len(self.flow.leaves)
         bodies = [self._body(s) for s in range(len(self.runs))]
         self._unify_inputs(bodies)
         self._add_outputs(bodies)
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
         stages = self._activate([b.stage() for b in bodies], outputs)
-        data = self.flow.jaxpr.invars[num_leaves:]
-        prologue, consts, ids = self._prologue(data)
+        prologue, consts, ids = self._prologue()
         return Program(
             stages=tuple(stages),
             prologue=prologue,
@@ -149,7 +145,7 @@ class _Builder:
             prologue_values=ids,
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
-            late=self._late(num_leaves, num_variables),
+            late=self._late(num_variables),
             warnings=self._warnings(),
         )
 
@@ -246,7 +242,7 @@ class _Builder:
             done.append(dataclasses.replace(stage, active=active, seeded=arriving))
         return done[::-1]
 
-    def _prologue(self, data):
+    def _prologue(self):
         wanted = [
             v for v in self.ids
             if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
@@ -261,13 +257,13 @@ class _Builder:
                     body.pull(self.flow.producer[v])
         outvars = [self.lifted.get(v, v) for v in wanted]
         consts = list(dict.fromkeys([*body.operands()[0], *(v for v in wanted if v in self.consts)]))
-        jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, consts, data, outvars)
+        jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
 
-    def _late(self, num_leaves: int, num_variables: int) -> tuple[bool, ...]:
+    def _late(self, num_variables: int) -> tuple[bool, ...]:
         """Which outputs depend on more than state and randomness."""
         jaxpr = self.flow.jaxpr
-        tainted = set(jaxpr.invars[:num_leaves]) | set(jaxpr.invars[num_leaves + num_variables : -1])
+        tainted = {*self.flow.parameters, *self.flow.data[num_variables:-1]}
         for eqn in jaxpr.eqns:
             if any(v in tainted for v in jx.variables(eqn.invars)):
                 tainted.update(eqn.outvars)
@@ -346,7 +342,7 @@ class _Body:
 
     def jaxpr(self, outvars: Sequence) -> Any:
         consts, leaves, inputs = self.operands()
-        return jx.sub_jaxpr(self.builder.flow.jaxpr, self.eqns, consts, [*leaves, *inputs], outvars)
+        return jx.sub_jaxpr(self.builder.flow.jaxpr, self.eqns, [*consts, *leaves, *inputs], outvars)
 
     def substitute(self, positions: Sequence[tuple[int, int]], var: Any) -> None:
         """Puts another variable at some operands (row of the equation, column)."""
@@ -373,8 +369,8 @@ class _Body:
         return tuple(rows)
 
     def key(self) -> Hashable:
-        jaxpr = self.jaxpr(())
-        return jx.structural_key(jaxpr, [self.builder.consts[v] for v in jaxpr.constvars])
+        consts = self.operands()[0]
+        return jx.structural_key(self.jaxpr(()), [self.builder.consts[v] for v in consts])
 
     def numbers(self) -> dict[Any, int]:
         return jx.variable_numbers(self.jaxpr(()))
@@ -384,7 +380,7 @@ class _Body:
         assert self.index is not None
         run = builder.runs[self.index]
         consts, leaves, inputs = self.operands()
-        number = {v: i for i, v in enumerate(builder.flow.jaxpr.invars)}
+        number = {v: i for i, v in enumerate(builder.flow.parameters)}
         values = tuple(builder.consts[v] for v in consts)
         jaxpr = self.jaxpr(self.outputs)
         return Stage(

@@ -69,18 +69,19 @@ def leaves_of(
 def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     """Cuts a traced loss into stages over `leaves`."""
     source = traced.traced
-    arrays = [source.jaxpr.invars[leaf.parameter].aval for leaf in leaves]
+    invars = source.jaxpr.invars[len(source.consts) :]
+    arrays = [invars[leaf.parameter].aval for leaf in leaves]
     avals = [
         jax.ShapeDtypeStruct(leaf.shape, aval.dtype) for leaf, aval in zip(leaves, arrays, strict=True)
     ]
-    data = [jx.shape_of(v.aval) for v in source.jaxpr.invars[traced.num_parameters :]]
+    data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
     keys = _module_keys(leaves)
 
     def flat(leaf_arrays, data_arrays):
         values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
         parameters = assemble(leaves, values, traced.num_parameters)
-        inputs = [*parameters, *(Value(a, None) for a in data_arrays)]
-        return [stack(v).array for v in Inliner().run(source.jaxpr, source.consts, inputs)]
+        inputs = [*map(Value, source.consts), *parameters, *(Value(a, None) for a in data_arrays)]
+        return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
 
     return cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
 

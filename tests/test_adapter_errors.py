@@ -1,0 +1,177 @@
+"""What users get wrong about a model or a loss function, and what they are told.
+
+Each case is one mistake; the message has to name the user's own argument, path or function.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from megatrain_jax.adapters import adapt
+from megatrain_jax.precision import Precision
+
+BATCH = {"x": np.ones((4, 3), np.float32)}
+RNG = jax.random.key(7)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linen.Dense(3)(x)
+
+
+def mean_square(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+class Changing(nnx.Module):
+    """Makes new variables, or changes the shape of one, when it is called."""
+
+    def __init__(self, change: str):
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.state = nnx.Variable(jnp.zeros(2))
+        self.change = change
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.change == "adds a variable":
+            self.extra = nnx.Variable(x)
+        elif self.change == "adds a parameter":
+            self.extra = nnx.Param(x)
+        elif self.change == "removes a variable":
+            del self.state
+        elif self.change == "changes a shape":
+            self.state.set_value(jnp.zeros(3))
+        else:
+            self.state.set_value(jnp.zeros(2, jnp.int32))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("adds a variable", "which variables the model holds: added extra"),
+        ("adds a parameter", "which parameters the model holds: added extra"),
+        ("removes a variable", "which variables the model holds: removed state"),
+        ("changes a shape", r"variable state from float32\(2,\) to float32\(3,\)"),
+        ("changes a dtype", r"variable state from float32\(2,\) to int32\(2,\)"),
+    ],
+)
+def test_variables_must_keep_their_structure(change: str, message: str):
+    adapted, initial = adapt(Changing(change), mean_square, BATCH, 0)
+    leaves, variables = initial.leaves(range(len(adapted.paths))), initial.variables()
+    with pytest.raises(ValueError, match=message):
+        adapted.loss(mean_square, leaves, variables, BATCH, RNG, True)
+
+
+def with_params(value: Any) -> nnx.Module:
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    model.bias = nnx.Param(value)
+    return model
+
+
+class LinenInteger(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.param("offset", lambda key: jnp.ones(3, jnp.int32))
+
+
+class PlainTuple(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.tables = (jnp.ones(3),)
+
+
+def needs_values() -> nnx.Module:
+    return nnx.Linear(3, int(jnp.arange(4)[3]), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (Net, TypeError, "model is the class Net; pass an instance"),
+        (LinenNet, TypeError, "model is the class LinenNet; pass an instance"),
+        ("gpt", TypeError, "model is a str; a model is an nnx.Module"),
+        (3.0, TypeError, "model is a float; a model is"),
+        (lambda dim: Net(dim), TypeError, "<lambda>, which can't be called without arguments"),
+        (lambda: LinenNet(), TypeError, "builds a LinenNet, a Linen module"),
+        (lambda: "gpt", TypeError, "<lambda> builds a str; a model is"),
+        (lambda: Net, TypeError, "<lambda> returns the class Net, not an instance"),
+        (needs_values, ValueError, "needs_values can't be traced"),
+        (lambda: PlainTuple(), ValueError, "attribute 'tables' is a plain container"),
+        (None, TypeError, "model is a NoneType; a model is"),
+        ({"depth": 3}, ValueError, "no parameters"),
+        (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), ValueError, "no parameters"),
+        (linen.Dropout(0.5, deterministic=True), ValueError, "no parameters"),
+        (with_params(jnp.arange(3)), ValueError, r"real floating-point .* bias \(int32\)"),
+        (with_params(jnp.ones(3) * 1j), ValueError, r"real floating-point .* bias \(complex64\)"),
+        (with_params("three"), TypeError, "variable bias holds a str"),
+        (LinenInteger(), ValueError, r"real floating-point .* offset \(int32\)"),
+        ({"w": np.ones(3, np.complex64)}, ValueError, r"real floating-point .* w \(complex64\)"),
+        (
+            {"w": np.ones(3), "steps": [np.arange(2), jnp.ones(2, bool)]},
+            ValueError,
+            r"integer parameters.*: steps/0 \(int64\), steps/1 \(bool\)\.",
+        ),
+    ],
+)
+def test_unsupported_models_are_refused(model: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        adapt(model, mean_square, BATCH, 0)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        ("mse", "must be a function .* not a str"),
+        (lambda model: 0.0, r"<lambda> is called as \(model\)"),
+        (lambda model, batch, rng, step: 0.0, r"called as \(model, batch, rng, step\)"),
+        (lambda model, batch, *, scale: 0.0, r"called as \(model, batch, \*, scale\)"),
+    ],
+)
+def test_loss_functions_of_another_signature_are_refused(loss_fn: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        adapt({"w": jnp.ones(3)}, loss_fn, BATCH, 0)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (jnp.ones(4), r"scalar floating-point loss, not an array of shape \(4,\)"),
+        (jnp.ones((), jnp.int32), "scalar floating-point loss, not an array of shape .* int32"),
+        (None, "scalar floating-point loss, not a NoneType"),
+        ((1.0, {}, {}), "a loss or .loss, metrics., not 3 values"),
+        ((1.0, [1.0]), "metrics as a dict from str"),
+        ((1.0, {1: 1.0}), "metrics as a dict from str"),
+        ((1.0, {"loss": 1.0}), "may not name a metric 'loss'"),
+        ((1.0, {"grad_norm": 1.0}), "may not name a metric 'grad_norm'"),
+        ((1.0, {"logits": jnp.ones(2)}), r"'logits' is an array of shape \(2,\)"),
+        ((1.0, {"key": jax.random.key(0)}), "'key' is an array of shape .* key<fry>"),
+        ((1.0, {"nested": {"a": 1.0}}), "'nested' is a dict"),
+    ],
+)
+def test_results_that_are_no_loss_are_refused(result: Any, message: str):
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return result
+
+    adapted, initial = adapt({"w": jnp.ones(3)}, loss_fn, BATCH, 0)
+    with pytest.raises(ValueError, match=r"loss_fn \(loss_fn\).*" + message):
+        adapted.loss(loss_fn, initial.leaves([0]), (), BATCH, RNG, True)
+
+
+def test_precision_checks_its_dtypes():
+    assert Precision() == Precision(master="float32", compute="bfloat16")
+    with pytest.raises(ValueError, match=r"compute=int32\) must be a real floating"):
+        Precision(compute=jnp.int32)
+    with pytest.raises(ValueError, match=r"master=float64\) needs 64-bit types"):
+        Precision(master=np.float64)
+    with pytest.raises(ValueError, match=r"master='fp32'\) is no dtype"):
+        Precision(master="fp32")
