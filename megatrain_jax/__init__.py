@@ -1,0 +1,37 @@
+"""Train any Flax model whose state does not fit the GPU, from pinned host memory."""
+
+from megatrain_jax.memory import pool
+
+pool.set_limit()  # before anything starts JAX's backend
+
+from megatrain_jax.fit import DataRanOutError, FitResult, fit, train  # noqa: E402
+from megatrain_jax.history import History  # noqa: E402
+from megatrain_jax.memory.plan import (  # noqa: E402
+    A100_80GB,
+    H200,
+    RTX_3080,
+    RTX_4090,
+    Hardware,
+    Plan,
+    this_machine,
+)
+from megatrain_jax.precision import Precision  # noqa: E402
+from megatrain_jax.trainer import Trainer, plan  # noqa: E402
+
+__all__ = [
+    "A100_80GB",
+    "H200",
+    "RTX_3080",
+    "RTX_4090",
+    "DataRanOutError",
+    "FitResult",
+    "Hardware",
+    "History",
+    "Plan",
+    "Precision",
+    "Trainer",
+    "fit",
+    "plan",
+    "this_machine",
+    "train",
+]

@@ -69,9 +69,9 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "multi_steps": lambda _: optax.MultiSteps(adamw(), 2).gradient_transformation(),
     "apply_if_finite": lambda _: optax.apply_if_finite(optax.adam(LEARNING_RATE, eps=EPS), 2),
     "add_noise": lambda _: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.add_noise(0.01, 0.5, seed=1), optax.sgd(0.1)
+        optax.clip_by_global_norm(1.0), optax.add_noise(0.01, 0.5, key=1), optax.sgd(0.1)
     ),
-    "add_noise_alone": lambda _: optax.chain(optax.add_noise(0.01, 0.5, seed=1), optax.sgd(0.1)),
+    "add_noise_alone": lambda _: optax.chain(optax.add_noise(0.01, 0.5, key=1), optax.sgd(0.1)),
     "normalize": lambda _: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
     "adaptive_grad_clip": lambda _: optax.chain(
         optax.adaptive_grad_clip(0.05), optax.sgd(0.1, momentum=0.9)

@@ -278,6 +278,7 @@ def test_a_collection_of_nnx_modules_is_a_model():
 # Loss
 
 
+@functools.cache
 def trained(adapted: AdaptedModel, loss_fn: Any) -> Any:
     def loss(leaves: Any, variables: Any, rng: jax.Array = RNG) -> Any:
         value, metrics, new = adapted.loss(loss_fn, leaves, variables, BATCH, rng, True)

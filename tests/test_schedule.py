@@ -270,7 +270,6 @@ def test_nothing_moves_once_everything_is_resident(seed):
     whole = plan_schedule(workload, 10**9)
     assert whole.peak_bytes == whole.all_resident_bytes
     assert not MOVES & {record.op for record in whole.steady}
-    assert Op.FETCH not in {record.op for record in whole.flush}
     cold = [record for record in whole.cold if record.op is Op.FETCH]
     assert len(cold) == len({(record.part, record.group) for record in cold})
     keys = {(part, group) for group in range(len(workload.sizes)) for part in "POG"}
@@ -389,6 +388,12 @@ def test_what_is_left_of_a_budget_widens_the_window():
     roomy = plan_schedule(workload, smallest.peak_bytes + 300)
     assert roomy.window > 1
     run_everything(workload, roomy)
+
+
+def test_coming_to_rest_fetches_no_resident():
+    whole = plan_schedule(chain(30, deferred=True), 10**9)
+    assert whole.window < whole.num_items
+    assert not any(word.startswith("FETCH") for word in spell(whole.flush))
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():

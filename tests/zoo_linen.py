@@ -5,6 +5,7 @@ They take the same loss functions as the NNX models.
 
 import jax
 from flax import linen as nn
+
 from zoo_case import DIM, HEADS, HIDDEN, VOCAB, Case, next_token_loss
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from zoo_case import (
     DIM,
     HIDDEN,
@@ -19,6 +20,18 @@ from zoo_case import (
     cross_entropy,
     next_token_loss,
 )
+
+
+class Embed(nnx.Embed):
+    """An embedding that computes in its parameter's dtype, as Flax's other layers do.
+
+    Flax's own remembers the dtype it was built with and would keep a model whose parameters are
+    cast to bf16 in fp32.
+    """
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(VOCAB, DIM, rngs=rngs)
+        self.dtype = None
 
 
 class Attention(nnx.Module):
@@ -134,7 +147,7 @@ class Decoder(nnx.Module):
     """Embedding, the given blocks, head. The subclasses below wire the blocks otherwise."""
 
     def __init__(self, blocks: Sequence[nnx.Module], *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.embed = Embed(rngs=rngs)
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
         self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
@@ -150,7 +163,7 @@ class TiedDecoder(nnx.Module):
     """The embedding is also the head; learned positions."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.embed = Embed(rngs=rngs)
         self.positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (SEQ, DIM)))
         self.blocks = nnx.List([Block(rngs=rngs) for _ in range(3)])
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
@@ -171,7 +184,7 @@ class ScanDecoder(nnx.Module):
         def create(rngs: nnx.Rngs) -> Block:
             return Block(rngs=rngs)
 
-        self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.embed = Embed(rngs=rngs)
         self.blocks = create(rngs)
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
         self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from zoo_case import DIM, HIDDEN, VOCAB, Case, causal_attention, cross_entropy
 
 Params = dict[str, Any]

@@ -6,7 +6,7 @@ and stays so through elementwise operations, reductions and reshapes.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,10 +34,14 @@ NOTHING: frozenset = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A traced value and the blocks whose parameters alone it depends on (None: on data as well)."""
+    """A traced value and the blocks whose parameters alone it depends on (None: on data as well).
+
+    `row` computes its slice along axis 0, if all slices are alike and it is known how.
+    """
 
     array: Any
     blocks: frozenset | None = NOTHING
+    row: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Inliner:
         blocks = _join(ins)
         if _is_constant_scalar(eqn, ins):
             return [Value(a, blocks) for a in _folded(eqn, ins)]
-        return [Value(a, blocks) for a in jx.bind(eqn, [v.array for v in ins])]
+        row = _row(eqn, ins) if self.primal else None
+        return [Value(a, blocks, row) for a in jx.bind(eqn, [v.array for v in ins])]
 
     def _call(self, jaxpr, ins):
         return self.run(jx.opened(jaxpr), jx.constants(jaxpr), ins)
@@ -116,11 +121,7 @@ class Inliner:
             if all(isinstance(c, Pieces) for c in cases):
                 parts = zip(*(c.parts for c in cases), strict=True)
                 out.append(
-                    Pieces(
-                        tuple(
-                            Value(_choose(which, p), _join([index, *p])) for p in parts
-                        )
-                    )
+                    Pieces(tuple(Value(_choose(which, p), _join([index, *p])) for p in parts))
                 )
             else:
                 out.append(Value(_choose(which, [stack(c) for c in cases]), blocks))
@@ -143,9 +144,13 @@ class Inliner:
 
 def _is_constant_scalar(eqn, ins) -> bool:
     outs = [v.aval for v in eqn.outvars]
-    return bool(ins) and not eqn.effects and (
-        all(isinstance(v.array, (bool, int, float, np.generic)) for v in ins)
-        and all(getattr(a, "shape", None) == () and isinstance(a.dtype, np.dtype) for a in outs)
+    return (
+        bool(ins)
+        and not eqn.effects
+        and (
+            all(isinstance(v.array, (bool, int, float, np.generic)) for v in ins)
+            and all(getattr(a, "shape", None) == () and isinstance(a.dtype, np.dtype) for a in outs)
+        )
     )
 
 
@@ -153,6 +158,21 @@ def _folded(eqn, ins) -> list:
     """A scalar known at trace time becomes a literal, however the model spells it."""
     with jax.ensure_compile_time_eval():
         return [np.asarray(jax.device_get(a))[()] for a in jx.bind(eqn, [v.array for v in ins])]
+
+
+def _row(eqn, ins) -> Callable[[], Any] | None:
+    """How to compute one slice of a result whose slices along axis 0 are all alike."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "broadcast_in_dim" and params.get("sharding") is None:
+        dims, shape = params["broadcast_dimensions"], params["shape"]
+        if shape and 0 not in dims and len(ins) == 1:
+            rows = {"shape": tuple(shape[1:]), "broadcast_dimensions": tuple(d - 1 for d in dims)}
+            changed = eqn.replace(params={**params, **rows})
+            return lambda: jx.bind(changed, [ins[0].array])[0]
+    if name in ELEMENTWISE and len(eqn.outvars) == 1 and any(v.row for v in ins):
+        if all(v.row or not a.aval.shape for v, a in zip(ins, eqn.invars, strict=True)):
+            return lambda: jx.bind(eqn, [v.row() if v.row else v.array for v in ins])[0]
+    return None
 
 
 def _choose(which, cases):
@@ -171,7 +191,11 @@ def piece(value: Value | Pieces, i: int) -> Value:
     """Slice `i` of a value along axis 0."""
     if isinstance(value, Pieces):
         return value.parts[i]
-    return Value(jax.lax.index_in_dim(jax.numpy.asarray(value.array), i, keepdims=False), value.blocks)
+    if value.row is not None:
+        return Value(value.row(), value.blocks)
+    return Value(
+        jax.lax.index_in_dim(jax.numpy.asarray(value.array), i, keepdims=False), value.blocks
+    )
 
 
 def stack(value: Value | Pieces) -> Value:
@@ -202,14 +226,21 @@ def _piecewise(eqn, ins, n) -> list | None:
         dims = tuple(params["broadcast_dimensions"])
         if dims[:1] != (0,) or shape[0] != n or params.get("sharding") is not None:
             return None
-        changed = {"shape": tuple(shape[1:]), "broadcast_dimensions": tuple(d - 1 for d in dims[1:])}
+        changed = {
+            "shape": tuple(shape[1:]),
+            "broadcast_dimensions": tuple(d - 1 for d in dims[1:]),
+        }
         return _map(eqn, ins, n, {**params, **changed})
     if name == "transpose" and params["permutation"][0] == 0:
-        return _map(eqn, ins, n, {**params, "permutation": tuple(p - 1 for p in params["permutation"][1:])})
+        return _map(
+            eqn, ins, n, {**params, "permutation": tuple(p - 1 for p in params["permutation"][1:])}
+        )
     if name == "reshape" and shape[:1] == (n,) and params.get("dimensions") is None:
         return _map(eqn, ins, n, {**params, "new_sizes": tuple(shape[1:])})
     if name == "squeeze" and 0 not in params["dimensions"]:
-        return _map(eqn, ins, n, {**params, "dimensions": tuple(d - 1 for d in params["dimensions"])})
+        return _map(
+            eqn, ins, n, {**params, "dimensions": tuple(d - 1 for d in params["dimensions"])}
+        )
     if name in ("cumsum", "cummax", "cummin", "cumprod") and params["axis"] and rank:
         return _map(eqn, ins, n, {**params, "axis": params["axis"] - 1})
     return None
@@ -232,7 +263,9 @@ def _is_shared(value, atom) -> bool:
 
 def _fold(eqn, operand, inner):
     if inner:
-        (mapped,) = _map(eqn, [operand], len(operand.parts), {**eqn.params, "axes": inner}) or [None]
+        (mapped,) = _map(eqn, [operand], len(operand.parts), {**eqn.params, "axes": inner}) or [
+            None
+        ]
         assert isinstance(mapped, Pieces)
     else:
         mapped = operand

@@ -180,7 +180,11 @@ def variable_numbers(jaxpr: Any) -> dict[Any, int]:
 
 
 def _aval_key(aval):
-    return (getattr(aval, "shape", None), str(getattr(aval, "dtype", aval)), getattr(aval, "weak_type", False))
+    return (
+        getattr(aval, "shape", None),
+        str(getattr(aval, "dtype", aval)),
+        getattr(aval, "weak_type", False),
+    )
 
 
 def _value_key(value):
@@ -226,7 +230,9 @@ def _vjp_key(eqn):
     keep = [is_float(v.aval) for v in eqn.outvars]
 
     def vjp(diff, others, cotangents):
-        diff_out, pull = jax.vjp(lambda *d: _floats(bind(eqn, merge(is_diff, d, others)), keep), *diff)
+        diff_out, pull = jax.vjp(
+            lambda *d: _floats(bind(eqn, merge(is_diff, d, others)), keep), *diff
+        )
         return diff_out, pull(cotangents)
 
     diff, others = split(is_diff, [shape_of(v.aval) for v in eqn.invars])

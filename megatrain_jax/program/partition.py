@@ -155,9 +155,7 @@ def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
         gaps[i].add(-1 if inside else k)
     for p, i in rest:
         k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
-        if not (k < len(runs) and p >= runs[k].first) and (
-            k in (0, len(runs)) or gaps[i] == {k}
-        ):
+        if not (k < len(runs) and p >= runs[k].first) and (k in (0, len(runs)) or gaps[i] == {k}):
             positions[k].append(p)
     out = []
     for k in range(len(runs) + 1):

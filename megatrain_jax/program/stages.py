@@ -235,7 +235,9 @@ class _Builder:
         for stage in reversed(stages):
             arriving = tuple(o in seeded and jx.is_float(var_of[o].aval) for o in stage.outputs)
             active = tuple(
-                any(arriving) and jx.is_float(var_of[i].aval) and self.flow.kind.get(var_of[i]) == MAIN
+                any(arriving)
+                and jx.is_float(var_of[i].aval)
+                and self.flow.kind.get(var_of[i]) == MAIN
                 for i in stage.inputs
             )
             seeded.update(i for i, a in zip(stage.inputs, active, strict=True) if a)
@@ -256,7 +258,9 @@ class _Builder:
                 if v in self.flow.producer:
                     body.pull(self.flow.producer[v])
         outvars = [self.lifted.get(v, v) for v in wanted]
-        consts = list(dict.fromkeys([*body.operands()[0], *(v for v in wanted if v in self.consts)]))
+        consts = list(
+            dict.fromkeys([*body.operands()[0], *(v for v in wanted if v in self.consts)])
+        )
         jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
 
@@ -279,7 +283,9 @@ class _Builder:
                 for i, stage in self.stage_of.items()
                 if stage == s and self._num_blocks(i) > 1
             }
-            read = {j for i, stage in self.stage_of.items() if stage == s for j in self.flow.read_by(i)}
+            read = {
+                j for i, stage in self.stage_of.items() if stage == s for j in self.flow.read_by(i)
+            }
             size = sum(4 * jx.num_elements(self.flow.leaves[j]) for j in read)
             found.append(
                 f"the parameters of {run.name} can't be separated, because one operation "
@@ -342,7 +348,9 @@ class _Body:
 
     def jaxpr(self, outvars: Sequence) -> Any:
         consts, leaves, inputs = self.operands()
-        return jx.sub_jaxpr(self.builder.flow.jaxpr, self.eqns, [*consts, *leaves, *inputs], outvars)
+        return jx.sub_jaxpr(
+            self.builder.flow.jaxpr, self.eqns, [*consts, *leaves, *inputs], outvars
+        )
 
     def substitute(self, positions: Sequence[tuple[int, int]], var: Any) -> None:
         """Puts another variable at some operands (row of the equation, column)."""

@@ -72,7 +72,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     invars = source.jaxpr.invars[len(source.consts) :]
     arrays = [invars[leaf.parameter].aval for leaf in leaves]
     avals = [
-        jax.ShapeDtypeStruct(leaf.shape, aval.dtype) for leaf, aval in zip(leaves, arrays, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape, aval.dtype)
+        for leaf, aval in zip(leaves, arrays, strict=True)
     ]
     data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
     keys = _module_keys(leaves)
@@ -86,7 +87,9 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     return cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
 
 
-def assemble(leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int) -> list[Value | Pieces]:
+def assemble(
+    leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
+) -> list[Value | Pieces]:
     """The model's parameters from the values of its leaves."""
     parts: list[list[tuple[int, Value]]] = [[] for _ in range(num_parameters)]
     whole: dict[int, Value] = {}

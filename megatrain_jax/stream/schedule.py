@@ -100,8 +100,9 @@ class Schedule:
         evaluation: Every stage's FORWARD, from rest to rest.
         num_items: Items of a cold as of a steady lap, for resolving negative item numbers.
         ledger: For "cold", "steady", "flush" and "evaluation" the bytes on the device after each
-            record. Bytes of an OFFLOAD or RELEASE count until the WAIT for its item. A steady
-            lap or flush right after a cold lap may hold less than its ledger says.
+            record. Bytes of an OFFLOAD or RELEASE count until the WAIT for its item, a gradient's
+            until its UPDATE. Right after a cold lap, a steady lap or flush may hold less than its
+            ledger says, and wait for items that moved nothing.
         peak_bytes: The largest entry of the ledgers.
         window: How many items fetches run ahead and offloads lag behind.
         resident: Parts that stay on the device between laps.

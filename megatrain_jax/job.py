@@ -1,0 +1,224 @@
+"""A run before it has arrays: the model cut, the optimizer cut, everything laid out and scheduled.
+
+Pure and abstract, so that a plan of a 120B model takes seconds on a laptop; the trainer starts
+from the same object.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import optax
+
+from megatrain_jax.adapters import AdaptedModel
+from megatrain_jax.data import check_batch
+from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
+from megatrain_jax.memory.plan import Hardware, Plan, make_plan
+from megatrain_jax.model_kinds import path_name
+from megatrain_jax.optim import OptimizerCut, cut_optimizer
+from megatrain_jax.precision import Precision
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.flops import count_flops
+from megatrain_jax.program.stages import Program
+from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax.stream.steps import StepPlan, plan_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run's compile-time facts.
+
+    Attributes:
+        adapted: The model without its arrays.
+        loss_fn: The user's loss.
+        precision: Dtypes of masters and of compute.
+        microbatches: Into how many parts a training batch is split.
+        device_budget: Bytes that state may occupy on the device, or None for the least.
+        leaves: All arrays of the store, in order.
+        grouping: Which of them travel together.
+        layouts: How each group lies in slabs.
+        optimizer: The optimizer, cut by group.
+        first: The training step for the batch shape the run started with.
+    """
+
+    adapted: AdaptedModel
+    loss_fn: Callable[..., Any]
+    precision: Precision
+    microbatches: int
+    device_budget: int | None
+    leaves: tuple[Leaf, ...]
+    grouping: Grouping
+    layouts: tuple[GroupLayout, ...]
+    optimizer: OptimizerCut
+    first: StepPlan
+
+    def step_plan(
+        self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
+    ) -> StepPlan:
+        """Traces, cuts and schedules a step for another batch shape, or an evaluation."""
+        loss_fn = loss_fn or self.loss_fn
+        microbatches = self.microbatches
+        if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
+            microbatches = 1
+        traced = _trace(self.adapted, loss_fn, self.precision, batch, microbatches, train)
+        return _plan_step(
+            (batch_key(batch), train, loss_fn),
+            cut_loss(traced, self.leaves),
+            traced,
+            self.grouping,
+            self.layouts,
+            self.optimizer,
+            microbatches=microbatches,
+            device_budget=self.device_budget,
+            training=train,
+        )
+
+    @property
+    def host_bytes_needed(self) -> int:
+        """Pinned host memory for state, waiting gradients and the arrays in flight."""
+        return self.plan().host_peak_bytes
+
+    def plan(self, hardware: Hardware | None = None) -> Plan:
+        """What a step of the first batch shape needs and does."""
+        step, sizes = self.first, self.first.workload.sizes
+        templates: dict[Hashable, int] = {}
+        template_of: dict[int, int | str] = {}
+        for bound in step.stages:
+            number = templates.setdefault(bound.key, len(templates))
+            for g in bound.groups:
+                template_of.setdefault(g, number)
+        optimizer_flops = sum(
+            count_flops(part.jaxpr) for part in (*self.optimizer.reduce, *self.optimizer.apply)
+        )
+        largest = max(size["P"] + size["O"] for size in sizes)
+        kept = [v for i, v in enumerate(step.program.values) if i in step.kept]
+        return make_plan(
+            names=self.grouping.names,
+            sizes=sizes,
+            num_parameters=[
+                sum(jx.num_elements(self.leaves[i]) for i in rows) for rows in self.grouping.leaves
+            ],
+            templates=[template_of.get(g, "-") for g in range(len(sizes))],
+            stage_flops=[count_flops(bound.stage.jaxpr) for bound in step.stages],
+            backward=step.workload.backward,
+            fused_last=step.workload.fused_last,
+            microbatches=step.microbatches,
+            optimizer_flops=optimizer_flops,
+            records=step.schedule.steady,
+            deferred=step.workload.deferred,
+            device_state_bytes=step.schedule.peak_bytes,
+            device_activation_bytes=step.microbatches * sum(map(jx.num_bytes, kept)),
+            in_flight_bytes=(step.schedule.window + 2) * largest,
+            num_templates=len(templates),
+            warnings=step.program.warnings,
+            hardware=hardware,
+        )
+
+
+def make_job(
+    adapted: AdaptedModel,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    *,
+    microbatches: int,
+    precision: Precision,
+    device_budget: int | None,
+) -> Job:
+    """Cuts model and optimizer and lays everything out, on shapes alone."""
+    traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes)
+    program = cut_loss(traced, leaves)
+    if microbatches > 1:
+        _refuse_batch_statistics(adapted, program, len(traced.metrics))
+    grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
+    shapes = [jax.ShapeDtypeStruct(s.shape, precision.master) for s in adapted.shapes]
+    cut = cut_optimizer(
+        optimizer,
+        adapted.params_tree,
+        shapes,
+        leaves,
+        grouping.group_of,
+        len(grouping.names),
+    )
+    layouts = tuple(
+        layout_group(
+            leaves,
+            rows,
+            [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
+            precision.master,
+        )
+        for rows, state in zip(grouping.leaves, cut.state, strict=True)
+    )
+    first = _plan_step(
+        (batch_key(sample_batch), True, loss_fn),
+        program,
+        traced,
+        grouping,
+        layouts,
+        cut,
+        microbatches=microbatches,
+        device_budget=device_budget,
+        training=True,
+    )
+    return Job(
+        adapted=adapted,
+        loss_fn=loss_fn,
+        precision=precision,
+        microbatches=microbatches,
+        device_budget=device_budget,
+        leaves=leaves,
+        grouping=grouping,
+        layouts=layouts,
+        optimizer=cut,
+        first=first,
+    )
+
+
+def batch_key(batch: Any) -> Hashable:
+    """What a batch's compiled step depends on: its structure, shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
+
+
+def _trace(adapted, loss_fn, precision, batch, microbatches, train) -> TracedLoss:
+    check_batch(batch, microbatches)
+    part = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (x.shape[0] // microbatches, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+        ),
+        batch,
+    )
+    compute = [jax.ShapeDtypeStruct(s.shape, precision.compute) for s in adapted.shapes]
+
+    def loss(parameters, variables, batch, rng):
+        return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
+
+    return trace_loss(loss, compute, adapted.variable_shapes, part)
+
+
+def _plan_step(key, program, traced, grouping, layouts, cut: OptimizerCut, **options) -> StepPlan:
+    return plan_step(
+        key,
+        program,
+        grouping,
+        layouts,
+        metrics=traced.metrics,
+        deferred=cut.deferred,
+        reduce_reads=cut.reduce_reads,
+        **options,
+    )
+
+
+def _refuse_batch_statistics(adapted: AdaptedModel, program: Program, num_metrics: int) -> None:
+    late = program.late[1 + num_metrics :]
+    names = [path_name(p) for p, bad in zip(adapted.variable_paths, late, strict=True) if bad]
+    if names:
+        raise ValueError(
+            "microbatches > 1 can't train this model: its state "
+            f"{', '.join(names[:6])} depends on the batch (statistics as of a batch norm), and "
+            "statistics of a part of a batch differ from those of the whole. Use microbatches=1, "
+            "or a normalisation without batch statistics."
+        )

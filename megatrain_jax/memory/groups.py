@@ -1,0 +1,90 @@
+"""Parameter groups: which leaves travel together, and how they lie in slabs."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax.memory.layout import Layout, MixedLayout, layout_of, mixed_layout_of
+from megatrain_jax.program.blocks import Leaf, common_prefix
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """Which leaves form a group.
+
+    Attributes:
+        names: Name of each group.
+        leaves: For each group its leaves, ascending.
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+    @property
+    def group_of(self) -> tuple[int, ...]:
+        """The group of each leaf."""
+        owner = {leaf: g for g, leaves in enumerate(self.leaves) for leaf in leaves}
+        return tuple(owner[leaf] for leaf in range(len(owner)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupLayout:
+    """How a group's state lies in slabs: masters, and gradients alike, and optimizer state."""
+
+    master: Layout
+    gradient: Layout
+    state: MixedLayout
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the parts that travel: masters, optimizer state, gradients."""
+        return {
+            "P": self.master.num_bytes,
+            "O": self.state.num_bytes,
+            "G": self.gradient.num_bytes,
+        }
+
+
+def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Grouping:
+    """Groups leaves by block; those outside blocks by the stages that read them.
+
+    A tied embedding, which two stages read, so doesn't drag along what only one of them needs.
+
+    Args:
+        leaves: All leaves.
+        stages: For each stage the leaves it reads.
+    """
+    uses: dict[int, list[int]] = {i: [] for i in range(len(leaves))}
+    for s, read in enumerate(stages):
+        for i in read:
+            uses[i].append(s)
+    members: dict[tuple, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        members.setdefault((leaf.block,) if leaf.block else (None, *uses[i]), []).append(i)
+
+    def first_use(item):
+        return min((uses[i][0] for i in item[1] if uses[i]), default=len(stages)), item[1][0]
+
+    ordered = sorted(members.items(), key=first_use)
+    names = [".".join(map(str, key[0] or ())) or _name(leaves, rows) for key, rows in ordered]
+    return Grouping(names=tuple(names), leaves=tuple(tuple(rows) for _, rows in ordered))
+
+
+def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
+    paths = [leaves[i].path for i in rows]
+    modules = dict.fromkeys(".".join(map(str, common_prefix([p, p])[:-1] or p)) for p in paths)
+    return ", ".join(list(modules)[:3]) + (", …" if len(modules) > 3 else "")
+
+
+def layout_group(
+    leaves: Sequence[Leaf], rows: Sequence[int], state: Sequence[jax.ShapeDtypeStruct], master
+) -> GroupLayout:
+    """Lays out one group's leaves and its optimizer state."""
+    shapes = [leaves[i].shape for i in rows]
+    return GroupLayout(
+        master=layout_of(shapes, master),
+        gradient=layout_of(shapes, jnp.float32),
+        state=mixed_layout_of(state),
+    )

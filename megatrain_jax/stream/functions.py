@@ -1,0 +1,141 @@
+"""The small jitted functions around the stages: begin and end of a step, and the optimizer's parts.
+
+They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
+non-finite numbers.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax.memory.groups import GroupLayout
+from megatrain_jax.optim import Part
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.stages import Program
+
+
+def begin(program: Program, microbatches: int, num_metrics: int) -> Callable:
+    """Builds `(variables, batch, key, step) -> (values, seed, new variables)`.
+
+    Splits the batch, runs the prologue for each microbatch, and brings the state from microbatch
+    to microbatch. Microbatch m of step t draws from `fold_in(fold_in(key, t), m)`.
+    """
+    place = {v: i for i, v in enumerate(program.prologue_values)}
+    new_ids = program.outputs[1 + num_metrics :]
+    loss = program.values[program.outputs[0]]
+
+    def begin_step(variables, batch, key, step):
+        step_key = jax.random.fold_in(key, step)
+        rows = []
+        for m in range(microbatches):
+            part = [_slice(x, m, microbatches) for x in batch]
+            rng = jax.random.fold_in(step_key, m)
+            data = [*program.prologue_consts, *variables, *part, rng]
+            values = jx.evaluate(program.prologue, data)
+            rows.append(values)
+            variables = [
+                values[place[i]] if i in place else v
+                for i, v in zip(new_ids, variables, strict=True)
+            ]
+        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), variables
+
+    return begin_step
+
+
+def _slice(x, m, microbatches):
+    size = x.shape[0] // microbatches
+    return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
+
+
+def mean_metrics(names: Sequence[str]) -> Callable:
+    """Builds `(rows of loss and metrics, one a microbatch) -> dict of means`."""
+
+    def mean(rows):
+        columns = zip(*rows, strict=True)
+        return {
+            name: sum(x.astype(jnp.float32) for x in column) / len(rows)
+            for name, column in zip(("loss", *names), columns, strict=True)
+        }
+
+    return mean
+
+
+def end() -> Callable:
+    """Builds `(metrics, squared norms, step) -> (metrics with grad_norm, step + 1)`."""
+
+    def end_step(metrics, squares, step):
+        total = jnp.sum(jnp.stack(squares))
+        return {**metrics, "grad_norm": jnp.sqrt(total)}, step + 1
+
+    return end_step
+
+
+def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool) -> Callable:
+    """Builds `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
+
+    Masters and state are None unless the optimizer's reduction reads them.
+    """
+
+    def reduce_group(gradient, masters, state, loss, small, ok):
+        shapes = layout.master.shapes
+        masters = masters if "P" in reads else jnp.zeros(layout.master.size, layout.master.dtype)
+        state = (
+            state
+            if "O" in reads
+            else tuple(jnp.zeros(s.size, s.dtype) for s in layout.state.layouts)
+        )
+        args = [
+            *(layout.gradient.unpack(gradient, i) for i in range(len(shapes))),
+            *(layout.master.unpack(masters, i) for i in range(len(shapes))),
+            *layout.state.unpack(state),
+        ]
+        scalars = jx.evaluate(part.jaxpr, [*part.consts, *args, loss, *small])
+        square = jnp.sum(gradient * gradient)
+        return scalars, square, ok & jnp.isfinite(square) if guarded else ok
+
+    return reduce_group
+
+
+def combine(part: Part, num_messages: int, guarded: bool) -> Callable:
+    """Builds `(loss, globals, scalars, ok) -> (messages, globals, ok)`."""
+
+    def combine_groups(loss, state, scalars, ok):
+        ok = ok & jnp.isfinite(loss) if guarded else ok
+        out = jx.evaluate(part.jaxpr, [*part.consts, loss, *state, *scalars])
+        new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
+        return out[:num_messages], new if guarded else out[num_messages:], ok
+
+    return combine_groups
+
+
+def update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
+    """Builds `(masters, state, gradient, messages, ok) -> (masters, state)` of one group.
+
+    Nothing changes where `ok` is false.
+    """
+
+    def update_group(masters, state, gradient, messages, ok):
+        count = len(layout.master.shapes)
+        args = [
+            *(layout.gradient.unpack(gradient, i) for i in range(count)),
+            *(layout.master.unpack(masters, i) for i in range(count)),
+            *layout.state.unpack(state),
+        ]
+        out = jx.evaluate(part.jaxpr, [*part.consts, *args, *messages])
+        new = (layout.master.pack(out[:count]), layout.state.pack(out[count:]))
+        if not guarded:
+            return new
+        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, (masters, tuple(state)))
+
+    return update_group
+
+
+def initial_state(part: Part, layout: GroupLayout) -> Callable:
+    """Builds `masters -> state` of one group."""
+
+    def init_group(masters):
+        params = [layout.master.unpack(masters, i) for i in range(len(layout.master.shapes))]
+        return layout.state.pack(jx.evaluate(part.jaxpr, [*part.consts, *params]))
+
+    return init_group

@@ -1,0 +1,154 @@
+"""What one training or evaluation step of one batch shape is: its program bound to groups.
+
+Pure data, derived once per batch shape: which slabs and values each stage takes, which cotangents
+arrive where, when a value is last read, and the schedule.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+
+from megatrain_jax.memory.groups import Grouping, GroupLayout
+from megatrain_jax.program.stages import Program, Stage
+from megatrain_jax.stream.schedule import Op, Record, Schedule, Workload, plan_schedule
+from megatrain_jax.stream.template import Backward, Binding, Slot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BoundStage:
+    """A stage with the groups it reads.
+
+    Attributes:
+        stage: The stage.
+        groups: The groups whose masters it takes.
+        binding: Where its leaves lie in them.
+        mode: How its backward accumulates; None without a backward.
+        sent: Ids of inputs whose cotangent another stage has already sent, in input order.
+    """
+
+    stage: Stage
+    groups: tuple[int, ...]
+    binding: Binding
+    mode: Backward | None
+    sent: tuple[int, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for bound stages that share a compiled forward."""
+        return self.stage.key, self.binding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step of one batch shape.
+
+    Attributes:
+        key: Tells batch shapes and kinds of step apart.
+        program: The cut loss.
+        stages: Its stages, bound to groups.
+        microbatches: Into how many parts the batch is split.
+        metrics: Names of the metrics that the loss returns.
+        workload: What the schedule was made for.
+        schedule: What moves when.
+        last_read: For each record kind and stage, the values that nothing reads afterwards.
+    """
+
+    key: Hashable
+    program: Program
+    stages: tuple[BoundStage, ...]
+    microbatches: int
+    metrics: tuple[str, ...]
+    workload: Workload
+    schedule: Schedule
+    last_read: Mapping[tuple[Op, int], tuple[int, ...]]
+
+    @functools.cached_property
+    def kept(self) -> frozenset[int]:
+        """Ids of the values that something reads after they are made."""
+        return frozenset(self.program.outputs).union(*self.last_read.values())
+
+
+def plan_step(
+    key: Hashable,
+    program: Program,
+    grouping: Grouping,
+    layouts: Sequence[GroupLayout],
+    *,
+    microbatches: int,
+    metrics: tuple[str, ...],
+    deferred: bool,
+    reduce_reads: frozenset[str],
+    device_budget: int | None,
+    training: bool = True,
+) -> StepPlan:
+    """Binds a program to groups and schedules it."""
+    stages = program.stages
+    fused = training and program.outputs[0] in stages[-1].outputs
+    bound = _bind(stages, grouping, layouts, fused, microbatches > 1)
+    workload = Workload(
+        stages=tuple(b.groups for b in bound),
+        backward=tuple(s.has_backward for s in stages),
+        fused_last=fused,
+        sizes=tuple(layout.sizes for layout in layouts),
+        deferred=deferred,
+        accumulate=microbatches > 1,
+        reduce_reads=reduce_reads,
+    )
+    schedule = plan_schedule(workload, device_budget)
+    records = schedule.cold if training else schedule.evaluation
+    return StepPlan(
+        key=key,
+        program=program,
+        stages=bound,
+        microbatches=microbatches,
+        metrics=metrics,
+        workload=workload,
+        schedule=schedule,
+        last_read=_last_reads(records, stages, program),
+    )
+
+
+def _bind(stages, grouping, layouts, fused, accumulate) -> tuple[BoundStage, ...]:
+    group_of = grouping.group_of
+    position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
+    seen_groups: set[int] = set()
+    sent: set[int] = set()
+    bound: list[BoundStage] = []
+    for s in range(len(stages) - 1, -1, -1):
+        stage: Stage = stages[s]
+        groups = tuple(dict.fromkeys(group_of[leaf] for leaf in stage.leaves))
+        slots = tuple(
+            Slot(slab=groups.index(group_of[leaf]), leaf=position[leaf]) for leaf in stage.leaves
+        )
+        binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
+        mode, known = None, ()
+        if stage.has_backward:
+            existing = tuple(
+                active and i in sent and i not in stage.inputs[:n]
+                for n, (i, active) in enumerate(zip(stage.inputs, stage.active, strict=True))
+            )
+            known = tuple(i for i, e in zip(stage.inputs, existing, strict=True) if e)
+            mode = Backward(
+                accumulate=tuple(accumulate or g in seen_groups for g in groups),
+                arriving=stage.seeded,
+                existing=existing,
+                give_outputs=fused and s == len(stages) - 1,
+            )
+            seen_groups.update(groups)
+            sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
+        bound.append(BoundStage(stage=stage, groups=groups, binding=binding, mode=mode, sent=known))
+    return tuple(bound[::-1])
+
+
+def _last_reads(records: Sequence[Record], stages, program: Program):
+    """For each computing record the values it is the last to read."""
+    last: dict[int, tuple[Op, int]] = {}
+    for record in records:
+        if record.op in (Op.FORWARD, Op.BACKWARD) and record.stage is not None:
+            for i in stages[record.stage].inputs:
+                last[i] = (record.op, record.stage)
+    out: dict[tuple[Op, int], list[int]] = {}
+    for i, at in last.items():
+        if i not in program.outputs:
+            out.setdefault(at, []).append(i)
+    return {at: tuple(ids) for at, ids in out.items()}

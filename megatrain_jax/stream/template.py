@@ -1,0 +1,133 @@
+"""Compiled functions that all stages with equal equations share.
+
+A template is stateless: slabs of parameters and live values go in, live values or gradients and
+cotangents come out. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut from a
+trace instead of written by hand.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax.memory.layout import Layout
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.stages import Stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a stage finds one of its leaves: which of its slabs, which leaf of that slab."""
+
+    slab: int
+    leaf: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binding:
+    """How the leaves of a stage lie in the slabs of the groups it reads.
+
+    Attributes:
+        layouts: Layout of each master slab it takes.
+        slots: For each leaf of the stage, in the jaxpr's order, where it is.
+    """
+
+    layouts: tuple[Layout, ...]
+    slots: tuple[Slot, ...]
+
+
+class Templates:
+    """Compiled functions by key; each is traced and compiled once."""
+
+    def __init__(self):
+        """Starts with none."""
+        self._functions: dict[Hashable, Callable] = {}
+
+    def get(self, key: Hashable, build: Callable[[], Callable], **options: Any) -> Callable:
+        """The jitted function of this key, built if it is new."""
+        if key not in self._functions:
+            self._functions[key] = jax.jit(build(), **options)
+        return self._functions[key]
+
+    def __len__(self) -> int:
+        """How many different functions there are."""
+        return len(self._functions)
+
+
+def forward(stage: Stage, binding: Binding) -> Callable:
+    """Builds `(slabs, inputs) -> outputs`."""
+
+    def forward_stage(slabs, inputs):
+        leaves = _unpack(stage, binding, slabs)
+        return jx.evaluate(stage.jaxpr, [*stage.consts, *leaves, *inputs])
+
+    return forward_stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What one backward of a stage takes besides slabs and inputs.
+
+    Attributes:
+        accumulate: For each slab, whether a gradient exists to be added to.
+        arriving: For each output, whether a cotangent arrives.
+        existing: For each input, whether another stage has already sent a cotangent to it.
+        give_outputs: Whether to return the outputs, too: the stage has no separate forward.
+    """
+
+    accumulate: tuple[bool, ...]
+    arriving: tuple[bool, ...]
+    existing: tuple[bool, ...]
+    give_outputs: bool
+
+
+def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
+    """Builds `(slabs, inputs, cotangents, gradients, sent) -> (outputs, gradients, cotangents)`.
+
+    It computes the stage again and differentiates it. Gradients are summed in fp32, in slabs laid
+    out like the masters; `gradients` and `sent` hold what exists already, in order.
+    """
+    num_leaves = len(stage.leaves)
+
+    def backward_stage(slabs, inputs, cotangents, gradients, sent):
+        leaves = _unpack(stage, binding, slabs)
+        active, passive = jx.split(stage.active, inputs)
+
+        def run(leaves, active):
+            values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
+            outputs = jx.evaluate(stage.jaxpr, values)
+            return [o for o, a in zip(outputs, mode.arriving, strict=True) if a], outputs
+
+        _, pull, outputs = jax.vjp(run, leaves, active, has_aux=True)
+        leaf_gradients, input_cotangents = pull(list(cotangents))
+        new = _pack_gradients(binding, leaf_gradients, gradients, mode.accumulate)
+        earlier = iter(sent)
+        flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
+        summed = [
+            c + next(earlier) if exists else c
+            for c, exists in zip(input_cotangents, flags, strict=True)
+        ]
+        assert len(leaf_gradients) == num_leaves
+        return (outputs if mode.give_outputs else []), new, summed
+
+    return backward_stage
+
+
+def _unpack(stage: Stage, binding: Binding, slabs: Sequence[jax.Array]) -> list[jax.Array]:
+    first = len(stage.consts)
+    dtypes = [v.aval.dtype for v in stage.jaxpr.invars[first : first + len(stage.leaves)]]
+    return [
+        binding.layouts[slot.slab].unpack(slabs[slot.slab], slot.leaf).astype(dtype)
+        for slot, dtype in zip(binding.slots, dtypes, strict=True)
+    ]
+
+
+def _pack_gradients(binding: Binding, leaf_gradients, gradients, accumulate) -> list[jax.Array]:
+    rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
+    for slot, gradient in zip(binding.slots, leaf_gradients, strict=True):
+        rows[slot.slab][slot.leaf] = gradient.astype(jnp.float32)
+    earlier = iter(gradients)
+    packed = [layout.pack(row) for layout, row in zip(binding.layouts, rows, strict=True)]
+    return [p + next(earlier) if a else p for p, a in zip(packed, accumulate, strict=True)]

@@ -1,0 +1,306 @@
+"""One run: initialises state group by group, steps, evaluates, and hands the model back."""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from megatrain_jax.adapters import adapt
+from megatrain_jax.data import check_batch, check_like
+from megatrain_jax.history import History
+from megatrain_jax.initialise import initialise
+from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax.job import batch_key, make_job
+from megatrain_jax.memory import pool
+from megatrain_jax.memory.plan import Hardware, Plan, this_machine
+from megatrain_jax.optim import assemble_state
+from megatrain_jax.precision import Precision
+from megatrain_jax.stream.engine import Engine
+from megatrain_jax.stream.steps import StepPlan
+
+_DEFAULT_PRECISION = Precision()
+
+
+class StepMetrics(dict[str, jax.Array]):
+    """The metrics of one step, as scalars on the device that may not be ready yet.
+
+    Attributes:
+        step: Number of the step, from 1.
+        healthy_before: Whether all numbers had been finite before the step.
+        healthy: Whether they still were after it.
+        group_ok: For each group, in order of its gradient, whether it and all before were finite.
+    """
+
+    step: int
+    healthy_before: jax.Array
+    healthy: jax.Array
+    group_ok: list[tuple[int, jax.Array]]
+
+
+def plan(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    *,
+    microbatches: int = 1,
+    precision: Precision = _DEFAULT_PRECISION,
+    device_budget: int | None = None,
+    seed: int = 0,
+    hardware: Hardware | None = None,
+) -> Plan:
+    """Says what a run would need, without allocating it and without a GPU.
+
+    Args:
+        model: See `Trainer`; a function that builds the model costs no memory.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+        microbatches: See `Trainer`.
+        precision: See `Trainer`.
+        device_budget: See `Trainer`.
+        seed: See `Trainer`.
+        hardware: The machine to plan for; None leaves out what depends on it.
+
+    Returns:
+        The plan; print it, or let a notebook show it.
+    """
+    adapted, _ = adapt(model, loss_fn, sample_batch, seed)
+    job = make_job(
+        adapted,
+        loss_fn,
+        optimizer,
+        sample_batch,
+        microbatches=microbatches,
+        precision=precision,
+        device_budget=device_budget,
+    )
+    return job.plan(hardware)
+
+
+class Trainer:
+    """Trains one model whose parameters and optimizer state live in pinned host memory.
+
+    Attributes:
+        history: One record a step; `fit` and `train` write it.
+        num_steps: Training steps dispatched so far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        sample_batch: Any,
+        *,
+        microbatches: int = 1,
+        precision: Precision = _DEFAULT_PRECISION,
+        device_budget: int | None = None,
+        seed: int = 0,
+    ):
+        """Cuts the model, checks that it fits, and initialises its state in host memory.
+
+        Args:
+            model: An `nnx.Module`, a function of no arguments that builds one, a
+                `flax.linen.Module`, or a pytree of arrays.
+            loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, giving a scalar
+                loss or ``(loss, metrics)``.
+            optimizer: An Optax gradient transformation.
+            sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one. Every array has a leading
+                axis of examples.
+            microbatches: Into how many equal parts each training batch is split. The loss and
+                the gradient are the means over the parts.
+            precision: Which dtype the masters have and which one computes.
+            device_budget: Bytes of device memory that state may occupy; None for the least.
+            seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
+
+        Raises:
+            TypeError: If the model or the optimizer is of no supported kind.
+            ValueError: If model, loss, batch and options don't fit together.
+            MemoryError: If host memory is too small.
+        """
+        if microbatches < 1:
+            raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
+        adapted, initial = adapt(model, loss_fn, sample_batch, seed)
+        del model
+        self._job = make_job(
+            adapted,
+            loss_fn,
+            optimizer,
+            sample_batch,
+            microbatches=microbatches,
+            precision=precision,
+            device_budget=device_budget,
+        )
+        self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
+        pool.reserve(self._job.host_bytes_needed)
+        self._engine = Engine(self._job.layouts, self._job.optimizer, jax.random.key(seed))
+        self._plans: dict[Hashable, StepPlan] = {self._job.first.key: self._job.first}
+        self._in_flight: deque[StepMetrics] = deque()
+        self.history = History()
+        self.num_steps = 0
+        initialise(self._job, self._engine, initial)
+
+    def step(self, batch: Any) -> StepMetrics:
+        """Dispatches one training step.
+
+        Args:
+            batch: A batch like the sample; new shapes are traced and compiled once each.
+
+        Returns:
+            The loss, the loss function's metrics and the global norm of the gradients, as scalar
+            device arrays. The step may still be running; `read` waits for it.
+
+        Raises:
+            ValueError: If the batch does not fit.
+            FloatingPointError: If an earlier step met a number that is not finite.
+        """
+        check_batch(batch, self._job.microbatches)
+        check_like(batch, self._sample)
+        plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
+        # Two steps may overlap, no more: what runs ahead of the device holds its memory.
+        while len(self._in_flight) > 1:
+            self.read(self._in_flight[0])
+        with deferred_interrupt():
+            arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+            before = self._engine.ok
+            metrics = StepMetrics(self._engine.train(plan, arrays))
+            self.num_steps += 1
+            metrics.step, metrics.healthy_before = self.num_steps, before
+            metrics.healthy, metrics.group_ok = self._engine.ok, self._engine.group_ok
+            self._in_flight.append(metrics)
+        return metrics
+
+    def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Waits for a step and returns its metrics as Python numbers.
+
+        Raises:
+            FloatingPointError: If its loss or a gradient was not finite. The message says what was
+                updated nevertheless; training can go on with the next batch.
+        """
+        values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        if isinstance(metrics, StepMetrics):
+            self._in_flight = deque(m for m in self._in_flight if m.step > metrics.step)
+            if not jax.device_get(metrics.healthy):
+                self._fail(metrics, values["loss"])
+        return values
+
+    def _fail(self, metrics: StepMetrics, loss: float) -> None:
+        """Raises; first applies nothing, drops what is pending and lets training go on."""
+        healthy_before, flags = jax.device_get((metrics.healthy_before, metrics.group_ok))
+        names = self._job.grouping.names
+        self._in_flight.clear()
+        self._engine.recover()
+        step = f"step {metrics.step}"
+        if not healthy_before:
+            raise FloatingPointError(f"{step} did nothing: an earlier step was not finite")
+        updated = [names[g] for g, ok in flags if ok]
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"the loss of {step} is {loss}; nothing was updated")
+        if self._job.optimizer.deferred:
+            raise FloatingPointError(f"a gradient of {step} is not finite; nothing was updated")
+        guilty = next(names[g] for g, ok in flags if not ok)
+        raise FloatingPointError(
+            f"the gradient of {guilty} is not finite in {step}. Updated before it was met: "
+            f"{', '.join(updated) or 'nothing'}; all other parameters are as before the step."
+        )
+
+    def evaluate(
+        self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None = None
+    ) -> dict[str, float]:
+        """Computes loss and metrics of batches without training on them.
+
+        NNX modules run as after ``.eval()``. Pending updates are applied first.
+
+        Args:
+            batches: An iterable of batches.
+            loss_fn: Another loss function than the one trained with.
+
+        Returns:
+            Means over the batches.
+
+        Raises:
+            ValueError: If there is no batch.
+        """
+        rows = []
+        with deferred_interrupt():
+            self.flush()
+            for batch in batches:
+                check_batch(batch)
+                plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
+                arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+                rows.append(self._engine.evaluate(plan, arrays))
+        if not rows:
+            raise ValueError("`batches` gave no batch to evaluate")
+        values = jax.device_get(rows)
+        return {k: float(np.mean([row[k] for row in values])) for k in values[0]}
+
+    def flush(self) -> None:
+        """Applies pending updates and brings all state to rest in pinned host memory."""
+        with deferred_interrupt():
+            self._engine.flush()
+
+    @property
+    def params(self) -> Any:
+        """The parameters, as host arrays in the model's own structure.
+
+        They share memory with the store and stay as they are when training goes on. Only a
+        parameter stacked over layers, which the store keeps layer by layer, is a copy.
+        """
+        return self._job.adapted.params_tree(self._parameters())
+
+    @property
+    def opt_state(self) -> Any:
+        """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
+        self.flush()
+        engine = self._engine
+        groups = [
+            layout.state.views(engine.host.get(("O", g), ()))
+            for g, layout in enumerate(self._job.layouts)
+        ]
+        return assemble_state(self._job.optimizer, groups, _on_host(engine.globals))
+
+    @property
+    def model(self) -> Any:
+        """The user's kind of model, holding the parameters as host arrays."""
+        leaves = self._parameters()
+        return self._job.adapted.rebuild(leaves, _on_host(self._engine.variables))
+
+    @property
+    def plan(self) -> Plan:
+        """What a step needs and does on this machine."""
+        return self._job.plan(this_machine())
+
+    def _parameters(self) -> list[np.ndarray]:
+        self.flush()
+        rows: list[list[np.ndarray]] = [[] for _ in self._job.adapted.shapes]
+        views: dict[int, np.ndarray] = {}
+        for g, leaves in enumerate(self._job.grouping.leaves):
+            (slab,) = self._engine.host["P", g]
+            views.update(zip(leaves, self._job.layouts[g].master.views(slab), strict=True))
+        stacked = set()
+        for i, leaf in enumerate(self._job.leaves):
+            rows[leaf.parameter].append(views[i])
+            if leaf.index is not None:
+                stacked.add(leaf.parameter)
+        return [np.stack(row) if p in stacked else row[0] for p, row in enumerate(rows)]
+
+    def _step_plan(self, batch, *, train: bool, loss_fn) -> StepPlan:
+        key = (batch_key(batch), train, loss_fn)
+        if key not in self._plans:
+            self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
+        return self._plans[key]
+
+
+def _on_host(arrays: Iterable[jax.Array]) -> list[Any]:
+    """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
+    return [
+        jax.device_put(x, pool.device())
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else np.asarray(x)
+        for x in arrays
+    ]

@@ -1,0 +1,105 @@
+"""Runs the system under test on a case of the zoo, and compares runs with the oracle."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import megatrain_jax as mt
+from megatrain_jax.adapters import adapt
+from zoo_case import Case
+
+NUM_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run of the system gives, on the host."""
+
+    losses: tuple[float, ...]
+    metrics: tuple[dict[str, float], ...]
+    first_grads: Any
+    params: Any
+    opt_state: Any
+    trainer: mt.Trainer
+
+
+def recording(optimizer: Any) -> Callable[[Any], optax.GradientTransformation]:
+    """Puts a transformation in front that only keeps the last gradient in its state."""
+
+    def make(params: Any) -> optax.GradientTransformation:
+        return optax.chain(optax.trace(decay=0.0), optimizer(params))
+
+    return make
+
+
+def make_trainer(
+    case: Case,
+    optimizer: Callable[[Any], optax.GradientTransformation],
+    *,
+    microbatches: int = 1,
+    budget: int | None = None,
+    compute: Any = jnp.float32,
+) -> mt.Trainer:
+    """A trainer; the optimizer is made from the tree of the parameters' shapes."""
+    model = case.build()
+    batch = case.batch(0)
+    adapted, _ = adapt(model, case.loss_fn, batch, 0)
+    tree = adapted.params_tree(adapted.shapes)
+    return mt.Trainer(
+        model,
+        case.loss_fn,
+        optimizer(tree),
+        batch,
+        microbatches=microbatches,
+        device_budget=budget,
+        precision=mt.Precision(compute=compute),
+    )
+
+
+def train(trainer: mt.Trainer, batches: Sequence[Any], *, gradients: bool = True) -> Run:
+    """Takes a step per batch, without transfers that nobody asked for."""
+    results, first = [], None
+    for batch in batches:
+        with jax.transfer_guard("disallow"):
+            results.append(trainer.step(batch))
+        if gradients and first is None:
+            first = trainer.opt_state[0].trace
+    metrics = tuple(trainer.read(m) for m in results)
+    return Run(
+        losses=tuple(m["loss"] for m in metrics),
+        metrics=metrics,
+        first_grads=first,
+        params=trainer.params,
+        opt_state=trainer.opt_state,
+        trainer=trainer,
+    )
+
+
+def check_close(actual: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Checks trees leaf by leaf, relative to each leaf's largest value."""
+    ours = jax.tree_util.tree_leaves_with_path(actual)
+    theirs = jax.tree_util.tree_leaves_with_path(expected)
+    assert [p for p, _ in ours] == [p for p, _ in theirs]
+    for (path, a), (_, e) in zip(ours, theirs, strict=True):
+        if jnp.issubdtype(e.dtype, jax.dtypes.prng_key):
+            a, e = jax.random.key_data(a), jax.random.key_data(e)
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert a.shape == e.shape, (what, jax.tree_util.keystr(path))
+        error = np.abs(a - e).max(initial=0)
+        largest = np.abs(e).max(initial=0)
+        assert error <= tolerance * largest, (
+            f"{what} {jax.tree_util.keystr(path)}: off by {error:.3g} of {largest:.3g}"
+        )
+
+
+def check_same_bits(actual: Any, expected: Any) -> None:
+    """Checks that two trees are equal bit for bit."""
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(e.dtype, jax.dtypes.prng_key):
+            a, e = jax.random.key_data(a), jax.random.key_data(e)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))

@@ -1,0 +1,86 @@
+"""Training from host memory gives what plain JAX and Optax give, for every model and optimizer."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optimizers import OPTIMIZERS, SIGN_LIKE
+from oracle import train_plain
+from runs import NUM_STEPS, check_close, check_same_bits, make_trainer, recording, train
+from zoo import CASES
+
+TOLERANCE = 2e-6
+LOSS_TOLERANCE = 1e-6
+
+
+def covering_pairs():
+    """Every model with 1, 2 and 4 microbatches, each time with the next optimizer in line."""
+    line = itertools.cycle(OPTIMIZERS)
+    for case in CASES.values():
+        for microbatches in (1, 2, 4) if case.microbatches else (1,):
+            # A gradient that is zero but for rounding has no sign to agree on.
+            fitting = (n for n in line if not (case.zero_gradients and n in SIGN_LIKE))
+            yield case.name, next(fitting), microbatches
+
+
+PAIRS = list(covering_pairs())
+
+
+def test_pairs_cover_everything():
+    assert {name for name, _, _ in PAIRS} == set(CASES)
+    assert {optimizer for _, optimizer, _ in PAIRS} == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("name", "optimizer", "microbatches"), PAIRS)
+def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
+    case = CASES[name]
+    batches = [case.batch(seed) for seed in range(NUM_STEPS)]
+    plain = train_plain(case, OPTIMIZERS[optimizer], batches, microbatches=microbatches)
+    trainer = make_trainer(case, recording(OPTIMIZERS[optimizer]), microbatches=microbatches)
+    run = train(trainer, batches)
+    check_close(run.first_grads, plain.first_grads, TOLERANCE, "gradient")
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=LOSS_TOLERANCE)
+    check_close(run.params, plain.params, TOLERANCE, "parameter")
+    check_close(run.opt_state[1], plain.opt_state, TOLERANCE, "optimizer state")
+    for ours, theirs in zip(run.metrics, plain.metrics, strict=True):
+        for key, value in theirs.items():
+            np.testing.assert_allclose(ours[key], value, rtol=2e-6, err_msg=key)
+
+
+BUDGETED = ["adamw_schedule", "clip_adamw"]
+
+
+@pytest.mark.parametrize("optimizer", BUDGETED)
+@pytest.mark.parametrize("name", ["nnx_tied", "unet", "shared_block", "linen_scan_remat", "unused"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
+    case = CASES[name]
+    batches = [case.batch(seed) for seed in range(NUM_STEPS)]
+    smallest = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches)
+    reference = train(smallest, batches, gradients=False)
+    schedule = smallest._job.first.schedule
+    low, high = schedule.smallest_bytes, schedule.all_resident_bytes
+    for budget in (low, (low + max(low, high)) // 2, 10 * high):
+        trainer = make_trainer(
+            case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget
+        )
+        trainer._engine.templates = smallest._engine.templates
+        run = train(trainer, batches, gradients=False)
+        assert run.losses == reference.losses
+        check_same_bits(run.params, reference.params)
+        check_same_bits(run.opt_state, reference.opt_state)
+
+
+@pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "lax_scan_pytree", "moe"])
+def test_bf16_compute_agrees_to_bf16_rounding(name):
+    case = CASES[name]
+    batches = [case.batch(seed) for seed in range(NUM_STEPS)]
+    plain = train_plain(case, OPTIMIZERS["sgd_momentum"], batches, compute=jnp.bfloat16)
+    trainer = make_trainer(case, recording(OPTIMIZERS["sgd_momentum"]), compute=jnp.bfloat16)
+    run = train(trainer, batches)
+    # The same products of bf16 numbers, rounded to bf16 (8 bits) at different places.
+    check_close(run.first_grads, plain.first_grads, 2**-6, "gradient")
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=2**-8)
+    check_close(run.params, plain.params, 2**-7, "parameter")
