@@ -36,17 +36,17 @@ def distance_penalty(length: int, num_heads: int) -> jax.Array:
 class Block(nnx.Module):
     """Pre-norm causal self-attention, then an MLP."""
 
-    def __init__(self, dim: int, num_heads: int, num_layers: int, rngs: nnx.Rngs):
-        """Makes the parameters of one of `num_layers` blocks."""
-        # Outputs start small, so that a deep stack starts close to the identity.
-        small = nnx.initializers.normal(0.5 * (dim * num_layers) ** -0.5)
+    def __init__(self, dim: int, num_heads: int, rngs: nnx.Rngs):
+        """Makes the parameters of one block."""
+        # With outputs that start at zero, each block starts as the identity.
+        zeros = nnx.initializers.zeros
         self.num_heads = num_heads
         self.attention_norm = nnx.RMSNorm(dim, rngs=rngs)
         self.qkv = nnx.Linear(dim, 3 * dim, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(dim, dim, use_bias=False, kernel_init=small, rngs=rngs)
+        self.out = nnx.Linear(dim, dim, use_bias=False, kernel_init=zeros, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(dim, rngs=rngs)
         self.up = nnx.Linear(dim, 4 * dim, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4 * dim, dim, use_bias=False, kernel_init=small, rngs=rngs)
+        self.down = nnx.Linear(4 * dim, dim, use_bias=False, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x to the same shape: [batch, length, dim]."""
@@ -63,12 +63,11 @@ class Decoder(nnx.Module):
 
     def __init__(self, dim: int, num_heads: int, num_layers: int, rngs: nnx.Rngs):
         """Makes the parameters of an embedding, the blocks and a head."""
-        self.embedding = nnx.Embed(VOCAB_SIZE, dim, rngs=rngs)
-        self.blocks = nnx.List([Block(dim, num_heads, num_layers, rngs) for _ in range(num_layers)])
+        normal = nnx.initializers.normal
+        self.embedding = nnx.Embed(VOCAB_SIZE, dim, embedding_init=normal(1.0), rngs=rngs)
+        self.blocks = nnx.List([Block(dim, num_heads, rngs) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
-        self.head = nnx.Linear(
-            dim, VOCAB_SIZE, use_bias=False, kernel_init=nnx.initializers.normal(0.01), rngs=rngs
-        )
+        self.head = nnx.Linear(dim, VOCAB_SIZE, use_bias=False, kernel_init=normal(0.01), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens [batch, length] to fp32 logits [batch, length, 256]."""

@@ -15,6 +15,7 @@ import optax
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.cases import split_cases
 from megatrain_jax.program.inline import Inliner, Pieces, Value, piece, stack
 from megatrain_jax.program.slicing import (
     LARGE,
@@ -367,7 +368,10 @@ class _Cutter:
         try:
             return self._cut()
         except Conflict as conflict:
-            raise ValueError(self._message(conflict)) from None
+            again = split_cases(self.slicer) if hasattr(self, "slicer") else None
+            if again is None:
+                raise ValueError(self._message(conflict)) from None
+        return _Cutter(self.form, again, self.init).cut()
 
     def _cut(self) -> OptimizerCut:
         form, owned = self.form, self.owned
@@ -460,7 +464,9 @@ class _Cutter:
     def _message(self, conflict: Conflict) -> str:
         params = (self.grads, self.params, self.initial_params)
         leaf_of = {v: i for variables in params for i, v in enumerate(variables)}
-        names = {self.form.leaves[leaf_of[v]].name: None for v in conflict.variables if v in leaf_of}
+        names = {
+            self.form.leaves[leaf_of[v]].name: None for v in conflict.variables if v in leaf_of
+        }
         tokens = dict(zip(self.tokens, self.form.tokens, strict=True))
         names.update({f"state{tokens[v].name}": None for v in conflict.variables if v in tokens})
         shown = list(names)[:6]

@@ -44,7 +44,7 @@ def adamw(learning_rate: Any = LEARNING_RATE, **kwargs: Any) -> optax.GradientTr
 
 def multi_transform(params: Any) -> optax.GradientTransformation:
     del params  # the labels are a function here, called by Optax itself
-    transforms = {
+    transforms: dict[Any, Any] = {
         "frozen": optax.set_to_zero(),
         "matrix": adamw(),
         "vector": optax.sgd(LEARNING_RATE),

@@ -7,6 +7,7 @@ key comes from.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import isfunction, signature
 from typing import Any
 
@@ -41,15 +42,15 @@ class PlainModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRun:
-    """What a run gives, on the host.
+    """What a run gives. Nothing of it but random keys is on the device.
 
     Attributes:
         losses: one a step, the mean over microbatches.
         first_grads: the first step's fp32 gradients, averaged over microbatches, as numpy arrays.
         params: the fp32 parameters after the last step, as numpy arrays.
-        opt_state: Optax's state after the last step.
+        opt_state: Optax's state after the last step, as numpy arrays.
         metrics: one dict a step: the loss function's own metrics and "grad_norm".
-        variables: the other variables after the last step.
+        variables: the other variables after the last step, as numpy arrays.
     """
 
     losses: tuple[float, ...]
@@ -149,33 +150,40 @@ def plain_jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
+    """Return numpy arrays; random keys, which have no numpy form, stay as they are."""
+    return jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), tree
+    )
 
 
-def _mean_gradients(
-    model: PlainModel, microbatches: int, compute: Any
-) -> Callable[..., tuple[jax.Array, Any, dict[str, jax.Array], Any]]:
-    """Return (params, variables, parts of the batch, step key) -> loss, gradients and the rest."""
-    differentiate = plain_jit(jax.value_and_grad(model.loss, has_aux=True))
-    to_compute = plain_jit(lambda params: cast(params, compute))
+# Of a case's runs only the first compiles. What is kept holds no arrays.
+@lru_cache(maxsize=32)
+def _differentiate(case: Case) -> Callable[..., Any]:
+    loss = open_model(case, case.batch(0)).loss
+    return plain_jit(jax.value_and_grad(loss, has_aux=True))
 
-    # Apart from `differentiate`: there XLA might skip the rounding to the dtype of the gradients.
-    @plain_jit
+
+# Apart from `_differentiate`: in one program XLA might skip rounding to the gradients' dtype.
+@lru_cache(maxsize=32)
+def _accumulate(microbatches: int) -> Callable[..., Any]:
     def accumulate(sums: Any, terms: Any) -> Any:
         terms = jax.tree.map(lambda x: x / microbatches, cast(terms, jnp.float32))
         return terms if sums is None else jax.tree.map(jnp.add, sums, terms)
 
-    def run(params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array) -> Any:
-        casted = to_compute(params)
-        sums = None
-        for m, part in enumerate(parts):
-            rng = jax.random.fold_in(step_key, m)
-            (loss, (metrics, variables)), grads = differentiate(casted, variables, part, rng)
-            sums = accumulate(sums, (loss, grads, metrics))
-        assert sums is not None
-        return (*sums, variables)
+    return plain_jit(accumulate)
 
-    return run
+
+def mean_gradients(
+    case: Case, params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array
+) -> tuple[jax.Array, Any, dict[str, jax.Array], Any]:
+    """Return fp32 means over the microbatches: loss, gradients, metrics; and the new variables."""
+    sums = None
+    for m, part in enumerate(parts):
+        rng = jax.random.fold_in(step_key, m)
+        (loss, (metrics, variables)), grads = _differentiate(case)(params, variables, part, rng)
+        sums = _accumulate(len(parts))(sums, (loss, grads, metrics))
+    assert sums is not None
+    return (*sums, variables)
 
 
 def train_plain(
@@ -205,7 +213,7 @@ def train_plain(
     params, variables = cast(model.params, jnp.float32), model.variables
     made = optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(params)
     tx = optax.with_extra_args_support(made)
-    gradients = _mean_gradients(model, microbatches, compute)
+    to_compute = plain_jit(lambda params: cast(params, compute))
 
     @plain_jit
     def update(grads: Any, state: Any, params: Any, loss: jax.Array) -> Any:
@@ -217,7 +225,9 @@ def train_plain(
     for t, batch in enumerate(batches):
         step_key = jax.random.fold_in(jax.random.key(seed), t)
         parts = split_batch(batch, microbatches)
-        loss, grads, metrics, variables = gradients(params, variables, parts, step_key)
+        loss, grads, metrics, variables = mean_gradients(
+            case, to_compute(params), variables, parts, step_key
+        )
         if t == 0:
             first_grads = _to_host(grads)
         params, state, norm = update(grads, state, params, loss)
@@ -227,7 +237,7 @@ def train_plain(
         losses=tuple(losses),
         first_grads=first_grads,
         params=_to_host(params),
-        opt_state=state,
+        opt_state=_to_host(state),
         metrics=tuple(history),
-        variables=variables,
+        variables=_to_host(variables),
     )

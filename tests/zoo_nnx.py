@@ -88,7 +88,7 @@ class DropoutBlock(MLPBlock):
 
 
 class BatchNormBlock(nnx.Module):
-    """No bias before the normalisation, which would cancel it."""
+    """No bias before the normalisation, which would cancel it; its statistics stay in fp32."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.up = nnx.Linear(DIM, HIDDEN, use_bias=False, rngs=rngs)
@@ -96,7 +96,7 @@ class BatchNormBlock(nnx.Module):
         self.down = nnx.Linear(HIDDEN, DIM, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jax.nn.gelu(self.norm(self.up(x))))
+        return x + self.down(jax.nn.gelu(self.norm(self.up(x)).astype(x.dtype)))
 
 
 class SpareBlock(MLPBlock):

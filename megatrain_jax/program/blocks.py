@@ -116,7 +116,7 @@ def _sortable(path):
     return tuple(map(str, path))
 
 
-def power(sequence: Sequence[int]) -> int:
+def power(sequence: list[int]) -> int:
     """The largest k for which a sequence is some sequence repeated k times."""
     n = len(sequence)
     for period in range(1, n + 1):

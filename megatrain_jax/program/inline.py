@@ -1,4 +1,4 @@
-"""Rewrites a traced function so that it can be cut: nested calls opened, scans over layers unrolled.
+"""Rewrites a traced function so that it can be cut: opens nested calls, unrolls scans over layers.
 
 The rewriting evaluates the jaxpr equation by equation under a second trace. A stacked parameter
 (one array for all layers, read by a `scan`) is represented as `Pieces`, its slices along axis 0,
@@ -15,10 +15,10 @@ import numpy as np
 from megatrain_jax.program import jaxpr as jx
 
 ELEMENTWISE = frozenset(
-    """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos cosh div eq erf
-    erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt max
-    min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh
-    sqrt square stop_gradient sub tan tanh xor optimization_barrier""".split()
+    """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos cosh div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt
+    max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin
+    sinh sqrt square stop_gradient sub tan tanh xor""".split()
 )
 FOLDS = {
     "reduce_sum": jax.lax.add,
@@ -56,10 +56,9 @@ class Pieces:
         return _join(self.parts)
 
 
-def _join(values: Sequence[Value | Pieces]) -> frozenset | None:
-    if any(v.blocks is None for v in values):
-        return None
-    return NOTHING.union(*(v.blocks for v in values))
+def _join(values: Sequence["Value | Pieces"]) -> frozenset | None:
+    known = [v.blocks for v in values if v.blocks is not None]
+    return NOTHING.union(*known) if len(known) == len(values) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class Inliner:
             env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
         return [Value(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
-    def _eqn(self, eqn, ins) -> list[Value | Pieces]:
+    def _eqn(self, eqn, ins) -> Sequence[Value | Pieces]:
         name = eqn.primitive.name
         pieces = [v for v in ins if isinstance(v, Pieces)]
         if name in CALLS:
@@ -118,8 +117,9 @@ class Inliner:
         out = []
         for cases in zip(*results, strict=True):
             blocks = _join([index, *cases])
-            if all(isinstance(c, Pieces) for c in cases):
-                parts = zip(*(c.parts for c in cases), strict=True)
+            lengths = {len(c.parts) for c in cases if isinstance(c, Pieces)}
+            if lengths:
+                parts = [[piece(c, i) for c in cases] for i in range(lengths.pop())]
                 out.append(
                     Pieces(tuple(Value(_choose(which, p), _join([index, *p])) for p in parts))
                 )
@@ -224,7 +224,7 @@ def _piecewise(eqn, ins, n) -> list | None:
         return _fold(eqn, operand, inner) if name in FOLDS else None
     if name == "broadcast_in_dim":
         dims = tuple(params["broadcast_dimensions"])
-        if dims[:1] != (0,) or shape[0] != n or params.get("sharding") is not None:
+        if dims[:1] != (0,) or shape[:1] != (n,) or params.get("sharding") is not None:
             return None
         changed = {
             "shape": tuple(shape[1:]),

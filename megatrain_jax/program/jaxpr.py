@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
-Jaxpr = jex.Jaxpr
 Var = jex.Var
 Literal = jex.Literal
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -23,7 +23,7 @@ CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A traced function: a jaxpr whose first inputs are constants, their values, the output tree."""
+    """A traced function: a jaxpr, its constants (the first inputs), the tree of its outputs."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -49,7 +49,7 @@ def trace(fn: Callable, *args: Any) -> Traced:
 
 def host_constant(value: Any) -> Any:
     """A constant as a numpy array, so that baking it into a program moves nothing implicitly."""
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
         return np.asarray(jax.device_get(value))
@@ -136,7 +136,7 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that has no constants, also under a transformation."""
-    return jax.core.eval_jaxpr(jaxpr, (), *args)
+    return core.eval_jaxpr(jaxpr, (), *args)
 
 
 def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Hashable:

@@ -93,7 +93,7 @@ def find_runs(flow: Dataflow) -> list[Run]:
     events = [(p, reads) for p, reads in events if reads]
     loops = _loops(flow.leaves, events)
     runs: list[Run] = []
-    history: list[list[int]] = []
+    history: list[list[tuple[int, int]]] = []
     for p, reads in events:
         keys = frozenset(k for i in reads if (k := loops.get(i, flow.leaves[i].block)) is not None)
         own = sorted(i for i in reads if i in loops or flow.leaves[i].block is not None)
@@ -110,7 +110,7 @@ def find_runs(flow: Dataflow) -> list[Run]:
 
 
 def _loops(leaves: Sequence[Leaf], events) -> dict[int, Path]:
-    """Leaves of modules outside blocks that are applied several times in a row, with their module."""
+    """Leaves outside blocks whose module is applied several times in a row, with that module."""
     order = [(p, i) for p, reads in events for i in sorted(reads)]
     rest = sorted({i for _, i in order if leaves[i].block is None})
     found: dict[int, Path] = {}

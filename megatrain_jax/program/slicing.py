@@ -64,9 +64,20 @@ class Slicer:
         self.jaxpr = traced.jaxpr
         self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
         self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
+        self.inputs = frozenset(inputs)
+        self.public: set[Any] = set()
+        while True:
+            self._label_all(inputs)
+            # Scalars of one group and of all may serve this group alone or others, too. The latter
+            # belong to none, which only the first round of labels tells.
+            found = {v for v in self.promoted if v in self.late and not self.is_entangled(v)}
+            if not found:
+                break
+            self.public |= found
+
+    def _label_all(self, inputs: Mapping[Any, int]) -> None:
         self.group: dict[Any, int] = dict.fromkeys(self.consts, NEUTRAL)
         self.group.update(inputs)
-        self.inputs = frozenset(inputs)
         self.scalar = {v for v in inputs if jx.num_elements(v.aval) == 1}
         self.late: set[Any] = set()
         self.varying = {v for v, g in inputs.items() if g == NEUTRAL}
@@ -104,6 +115,10 @@ class Slicer:
                     raise Conflict("arrays of several groups meet", self._meeting(ins))
             if group == NEUTRAL and any(u in self.varying for u in ins):
                 self.varying.add(v)
+            if v in self.public:
+                self.group[v] = MIXED
+                self.junctions.add(v)
+                self.late.discard(v)
 
     def _meeting(self, operands) -> list:
         """Inputs of different groups behind the operands of an equation, a few of each operand."""
@@ -144,13 +159,19 @@ class Slicer:
             raise Conflict("shared state depends on arrays of one group", self.sources([v]))
         if v not in self.late:
             return True
-        operands = jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
-        if any(self.group[u] >= 0 and u not in self.scalar for u in operands):
+        if self.is_entangled(v):
             raise Conflict(
                 "scalars of all groups are needed to compute scalars of all groups again",
-                self._meeting([v]),
+                sorted(self.sources([v]), key=self.jaxpr.invars.index),
             )
         return False
+
+    def is_entangled(self, v: Any) -> bool:
+        """Whether a variable is made of arrays of its group and of values of other groups."""
+        if v not in self.late:
+            return False
+        operands = jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
+        return any(self.group[u] >= 0 and u not in self.scalar for u in operands)
 
     def closure(
         self, outputs: Sequence[Any], stop: Callable[[Any], bool]

@@ -289,8 +289,8 @@ class _Builder:
             size = sum(4 * jx.num_elements(self.flow.leaves[j]) for j in read)
             found.append(
                 f"the parameters of {run.name} can't be separated, because one operation "
-                f"({', '.join(sorted(guilty)) or 'interleaved use'}) reads them together: they form "
-                f"one stage of {size} bytes of fp32 parameters that must fit on the device at once"
+                f"({', '.join(sorted(guilty))}) reads them together: they form one stage of {size} "
+                "bytes of fp32 parameters that must fit on the device at once"
             )
         return tuple(found)
 

@@ -4,8 +4,8 @@ All dispatches are asynchronous; a step waits for the device only where its sche
 hold the byte budget. State is kept by part and group, as tuples of slabs.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,24 @@ from megatrain_jax.memory.groups import GroupLayout
 from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.stream import functions, template
-from megatrain_jax.stream.schedule import Record
+from megatrain_jax.stream.schedule import Op, PartKey, Record, Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
 from megatrain_jax.stream.template import Templates
 
 Slabs = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Step:
+    """The live values of the step at hand; rows have one entry a microbatch."""
+
+    plan: StepPlan
+    rows: list[dict[int, jax.Array]]
+    cotangents: list[dict[int, jax.Array]]
+    means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    squares: list[jax.Array] = dataclasses.field(default_factory=list)
+    group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -30,6 +43,7 @@ class Engine:
         variables: Non-parameter state of the model.
         globals: Optimizer state that belongs to no group.
         ok: Whether all numbers have been finite so far; updates do nothing once it is false.
+        group_ok: For the last step, `ok` after each group's gradient.
         step: Number of the next step, on the device.
         templates: All compiled functions.
     """
@@ -38,70 +52,60 @@ class Engine:
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = Templates()
-        self.host: dict[tuple[str, int], Slabs] = {}
-        self.on_device: dict[tuple[str, int], Slabs] = {}
+        self.host: dict[PartKey, Slabs] = {}
+        self.on_device: dict[PartKey, Slabs] = {}
         self.variables: list[jax.Array] = []
         self.globals: list[jax.Array] = []
         self.messages: list[jax.Array] = []
+        self.group_ok: list[tuple[int, jax.Array]] = []
         self.ok = jax.device_put(jnp.array(True), pinned())
         self.step = jax.device_put(jnp.array(0, jnp.int32), pinned())
         self.key = jax.device_put(key, pinned())
         self._leaving: dict[int, list[tuple[Slabs, Slabs]]] = {}
-        self._tokens: dict[int, Any] = {}
-        self._plan: StepPlan | None = None
-        self._begun = 0
-        self._laps = 0
-        self._reset_step([])
-
-    def _reset_step(self, rows: list[dict[int, jax.Array]]) -> None:
-        self.values = rows
-        self.cotangents: list[dict[int, jax.Array]] = [{} for _ in rows]
-        self.scalars: dict[int, list[jax.Array]] = {}
-        self.squares: list[jax.Array] = []
-        self.group_ok: list[tuple[int, jax.Array]] = []
-        self.means: dict[str, jax.Array] = {}
+        self._tokens: dict[int, jax.Array] = {}
+        self._running: Schedule | None = None  # of the laps since the state was last at rest
+        self._begun = 0  # items of those laps
 
     # ---- whole steps
 
     def train(self, plan: StepPlan, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
-        if self._plan is not None and self._plan.schedule != plan.schedule:
+        schedule = plan.schedule
+        if self._running is not None and self._running != schedule:
             self.flush()
+        records = schedule.steady if self._running is not None else schedule.cold
         self._wake()
-        cold = self._laps == 0
-        self._plan = plan
-        seed = self._begin(plan, batch)
-        for cotangents in self.cotangents:
+        self._running = schedule
+        step, seed, self.variables = self._begin(plan, batch)
+        for cotangents in step.cotangents:
             cotangents[plan.program.outputs[0]] = seed
-        for record in plan.schedule.cold if cold else plan.schedule.steady:
-            self.obey(record)
-        self._laps += 1
-        self._begun += plan.schedule.num_items
+        for record in records:
+            self.obey(record, step)
+        self._begun += schedule.num_items
         late = plan.program.outputs[1 + len(plan.metrics) :]
-        row = self.values[-1]
-        self.variables = [row.get(i, v) for i, v in zip(late, self.variables, strict=True)]
-        finish = self.templates.get("end", functions.end)
-        metrics, self.step = finish(self._mean(), self.squares, self.step)
+        self.variables = [
+            step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)
+        ]
+        self.group_ok = step.group_ok
+        end = self.templates.get("end", functions.end)
+        metrics, self.step = end(self._means(step), step.squares, self.step)
         return metrics
 
     def evaluate(self, plan: StepPlan, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Computes the loss and metrics of one batch; changes nothing."""
         self.flush()
         self._wake()
-        self._plan = plan
-        self._begin(plan, batch, keep_variables=True)
+        step, _, _ = self._begin(plan, batch)
         for record in plan.schedule.evaluation:
-            self.obey(record)
-        metrics = self._mean()
+            self.obey(record, step)
         self._rest()
-        return metrics
+        return self._means(step)
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
-        if self._laps:
-            assert self._plan is not None
-            for record in self._plan.schedule.flush:
-                self.obey(record)
+        if self._running is not None:
+            for record in self._running.flush:
+                self.obey(record, None)
             self._rest()
 
     def recover(self) -> None:
@@ -111,16 +115,14 @@ class Engine:
 
     def _rest(self) -> None:
         assert not self.on_device
-        self._laps = self._begun = 0
+        self._running, self._begun = None, 0
         self._leaving.clear()
         self._tokens.clear()
-        self._plan = None
-        self._reset_step([])
         self._move_small(pinned())
         jax.block_until_ready([self.variables, self.globals, self.host])
 
     def _wake(self) -> None:
-        if not self._laps:
+        if self._running is None:
             self._move_small(device())
 
     def _move_small(self, sharding: jax.sharding.Sharding) -> None:
@@ -128,172 +130,181 @@ class Engine:
         moved = jax.device_put(small, sharding)
         self.variables, self.globals, self.ok, self.step, self.key = moved
 
-    def _begin(self, plan: StepPlan, batch, keep_variables: bool = False) -> jax.Array:
+    def _begin(
+        self, plan: StepPlan, batch: Sequence[jax.Array]
+    ) -> tuple[_Step, jax.Array, list[jax.Array]]:
         begin = self.templates.get(
             ("begin", plan.key),
             lambda: functions.begin(plan.program, plan.microbatches, len(plan.metrics)),
         )
         rows, seed, variables = begin(self.variables, list(batch), self.key, self.step)
-        if not keep_variables:
-            self.variables = variables
         ids = plan.program.prologue_values
-        self._reset_step([dict(zip(ids, row, strict=True)) for row in rows])
-        return seed
+        step = _Step(
+            plan=plan,
+            rows=[dict(zip(ids, row, strict=True)) for row in rows],
+            cotangents=[{} for _ in rows],
+        )
+        return step, seed, variables
 
-    def _mean(self) -> dict[str, jax.Array]:
+    def _means(self, step: _Step) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once a step."""
-        plan = self._plan
-        assert plan is not None
-        if not self.means:
-            ids = plan.program.outputs[: 1 + len(plan.metrics)]
-            rows = [[row[i] for i in ids] for row in self.values]
-            mean = self.templates.get(
-                ("mean", plan.metrics), lambda: functions.mean_metrics(plan.metrics)
-            )
-            self.means = mean(rows)
-        return self.means
+        if not step.means:
+            names = step.plan.metrics
+            ids = step.plan.program.outputs[: 1 + len(names)]
+            mean = self.templates.get(("mean", names), lambda: functions.mean_metrics(names))
+            step.means = mean([[row[i] for i in ids] for row in step.rows])
+        return step.means
 
     # ---- records
 
-    def obey(self, record: Record) -> None:
+    def obey(self, record: Record, step: _Step | None) -> None:
         """Carries out one record of the schedule."""
-        handler: Callable[[Record], None] = getattr(self, f"_{record.op.value}")
-        handler(record)
+        item = self._begun + (record.item or 0)
+        if record.op is Op.WAIT:
+            self._wait(item)
+        elif record.op is Op.UPDATE:
+            self._update(_known(record.group))
+        elif record.part is not None:
+            self._move(record.op, (record.part, _known(record.group)), item)
+        elif record.op is Op.ZEROS:
+            self._zeros(_known(record.group))
+        elif step is None:
+            raise AssertionError(f"{record} outside a step")
+        elif record.op is Op.COMBINE:
+            self._combine(step)
+        elif record.op is Op.REDUCE:
+            self._reduce(step, _known(record.group), item)
+        else:
+            compute = self._forward if record.op is Op.FORWARD else self._backward
+            compute(step, step.plan.stages[_known(record.stage)], item)
+            for i in step.plan.last_read.get((record.op, _known(record.stage)), ()):
+                for row in step.rows:
+                    row.pop(i, None)
 
-    def _fetch(self, record: Record) -> None:
-        key = (record.part, record.group)
-        self.on_device[key] = tuple(jax.device_put(self.host[key], device()))
-
-    def _offload(self, record: Record) -> None:
-        key = (record.part, record.group)
+    def _move(self, op: Op, key: PartKey, item: int) -> None:
+        if op is Op.FETCH:
+            self.on_device[key] = tuple(jax.device_put(self.host[key], device()))
+            return
         source = self.on_device.pop(key)
-        self.host[key] = tuple(jax.device_put(source, pinned()))
-        self._leaving.setdefault(self._begun + record.item, []).append((source, self.host[key]))
+        leaving = self._leaving.setdefault(item, [])
+        if op is Op.OFFLOAD:
+            self.host[key] = tuple(jax.device_put(source, pinned()))
+            leaving.append((source, self.host[key]))
 
-    def _release(self, record: Record) -> None:
-        del self.on_device[record.part, record.group]
-        self._leaving.setdefault(self._begun + record.item, [])
-
-    def _wait(self, record: Record) -> None:
-        item = self._begun + record.item
+    def _wait(self, item: int) -> None:
         for _, landed in self._leaving.pop(item, ()):
             jax.block_until_ready(landed)
         token = self._tokens.pop(item, None)
         if token is not None and not token.is_deleted():
             token.block_until_ready()
 
-    def _forward(self, record: Record) -> None:
-        bound = self._bound(record)
+    def _masters(self, bound: BoundStage) -> list[jax.Array]:
+        return [self.on_device["P", g][0] for g in bound.groups]
+
+    def _forward(self, step: _Step, bound: BoundStage, item: int) -> None:
         run = self.templates.get(
             ("forward", bound.key), lambda: template.forward(bound.stage, bound.binding)
         )
-        slabs = [self.on_device["P", g][0] for g in bound.groups]
-        for row in self.values:
-            self._keep(bound, row, run(slabs, [row[i] for i in bound.stage.inputs]), record)
-        self._forget(record)
+        for row in step.rows:
+            outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
+            self._keep(step, bound, row, outputs, item)
 
-    def _backward(self, record: Record) -> None:
-        bound = self._bound(record)
+    def _backward(self, step: _Step, bound: BoundStage, item: int) -> None:
         stage, mode = bound.stage, bound.mode
+        assert mode is not None
         run = self.templates.get(
             ("backward", bound.key, stage.active, mode),
             lambda: template.backward(stage, bound.binding, mode),
             donate_argnums=(3, 4),
         )
-        slabs = [self.on_device["P", g][0] for g in bound.groups]
         arriving = [o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a]
-        for row, cotangents in zip(self.values, self.cotangents, strict=True):
-            accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
-            earlier = [self._take_gradient(g) for g in accumulated]
-            inputs = [row[i] for i in stage.inputs]
-            given = [cotangents.pop(o) for o in arriving]
-            sent = [cotangents.pop(i) for i in bound.sent]
-            outputs, gradients, back = run(slabs, inputs, given, earlier, sent)
+        accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
+        for row, cotangents in zip(step.rows, step.cotangents, strict=True):
+            outputs, gradients, back = run(
+                self._masters(bound),
+                [row[i] for i in stage.inputs],
+                [cotangents.pop(o) for o in arriving],
+                [self._take_gradient(g) for g in accumulated],
+                [cotangents.pop(i) for i in bound.sent],
+            )
             for g, gradient in zip(bound.groups, gradients, strict=True):
                 self.on_device["G", g] = (gradient,)
+            self._tokens[item] = (back or gradients)[0]
             if mode.give_outputs:
-                self._keep(bound, row, outputs, record)
+                self._keep(step, bound, row, outputs, item)
             self._send(bound, cotangents, back)
-            self._tokens[self._begun + record.item] = (back or gradients)[0]
-        self._forget(record)
+
+    def _keep(self, step: _Step, bound: BoundStage, row, outputs, item: int) -> None:
+        for i, value in zip(bound.stage.outputs, outputs, strict=True):
+            if i in step.plan.kept:
+                row[i] = value
+        self._tokens[item] = outputs[0]
+
+    def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
+        active = [i for i, a in zip(bound.stage.inputs, bound.stage.active, strict=True) if a]
+        for i, cotangent in zip(active, back, strict=True):
+            if i in cotangents:  # one value at two inputs of this stage
+                cotangent = self.templates.get("add", lambda: jnp.add)(cotangents[i], cotangent)
+            cotangents[i] = cotangent
 
     def _take_gradient(self, group: int) -> jax.Array:
         self.host.pop(("G", group), None)
         (gradient,) = self.on_device.pop(("G", group))
         return gradient
 
-    def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
-        active = [i for i, a in zip(bound.stage.inputs, bound.stage.active, strict=True) if a]
-        for i, cotangent in zip(active, back, strict=True):
-            if i in cotangents:  # one value at two inputs of this stage
-                add = self.templates.get("add", lambda: jnp.add)
-                cotangent = add(cotangents[i], cotangent)
-            cotangents[i] = cotangent
-
-    def _zeros(self, record: Record) -> None:
-        size = self.layouts[record.group].gradient.size
+    def _zeros(self, group: int) -> None:
+        size = self.layouts[group].gradient.size
         make = self.templates.get(
             ("zeros", size), lambda: lambda: jnp.zeros(size, jnp.float32), out_shardings=device()
         )
-        self.on_device["G", record.group] = (make(),)
+        self.on_device["G", group] = (make(),)
 
-    def _reduce(self, record: Record) -> None:
-        g, cut = record.group, self.optimizer
-        layout, part = self.layouts[g], cut.reduce[g]
+    def _reduce(self, step: _Step, group: int, item: int) -> None:
+        cut, layout = self.optimizer, self.layouts[group]
+        part, reads = cut.reduce[group], cut.reduce_reads
         run = self.templates.get(
             ("reduce", part.key, layout),
-            lambda: functions.reduce(part, layout, cut.reduce_reads, cut.guarded),
+            lambda: functions.reduce(part, layout, reads, cut.guarded),
         )
-        masters = self.on_device["P", g][0] if "P" in cut.reduce_reads else None
-        state = self.on_device.get(("O", g), ()) if "O" in cut.reduce_reads else None
-        (gradient,) = self.on_device["G", g]
-        self.scalars[g], square, self.ok = run(
-            gradient, masters, state, self._mean()["loss"], self.globals, self.ok
-        )
-        self.squares.append(square)
-        self.group_ok.append((g, self.ok))
-        self._tokens[self._begun + record.item] = square
+        (gradient,) = self.on_device["G", group]
+        masters = self.on_device["P", group][0] if "P" in reads else None
+        state = self.on_device.get(("O", group), ()) if "O" in reads else None
+        loss = self._means(step)["loss"]
+        scalars, square, self.ok = run(gradient, masters, state, loss, self.globals, self.ok)
+        step.scalars[group] = scalars
+        step.squares.append(square)
+        step.group_ok.append((group, self.ok))
+        self._tokens[item] = square
 
-    def _combine(self, record: Record) -> None:
+    def _combine(self, step: _Step) -> None:
         cut = self.optimizer
         run = self.templates.get(
             "combine", lambda: functions.combine(cut.combine, cut.num_messages, cut.guarded)
         )
-        scalars = [x for g in range(len(self.layouts)) for x in self.scalars.get(g, ())]
-        loss = self._mean()["loss"]
+        scalars = [x for g in range(len(self.layouts)) for x in step.scalars.get(g, ())]
+        loss = self._means(step)["loss"]
         self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
 
-    def _update(self, record: Record) -> None:
-        g, cut = record.group, self.optimizer
-        layout, part = self.layouts[g], cut.apply[g]
+    def _update(self, group: int) -> None:
+        cut, layout = self.optimizer, self.layouts[group]
+        part = cut.apply[group]
         run = self.templates.get(
             ("update", part.key, layout),
             lambda: functions.update(part, layout, cut.guarded),
             donate_argnums=(0, 1),
         )
-        (masters,) = self.on_device["P", g]
-        state = self.on_device.get(("O", g), ())
-        gradient = self._take_gradient(g)
-        messages = [self.messages[i] for i in cut.messages[g]]
-        self.host.pop(("P", g), None)
-        self.host.pop(("O", g), None)
+        (masters,) = self.on_device.pop(("P", group))
+        state = self.on_device.pop(("O", group), ())
+        gradient = self._take_gradient(group)
+        messages = [self.messages[i] for i in cut.messages[group]]
+        self.host.pop(("P", group), None)  # stale from here on
+        self.host.pop(("O", group), None)
         masters, state = run(masters, state, gradient, messages, self.ok)
-        self.on_device["P", g] = (masters,)
+        self.on_device["P", group] = (masters,)
         if state:
-            self.on_device["O", g] = tuple(state)
+            self.on_device["O", group] = tuple(state)
 
-    def _bound(self, record: Record) -> BoundStage:
-        assert self._plan is not None
-        return self._plan.stages[record.stage]
 
-    def _keep(self, bound: BoundStage, row, outputs, record: Record) -> None:
-        for i, value in zip(bound.stage.outputs, outputs, strict=True):
-            if i in self._plan.kept:
-                row[i] = value
-        if outputs:
-            self._tokens[self._begun + record.item] = outputs[0]
-
-    def _forget(self, record: Record) -> None:
-        for i in self._plan.last_read.get((record.op, record.stage), ()):
-            for row in self.values:
-                row.pop(i, None)
+def _known(number: int | None) -> int:
+    assert number is not None
+    return number

@@ -1,0 +1,193 @@
+"""What a CPU can't show: that steps on a GPU are right, stay within their budget, and leave
+nothing behind on the device.
+
+The CPU has no memory statistics, and there operations on arrays in host memory succeed silently.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from oracle import train_plain
+from zoo import CASES, token_batch
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+NUM_STEPS = 5
+FP32 = mt.Precision(compute=jnp.float32)
+
+OPTIMIZERS = {
+    "immediate": lambda: optax.adamw(1e-2, eps=1e-3, weight_decay=0.1),
+    "deferred": lambda: optax.chain(optax.clip_by_global_norm(0.1), OPTIMIZERS["immediate"]()),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu() -> Iterator[None]:
+    assert jax.default_backend() == "gpu", "these tests need a GPU; plain `pytest` leaves them out"
+    with jax.default_matmul_precision("highest"):
+        yield
+    gc.collect()  # the next test measures memory
+
+
+class MLPBlock(nnx.Module):
+    """Two layers around a nonlinearity. No embedding: its gradient's sums have no fixed order."""
+
+    def __init__(self, dim: int, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(dim, rngs=rngs)
+        self.up = nnx.Linear(dim, 2 * dim, rngs=rngs)
+        self.down = nnx.Linear(2 * dim, dim, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class MLP(nnx.Module):
+    def __init__(self, dim: int, num_blocks: int):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([MLPBlock(dim, rngs) for _ in range(num_blocks)])
+        self.head = nnx.Linear(dim, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)[:, 0]
+
+
+def squared_error(model: MLP, batch: dict[str, Any]) -> jax.Array:
+    return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
+
+
+def float_batch(dim: int, seed: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(seed).normal(size=(32, dim)).astype(np.float32)
+    return {"x": x, "y": np.sin(x[:, 0])}
+
+
+def mlp_trainer(dim: int, num_blocks: int, optimizer: str, device_budget: int | None) -> mt.Trainer:
+    return mt.Trainer(
+        lambda: MLP(dim, num_blocks),
+        squared_error,
+        OPTIMIZERS[optimizer](),
+        float_batch(dim, 0),
+        precision=FP32,
+        device_budget=device_budget,
+    )
+
+
+def run_steps(trainer: mt.Trainer, batches: list[Any]) -> list[dict[str, float]]:
+    """Trains one step a batch, with no implicit transfer, and waits for what it dispatched."""
+    with jax.transfer_guard("disallow"):
+        metrics = [trainer.step(batch) for batch in batches]
+        rows = [trainer.read(m) for m in metrics]
+        trainer.flush()
+    return rows
+
+
+def assert_equal_trees(ours: Any, theirs: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def close_to_largest(ours: Any, theirs: Any) -> None:
+    scale = max(float(np.max(np.abs(theirs))), np.finfo(np.float32).tiny)
+    np.testing.assert_allclose(np.asarray(ours) / scale, theirs / scale, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["nnx_tied", "nnx_scan", "linen_scan_remat"])
+def test_steps_are_those_of_plain_jax(name, optimizer):
+    case = CASES[name]
+    batches = [token_batch(seed) for seed in range(NUM_STEPS)]
+    plain = train_plain(case, OPTIMIZERS[optimizer](), batches)
+    trainer = mt.Trainer(
+        case.build(), case.loss_fn, OPTIMIZERS[optimizer](), batches[0], precision=FP32
+    )
+    assert trainer.plan.update_mode == optimizer
+    rows = run_steps(trainer, batches)
+    np.testing.assert_allclose([row["loss"] for row in rows], plain.losses, rtol=1e-6)
+    norms = [row["grad_norm"] for row in plain.metrics]
+    np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-5)
+    ours, theirs = jax.tree.leaves(trainer.params), jax.tree.leaves(plain.params)
+    for our_leaf, their_leaf in zip(ours, theirs, strict=True):
+        close_to_largest(our_leaf, their_leaf)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_rests_in_pinned_host_memory(optimizer):
+    in_use = device_bytes("bytes_in_use")
+    trainer = mlp_trainer(512, 4, optimizer, None)
+    engine = trainer._engine
+    slabs = {(part, group) for part in "PO" for group in range(len(engine.layouts))}
+    for after in ("initialising", "steps", "an evaluation"):
+        if after == "steps":
+            run_steps(trainer, [float_batch(512, seed) for seed in range(3)])
+        elif after == "an evaluation":
+            with jax.transfer_guard("disallow"):
+                trainer.evaluate([float_batch(512, 9)])
+        assert engine.host.keys() == slabs, after
+        assert not engine.on_device, after
+        state = jax.tree.leaves((engine.host, engine.variables, engine.globals))
+        assert {x.sharding.memory_kind for x in state} == {"pinned_host"}, after
+    # The last steps' metrics are all that is left.
+    gc.collect()
+    assert device_bytes("bytes_in_use") - in_use < 0.1 * trainer.plan.host_bytes
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_budgets_do_not_change_a_bit(optimizer):
+    batches = [float_batch(256, seed) for seed in range(NUM_STEPS)]
+    runs, traffic, budget = [], [], None
+    smallest = mlp_trainer(256, 6, optimizer, None).plan
+    middling = smallest.device_state_bytes + smallest.host_bytes // 3
+    for budget in (None, middling, 10**15):
+        trainer = mlp_trainer(256, 6, optimizer, budget)
+        traffic.append(trainer.plan.bytes_in)
+        rows = run_steps(trainer, batches)
+        runs.append((rows, trainer.params, trainer.opt_state))
+    assert traffic[0] > traffic[1] > traffic[2] == 0
+    for run in runs[1:]:
+        assert_equal_trees(run, runs[0])
+
+
+def device_bytes(name: str) -> int:
+    stats = jax.devices()[0].memory_stats()
+    assert stats is not None
+    return stats[name]
+
+
+def temporary_bound(trainer: mt.Trainer) -> int:
+    """Bytes that a step may use besides state: what lives between stages, and one function's own.
+
+    A stage unpacks its leaves from a slab (P), makes a gradient for each and packs those (G); an
+    update unpacks masters, state and gradient and packs new ones (P + O + G). Two such functions
+    may hold their memory at once, as the driver runs ahead of the device. The batch is so small
+    that what a stage computes in between is nothing beside its parameters.
+    """
+    largest = max(sum(layout.sizes.values()) for layout in trainer._engine.layouts)
+    return trainer.plan.device_activation_bytes + 2 * largest + 16 * MIB
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_streaming_stays_within_its_budget(optimizer):
+    dim, num_blocks = 2048, 24
+    batches = [float_batch(dim, seed) for seed in range(3)]
+    in_use = device_bytes("bytes_in_use")
+    trainer = mlp_trainer(dim, num_blocks, optimizer, None)
+    plan = trainer.plan
+    assert plan.host_bytes > 2 * 2**30
+    assert plan.host_bytes > 3 * plan.device_state_bytes
+    run_steps(trainer, batches)
+    # A process's peak can't be reset, but all that ran before here was smaller.
+    peak = device_bytes("peak_bytes_in_use") - in_use
+    bound = plan.device_state_bytes + temporary_bound(trainer)
+    summary = {k: v for k, v in dataclasses.asdict(plan).items() if k.endswith("_bytes")}
+    assert plan.device_state_bytes // 2 < peak <= bound < plan.host_bytes // 2, (peak, bound, summary)
