@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -172,7 +173,7 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
 
-def loss_fn(model: Decoder, batch: Batch) -> jax.Array:
+def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
     """Returns the mean cross-entropy in nats per token, one sequence's logits at a time.
 
     The fp32 logits of a whole batch with a large vocabulary would be the largest array by far.
@@ -258,13 +259,18 @@ def time_steps(trainer: mt.Trainer, batches: list[Batch]) -> tuple[list[float], 
         Each step's loss, and the seconds from the end of the step before it to its own.
     """
     losses, ends = [], [time.perf_counter()]
-    before = trainer.step(batches[0])
-    for batch in [*batches[1:], None]:
-        dispatched = None if batch is None else trainer.step(batch)
-        jax.block_until_ready(dict(before))
+
+    def finish(metrics: Mapping[str, jax.Array]) -> None:
+        jax.block_until_ready(dict(metrics))
         ends.append(time.perf_counter())
-        losses.append(trainer.read(before)["loss"])
+        losses.append(trainer.read(metrics)["loss"])
+
+    before = trainer.step(batches[0])
+    for batch in batches[1:]:
+        dispatched = trainer.step(batch)
+        finish(before)
         before = dispatched
+    finish(before)
     return losses, [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 3e-3
 EPS = 1e-3
 
 

@@ -4,7 +4,6 @@ nothing behind on the device.
 The CPU has no memory statistics, and there operations on arrays in host memory succeed silently.
 """
 
-import dataclasses
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -26,8 +25,10 @@ MIB = 2**20
 NUM_STEPS = 5
 FP32 = mt.Precision(compute=jnp.float32)
 
+# With a small epsilon Adam would magnify the rounding of small gradients, and XLA fuses the plain
+# step otherwise than ours.
 OPTIMIZERS = {
-    "immediate": lambda: optax.adamw(1e-2, eps=1e-3, weight_decay=0.1),
+    "immediate": lambda: optax.adamw(1e-2, eps=0.1, weight_decay=0.1),
     "deferred": lambda: optax.chain(optax.clip_by_global_norm(0.1), OPTIMIZERS["immediate"]()),
 }
 
@@ -189,5 +190,5 @@ def test_streaming_stays_within_its_budget(optimizer):
     # A process's peak can't be reset, but all that ran before here was smaller.
     peak = device_bytes("peak_bytes_in_use") - in_use
     bound = plan.device_state_bytes + temporary_bound(trainer)
-    summary = {k: v for k, v in dataclasses.asdict(plan).items() if k.endswith("_bytes")}
-    assert plan.device_state_bytes // 2 < peak <= bound < plan.host_bytes // 2, (peak, bound, summary)
+    assert plan.device_state_bytes // 2 < peak <= bound, (peak, bound, str(plan))
+    assert bound < plan.host_bytes // 2

@@ -8,6 +8,13 @@ from flax import linen as nn
 
 from zoo_case import DIM, HEADS, HIDDEN, VOCAB, Case, next_token_loss
 
+# Biases that aren't zero at first, so that rounding in them can be told from their size.
+BIAS = nn.initializers.normal(0.1)
+
+
+def dense(num_outputs: int, name: str | None = None) -> nn.Dense:
+    return nn.Dense(num_outputs, bias_init=BIAS, name=name)
+
 
 class Block(nn.Module):
     """Attention and MLP. No attention biases: a key bias has a gradient of pure rounding."""
@@ -16,8 +23,8 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nn.make_causal_mask(x[..., 0])
         attention = nn.MultiHeadDotProductAttention(num_heads=HEADS, use_bias=False)
-        x = x + attention(nn.LayerNorm()(x), mask=mask)
-        return x + nn.Dense(DIM)(nn.gelu(nn.Dense(HIDDEN)(nn.LayerNorm()(x))))
+        x = x + attention(nn.LayerNorm(bias_init=BIAS)(x), mask=mask)
+        return x + dense(DIM)(nn.gelu(dense(HIDDEN)(nn.LayerNorm(bias_init=BIAS)(x))))
 
 
 class ScanBlock(Block):
@@ -31,7 +38,7 @@ class ScanBlock(Block):
 class DropoutBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        h = nn.Dense(DIM)(nn.gelu(nn.Dense(HIDDEN)(nn.RMSNorm()(x))))
+        h = dense(DIM)(nn.gelu(dense(HIDDEN)(nn.RMSNorm()(x))))
         return x + nn.Dropout(0.25, deterministic=False)(h)
 
 
@@ -41,8 +48,8 @@ class BatchNormBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         h = nn.Dense(HIDDEN, use_bias=False)(x)
-        h = nn.BatchNorm(use_running_average=False, momentum=0.9)(h)
-        return x + nn.Dense(DIM)(nn.gelu(h))
+        h = nn.BatchNorm(use_running_average=False, momentum=0.9, bias_init=BIAS)(h)
+        return x + dense(DIM)(nn.gelu(h))
 
 
 class Decoder(nn.Module):
@@ -56,7 +63,7 @@ class Decoder(nn.Module):
         x = nn.Embed(VOCAB, DIM, name="embed")(tokens)
         for _ in range(self.num_blocks):
             x = self.block()(x)
-        return nn.Dense(VOCAB, name="head")(nn.RMSNorm(name="norm")(x))
+        return dense(VOCAB, name="head")(nn.RMSNorm(name="norm")(x))
 
 
 class ScanDecoder(nn.Module):
@@ -74,7 +81,7 @@ class ScanDecoder(nn.Module):
             length=self.num_blocks,
         )
         x, _ = blocks(name="blocks")(x, None)
-        return nn.Dense(VOCAB, name="head")(nn.RMSNorm(name="norm")(x))
+        return dense(VOCAB, name="head")(nn.RMSNorm(name="norm")(x))
 
 
 CASES = (

@@ -45,10 +45,18 @@ class Attention(nnx.Module):
         return self.out(causal_attention(*jnp.split(self.qkv(x), 3, axis=-1)))
 
 
+class Linear(nnx.Linear):
+    """A layer whose bias isn't zero at first, so that rounding in it can be told from its size."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
+        bias_init = nnx.initializers.normal(0.1)
+        super().__init__(num_inputs, num_outputs, bias_init=bias_init, rngs=rngs)
+
+
 class MLP(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
-        self.up = nnx.Linear(DIM, HIDDEN, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, DIM, rngs=rngs)
+        self.up = Linear(DIM, HIDDEN, rngs=rngs)
+        self.down = Linear(HIDDEN, DIM, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x)))
@@ -92,8 +100,9 @@ class BatchNormBlock(nnx.Module):
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.up = nnx.Linear(DIM, HIDDEN, use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(HIDDEN, momentum=0.9, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, DIM, rngs=rngs)
+        bias_init = nnx.initializers.normal(0.1)
+        self.norm = nnx.BatchNorm(HIDDEN, momentum=0.9, bias_init=bias_init, rngs=rngs)
+        self.down = Linear(HIDDEN, DIM, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.down(jax.nn.gelu(self.norm(self.up(x)).astype(x.dtype)))
@@ -150,7 +159,7 @@ class Decoder(nnx.Module):
         self.embed = Embed(rngs=rngs)
         self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
-        self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
+        self.head = Linear(DIM, VOCAB, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
@@ -187,7 +196,7 @@ class ScanDecoder(nnx.Module):
         self.embed = Embed(rngs=rngs)
         self.blocks = create(rngs)
         self.norm = nnx.RMSNorm(DIM, rngs=rngs)
-        self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
+        self.head = Linear(DIM, VOCAB, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -237,9 +246,9 @@ class BridgedDecoder(Decoder):
     """A projection without a number stands between two lists of equal blocks."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        super().__init__([Block(rngs=rngs) for _ in range(2)], rngs=rngs)
-        self.bridge = nnx.Linear(DIM, DIM, rngs=rngs)
-        self.late = nnx.List([Block(rngs=rngs) for _ in range(2)])
+        super().__init__([MLPBlock(rngs=rngs) for _ in range(2)], rngs=rngs)
+        self.bridge = Linear(DIM, DIM, rngs=rngs)
+        self.late = nnx.List([MLPBlock(rngs=rngs) for _ in range(2)])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)

@@ -27,7 +27,7 @@ def init_block(rng: np.random.Generator) -> Params:
         "out": normal(DIM, DIM),
         "up": normal(DIM, HIDDEN),
         "down": normal(HIDDEN, DIM),
-        "bias": jnp.zeros((DIM,)),
+        "bias": jnp.asarray(0.1 * rng.normal(size=DIM), jnp.float32),
     }
 
 

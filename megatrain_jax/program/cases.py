@@ -18,7 +18,7 @@ MOST_CONDITIONS = 2
 
 
 def split_cases(slicer: Slicer) -> jx.Traced | None:
-    """The update with such scalars computed for each case and then selected; None if it has none."""
+    """The update with such scalars computed for each case and selected; None if it has none."""
     plans = {}
     for eqn in slicer.jaxpr.eqns:
         for v in eqn.outvars:

@@ -55,8 +55,8 @@ class Slicer:
         promoted: Variables of one group that other groups need.
     """
 
-    def __init__(self, traced: jx.Traced, inputs: Mapping[Any, int]):
-        """Labels all variables; `inputs` gives the group of each input or NEUTRAL.
+    def __init__(self, traced: jx.Traced, inputs: Mapping[Any, int], outputs: Sequence[int]):
+        """Labels all variables, given the group of each input and output or NEUTRAL.
 
         Raises:
             Conflict: large values of two groups meet.
@@ -65,15 +65,35 @@ class Slicer:
         self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
         self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
         self.inputs = frozenset(inputs)
-        self.public: set[Any] = set()
-        while True:
+        # Scalars of one group and of all may serve only this group or others, too. The former are
+        # the group's own, as the rest of its parameters, which the first labels can tell.
+        self.private: set[Any] = set()
+        self._label_all(inputs)
+        self.private = self._find_private(outputs)
+        if self.private:
             self._label_all(inputs)
-            # Scalars of one group and of all may serve this group alone or others, too. The latter
-            # belong to none, which only the first round of labels tells.
-            found = {v for v in self.promoted if v in self.late and not self.is_entangled(v)}
-            if not found:
-                break
-            self.public |= found
+
+    def _find_private(self, outputs: Sequence[int]) -> set:
+        """Junctions of one group's scalars with those of all that only this group needs."""
+        several = {MIXED, NEUTRAL}
+        uses: dict[Any, set[int]] = {}
+        for atom, owner in zip(self.jaxpr.outvars, outputs, strict=True):
+            for v in jx.variables([atom]):
+                uses.setdefault(v, set()).add(owner)
+        private = set()
+        for eqn in reversed(self.jaxpr.eqns):
+            home = {self.group[v] for v in eqn.outvars}
+            ins = jx.variables(eqn.invars)
+            if home == {MIXED}:
+                home = set().union(*(uses.get(v, set()) for v in eqn.outvars))
+                groups = {self.group[v] for v in ins} - several
+                if len(home) != 1 or groups and groups != home:
+                    home = several
+                elif groups and home.isdisjoint(several):
+                    private.update(eqn.outvars)
+            for v in ins:
+                uses.setdefault(v, set()).update(home)
+        return private
 
     def _label_all(self, inputs: Mapping[Any, int]) -> None:
         self.group: dict[Any, int] = dict.fromkeys(self.consts, NEUTRAL)
@@ -98,10 +118,12 @@ class Slicer:
         if large:
             group = next(iter(large))
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
+        elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
+            group = next(iter(groups))
         else:
-            group = next(iter(groups)) if len(groups) == 1 else MIXED if labelled else NEUTRAL
+            group = MIXED if labelled else NEUTRAL
         late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
-        junction = not large and len(groups) > 1
+        junction = group == MIXED and bool(groups)
         for v in eqn.outvars:
             size = jx.num_elements(v.aval)
             self.group[v] = group
@@ -115,10 +137,6 @@ class Slicer:
                     raise Conflict("arrays of several groups meet", self._meeting(ins))
             if group == NEUTRAL and any(u in self.varying for u in ins):
                 self.varying.add(v)
-            if v in self.public:
-                self.group[v] = MIXED
-                self.junctions.add(v)
-                self.late.discard(v)
 
     def _meeting(self, operands) -> list:
         """Inputs of different groups behind the operands of an equation, a few of each operand."""
@@ -156,7 +174,7 @@ class Slicer:
         if self.group[v] < 0:
             return False
         if v not in self.scalar:
-            raise Conflict("shared state depends on arrays of one group", self.sources([v]))
+            raise Conflict("shared state depends on arrays of one group", self._meeting([v]))
         if v not in self.late:
             return True
         if self.is_entangled(v):
@@ -249,3 +267,36 @@ def influences(
                 if brought:
                     carried[v] = brought
     return {v: (owners.get(v, nothing), met.get(v, nothing)) for v in {*owners, *met}}
+
+
+def without_repeats(traced: jx.Traced) -> jx.Traced:
+    """Computes each tiny value once: Optax repeats, say, the learning rate for every parameter."""
+    same: dict[Any, Any] = {}
+    known: dict[Hashable, Sequence[Any]] = {}
+    eqns = []
+    for eqn in traced.jaxpr.eqns:
+        ins = [a if jx.is_literal(a) else same.get(a, a) for a in eqn.invars]
+        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=ins)
+        key = _repeat_key(eqn)
+        first = eqn.outvars if key is None else known.setdefault(key, eqn.outvars)
+        if first is eqn.outvars:
+            eqns.append(eqn)
+        else:
+            same.update(zip(eqn.outvars, first, strict=True))
+    outs = [a if jx.is_literal(a) else same.get(a, a) for a in traced.jaxpr.outvars]
+    jaxpr = jx.sub_jaxpr(traced.jaxpr, eqns, traced.jaxpr.invars, outs)
+    return dataclasses.replace(traced, jaxpr=jaxpr)
+
+
+def _repeat_key(eqn) -> Hashable | None:
+    small = all(jx.num_elements(v.aval) <= TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
+    if not small or eqn.effects:
+        return None
+    ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)
+    key = (eqn.primitive, ins, tuple(sorted(eqn.params.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,241 @@
+"""From an Optax transformation to a flat traced update: one array per leaf and piece of state.
+
+Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
+of a stacked parameter, and of the state that mirrors it, as an array of its own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.inline import Inliner, Pieces, Value, piece, stack
+from megatrain_jax.program.slicing import without_repeats
+from megatrain_jax.program.trace import assemble
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateLeaf:
+    """One array of optimizer state as it is stored.
+
+    Attributes:
+        name: Its path in Optax's state.
+        leaf: Its index in the flat state.
+        index: Which slice along axis 0 of a state leaf that is stacked, or None for all of it.
+        shape: Shape of this array, without the stacked axis.
+        dtype: Its dtype.
+    """
+
+    name: str
+    leaf: int
+    index: int | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedOptimizer:
+    """The traced update and initialisation of a whole tree.
+
+    Attributes:
+        update: `(grads, params, state, loss) -> (new params, new state)`.
+        init: `params -> state`.
+        num_params: How many parameters there are.
+        state_def: Tree structure of the state.
+        state_shapes: Shape and dtype of its leaves.
+        state_names: Their paths.
+        state_of: For each, the parameter whose path its own path ends with, if there is one.
+    """
+
+    update: jx.Traced
+    init: jx.Traced
+    num_params: int
+    state_def: Any
+    state_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    state_names: tuple[str, ...]
+    state_of: tuple[int | None, ...]
+
+
+def trace_optimizer(
+    optimizer: Any, params_tree: Callable[[Sequence[Any]], Any], shapes: Shapes
+) -> TracedOptimizer:
+    """Traces the update of a whole tree, and its initialisation, on abstract arrays.
+
+    Raises:
+        TypeError: `optimizer` has no `init` or no `update`.
+        ValueError: it can't be traced, or it changes the form of its state or of a parameter.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(f"optimizer must be an optax.GradientTransformation, not {optimizer!r}")
+    tx = optax.with_extra_args_support(optimizer)
+    init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
+    state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
+
+    def update(grads, params, state, loss):
+        params = params_tree(params)
+        state = jax.tree.unflatten(init.out_tree, state)
+        updates, state = tx.update(params_tree(grads), state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    args = (list(shapes), list(shapes), list(state_shapes), loss)
+    traced = _explained(lambda: jx.trace(update, *args))
+    _check_results(traced, shapes, init.out_tree, state_shapes)
+    state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
+    owners = {tuple(path): i for path, i in params}
+    return TracedOptimizer(
+        update=jx.without_dead_code(traced),
+        init=jx.without_dead_code(init),
+        num_params=len(shapes),
+        state_def=init.out_tree,
+        state_shapes=state_shapes,
+        state_names=tuple(map(jax.tree_util.keystr, paths)),
+        state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
+    )
+
+
+def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
+    """The parameter whose path is the longest suffix of a path."""
+    suffixes = (path[i:] for i in range(len(path) + 1))
+    return next((owners[s] for s in suffixes if s in owners), None)
+
+
+def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
+    try:
+        return trace()
+    except Exception as error:
+        raise ValueError(
+            "optimizer could not be traced: a streamed step gives it gradients, parameters, its "
+            "state and the loss (`value`), and no function of the parameters to evaluate again "
+            f"({type(error).__name__}: {error}). Line searches such as optax.lbfgs need one; use "
+            "optax.adamw or another transformation that takes gradients only"
+        ) from error
+
+
+def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
+    params_def, new_def = traced.out_tree.children()
+    if new_def != state_def:
+        raise ValueError(
+            f"optimizer changes the structure of its state from {state_def} to {new_def}"
+        )
+    outs = [jx.shape_of(a.aval) for a in traced.jaxpr.outvars]
+    names = [f"a parameter of shape {s.shape}" for s in shapes] + [
+        f"its state{jax.tree_util.keystr(path)}" for path, _ in
+        jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(state_def, range(len(state_shapes))))
+    ]  # fmt: skip
+    for name, new, old in zip(names, outs, [*shapes, *state_shapes], strict=True):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"optimizer turns {name} from {old.dtype}{list(old.shape)} into "
+                f"{new.dtype}{list(new.shape)}"
+            )
+
+
+class Form:
+    """How parameters and state are represented: whole, or as slices along axis 0."""
+
+    def __init__(
+        self,
+        traced: TracedOptimizer,
+        leaves: Sequence[Leaf],
+        group_of: Sequence[int],
+        num_groups: int,
+    ):
+        """Splits state as the parameters are split whose paths its own paths end with."""
+        self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
+        self.group_of = tuple(group_of)
+        self.groups = tuple(
+            tuple(i for i, g in enumerate(group_of) if g == group) for group in range(num_groups)
+        )
+        groups: list[dict[int | None, int]] = [{} for _ in range(traced.num_params)]
+        self.slices: list[int | None] = [None] * traced.num_params
+        for leaf, group in zip(leaves, group_of, strict=True):
+            groups[leaf.parameter][leaf.index] = group
+            if leaf.index is not None:
+                self.slices[leaf.parameter] = len(groups[leaf.parameter])
+        self.tokens: list[StateLeaf] = []
+        self.likely: list[int | None] = []  # the group that owns a token, if its path tells
+        for j, shape in enumerate(traced.state_shapes):
+            p = traced.state_of[j]
+            for k in self._indices(p, shape):
+                name = traced.state_names[j] + ("" if k is None else f"[{k}]")
+                own = shape.shape if k is None else shape.shape[1:]
+                self.tokens.append(
+                    StateLeaf(name=name, leaf=j, index=k, shape=tuple(own), dtype=shape.dtype)
+                )
+                self.likely.append(None if p is None else groups[p].get(k, self._only(groups[p])))
+
+    def _indices(self, p: int | None, shape) -> Sequence[int | None]:
+        n = None if p is None else self.slices[p]
+        return range(n) if n is not None and shape.shape[:1] == (n,) else (None,)
+
+    @staticmethod
+    def _only(groups: dict) -> int | None:
+        return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
+
+    def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of the master copy of each leaf."""
+        invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)
+            for leaf in self.leaves
+        ]
+
+    def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+        """The parameters from one array per leaf."""
+        return assemble(self.leaves, list(map(Value, arrays)), self.traced.num_params)
+
+    def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
+        """Undoes `params`."""
+        return [_take(params[leaf.parameter], leaf.index) for leaf in self.leaves]
+
+    def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+        """The flat state from one array per token."""
+        values: list[list[Value]] = [[] for _ in self.traced.state_shapes]
+        for token, array in zip(self.tokens, arrays, strict=True):
+            values[token.leaf].append(Value(array))
+        stacked = {token.leaf for token in self.tokens if token.index is not None}
+        return [Pieces(tuple(v)) if j in stacked else v[0] for j, v in enumerate(values)]
+
+    def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
+        """Undoes `state`."""
+        return [_take(state[token.leaf], token.index) for token in self.tokens]
+
+
+def _take(value: Value | Pieces, index: int | None) -> Any:
+    return (stack(value) if index is None else piece(value, index)).array
+
+
+def flatten_update(form: Form) -> jx.Traced:
+    """`(grads, params, tokens, loss) -> (new params, new tokens)`, one array per leaf and token."""
+    source, n = form.traced.update, form.traced.num_params
+
+    def flat(grads, params, tokens, loss):
+        args = [*form.params(grads), *form.params(params), *form.state(tokens), Value(loss)]
+        out = Inliner(primal=True).run(source.jaxpr, (), [*map(Value, source.consts), *args])
+        return form.leaf_values(out[:n]), form.token_values(out[n:])
+
+    shapes = form.leaf_shapes()
+    tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in form.tokens]
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    return without_repeats(jx.without_dead_code(jx.trace(flat, shapes, shapes, tokens, loss)))
+
+
+def flatten_init(form: Form) -> jx.Traced:
+    """`params -> tokens`."""
+    source = form.traced.init
+
+    def flat(params):
+        args = [*map(Value, source.consts), *form.params(params)]
+        return form.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
+
+    return jx.without_dead_code(jx.trace(flat, form.leaf_shapes()))

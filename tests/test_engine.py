@@ -1,0 +1,156 @@
+"""What a step does to memory, in which order, and how often it compiles."""
+
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from optimizers import OPTIMIZERS
+from runs import check_same_bits, make_trainer, train
+from zoo import CASES
+
+CASE = CASES["nnx_tied"]
+
+
+def state_on_device(trainer):
+    """Bytes of live device arrays that are slabs, found without asking the engine."""
+    sizes = {
+        (layout.size, layout.dtype)
+        for group in trainer._job.layouts
+        for layout in (group.master, group.gradient, *group.state.layouts)
+    }
+    return sum(
+        x.nbytes
+        for x in jax.live_arrays()
+        if x.sharding.memory_kind == "device"
+        and x.ndim == 1
+        and (x.size, str(x.dtype)) in sizes
+        and x.size >= 64
+    )
+
+
+def budgets(schedule):
+    low, high = schedule.smallest_bytes, schedule.all_resident_bytes
+    return [low, (low + max(low, high)) // 2, max(low, high)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["smallest", "middling", "resident"])
+def test_state_on_the_device_never_exceeds_the_ledger(optimizer, microbatches, which, monkeypatch):
+    probe = make_trainer(CASE, OPTIMIZERS[optimizer], microbatches=microbatches)
+    budget = budgets(probe._job.first.schedule)[which]
+    del probe
+    gc.collect()
+    assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+    trainer = make_trainer(CASE, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget)
+    engine, schedule = trainer._engine, trainer._job.first.schedule
+    gc.collect()
+    base = state_on_device(trainer)  # arrays of other tests that look like slabs
+    seen = {"cold": [], "steady": [], "flush": []}
+    obey, lap = engine.obey, "cold"
+
+    def watched(record, step):
+        obey(record, step)
+        seen[lap].append(state_on_device(trainer) - base)
+
+    monkeypatch.setattr(engine, "obey", watched)
+    trainer.step(CASE.batch(0))
+    lap = "steady"
+    trainer.step(CASE.batch(1))
+    lap = "flush"
+    trainer.flush()
+    for name, rows in seen.items():
+        ledger = schedule.ledger[name]
+        assert len(rows) == len(ledger)
+        assert max(rows, default=0) <= budget
+        for k, (actual, allowed) in enumerate(zip(rows, ledger, strict=True)):
+            assert actual <= allowed, (name, k, getattr(schedule, name)[k])
+    assert max(seen["steady"]) > 0
+    assert state_on_device(trainer) == base
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_at_rest_all_state_is_pinned(optimizer, budget):
+    trainer = make_trainer(CASES["dropout_nnx"], OPTIMIZERS[optimizer], budget=budget)
+    for seed in range(2):
+        trainer.step(CASES["dropout_nnx"].batch(seed))
+    trainer.flush()
+    engine = trainer._engine
+    small = [*engine.variables, *engine.globals, engine.ok, engine.step]
+    slabs = [x for slabs in engine.host.values() for x in slabs]
+    assert engine.variables and engine.globals and slabs
+    assert {x.sharding.memory_kind for x in (*small, *slabs)} == {"pinned_host"}
+    assert not engine.on_device
+    assert {part for part, _ in engine.host} == {"P", "O"}
+
+
+def test_a_resident_step_moves_nothing(monkeypatch):
+    trainer = make_trainer(CASE, OPTIMIZERS["clip_adamw"], budget=10**9)
+    trainer.step(CASE.batch(0))
+    moved = []
+    put = jax.device_put
+    monkeypatch.setattr(
+        "megatrain_jax.stream.engine.jax.device_put",
+        lambda x, s=None: moved.append(s) or put(x, s),
+    )
+    trainer._engine.train(trainer._job.first, jax.tree.leaves(put(CASE.batch(1), jax.devices()[0])))
+    assert not moved
+
+
+def test_each_batch_shape_compiles_once():
+    trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
+    short = {"tokens": CASE.batch(0)["tokens"][:4, :6]}
+    trainer.step(CASE.batch(0))
+    trainer.step(CASE.batch(1))
+    count = len(trainer._engine.templates)
+    trainer.step(short)
+    grown = len(trainer._engine.templates)
+    assert grown > count
+    for batch in (CASE.batch(2), short, CASE.batch(3), short):
+        trainer.step(batch)
+    assert len(trainer._engine.templates) == grown
+    for function in trainer._engine.templates._functions.values():
+        assert function._cache_size() <= 1 or function.__name__ in ("end_step", "add")
+    groups = len(trainer._job.grouping.names)
+    kinds = [key[0] for key in trainer._engine.templates._functions if isinstance(key, tuple)]
+    assert kinds.count("update") < groups, "equal blocks share their update"
+
+
+def test_equal_blocks_share_their_functions():
+    trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
+    trainer.step(CASE.batch(0))
+    kinds = [key[0] for key in trainer._engine.templates._functions if isinstance(key, tuple)]
+    assert kinds.count("forward") == 2  # embedding and block; the head runs in its backward
+    assert kinds.count("backward") == 3
+
+
+def test_alternating_shapes_train_like_one_shape_at_a_time():
+    """A new shape flushes nothing it must not and loses no pending update."""
+    batches = [CASE.batch(0), {"tokens": CASE.batch(1)["tokens"][:4]}, CASE.batch(2)]
+    together = train(make_trainer(CASE, OPTIMIZERS["clip_adamw"]), batches, gradients=False)
+    apart = make_trainer(CASE, OPTIMIZERS["clip_adamw"])
+    for batch in batches:
+        apart.step(batch)
+        apart.flush()
+    check_same_bits(together.params, apart.params)
+
+
+def test_host_views_are_snapshots():
+    trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
+    before = trainer.params
+    copies = jax.tree.map(np.array, before)
+    for seed in range(3):
+        trainer.step(CASE.batch(seed))
+    check_same_bits(before, copies)
+    after = jax.tree.leaves(trainer.params)
+    assert any((a != b).any() for a, b in zip(after, jax.tree.leaves(copies), strict=True))
+
+
+def test_parameters_are_views_of_the_store():
+    trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
+    slabs = [np.asarray(trainer._engine.host["P", g][0]) for g in range(len(trainer._job.layouts))]
+    for leaf in jax.tree.leaves(trainer.params):
+        assert any(np.shares_memory(leaf, slab) for slab in slabs)

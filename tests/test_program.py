@@ -1,0 +1,176 @@
+"""Every model of the zoo is cut where its blocks are, and into as few templates as it has kinds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax.adapters import adapt
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import block_keys, power
+from megatrain_jax.program.stages import Program
+from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from zoo import CASES, Case
+
+
+def trace_case(case: Case):
+    batch = case.batch(0)
+    adapted, initial = adapt(case.build(), case.loss_fn, batch, 0)
+
+    def loss(parameters, variables, batch, rng):
+        return adapted.loss(case.loss_fn, parameters, variables, batch, rng, True)
+
+    traced = trace_loss(loss, adapted.shapes, adapted.variable_shapes, batch)
+    return adapted, initial, traced, batch
+
+
+def cut_case(case: Case) -> tuple[TracedLoss, Program]:
+    adapted, _, traced, _ = trace_case(case)
+    return traced, cut_loss(traced, leaves_of(traced, adapted.paths, adapted.shapes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_become_stages_that_share_templates(name):
+    case = CASES[name]
+    _, program = cut_case(case)
+    names = [stage.name for stage in program.stages]
+    blocks = [stage for stage in program.stages if stage.is_block]
+    assert len(blocks) == case.blocks * case.passes, names
+    if case.templates is not None:
+        assert len({stage.key for stage in blocks}) == case.templates, names
+    assert bool(program.warnings) == case.warns
+    assert names[0] == "embedding" and names[-1] == "head"
+    assert not program.stages[0].is_block and not program.stages[-1].is_block
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_together_compute_the_loss(name):
+    case = CASES[name]
+    adapted, initial, traced, batch = trace_case(case)
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes)
+    program = cut_loss(traced, leaves)
+    parameters = initial.leaves(range(len(adapted.shapes)))
+    arrays = [
+        parameters[leaf.parameter] if leaf.index is None else parameters[leaf.parameter][leaf.index]
+        for leaf in leaves
+    ]
+    rng = jax.random.key(3)
+    data = [*initial.variables(), *jax.tree.leaves(batch), rng]
+
+    @jax.jit
+    def staged(arrays, data):
+        out = jx.evaluate(program.prologue, [*program.prologue_consts, *data])
+        values = dict(zip(program.prologue_values, out, strict=True))
+        for stage in program.stages:
+            args = [arrays[i] for i in stage.leaves] + [values[i] for i in stage.inputs]
+            out = jx.evaluate(stage.jaxpr, [*stage.consts, *args])
+            values.update(zip(stage.outputs, out, strict=True))
+        return [values[i] for i in program.outputs]
+
+    @jax.jit
+    def whole(parameters, data):
+        return jx.evaluate(traced.traced.jaxpr, [*traced.traced.consts, *parameters, *data])
+
+    for ours, theirs in zip(staged(arrays, data), whole(parameters, data), strict=True):
+        if jnp.issubdtype(theirs.dtype, jax.dtypes.prng_key):
+            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_skips_pass_by_reference():
+    _, program = cut_case(CASES["unet"])
+    made = [i for stage in program.stages for i in stage.outputs]
+    assert len(made) == len(set(made))
+    readers = {i: sum(i in stage.inputs for stage in program.stages) for i in made}
+    assert max(readers.values()) >= 2
+
+
+def test_a_tied_embedding_is_read_by_two_stages_and_casts_are_repeated():
+    _, program = cut_case(CASES["nnx_tied"])
+    uses = [i for stage in program.stages for i in stage.leaves]
+    tied = {i for i in uses if uses.count(i) > 1}
+    assert len(tied) == 1
+    assert tied <= set(program.stages[0].leaves) and tied <= set(program.stages[-1].leaves)
+
+
+def test_the_control_flow_warning_names_the_operation_and_its_bytes():
+    _, program = cut_case(CASES["while_two"])
+    (warning,) = program.warnings
+    assert "while" in warning and "bytes" in warning and "blocks.1 + blocks.2" in warning
+
+
+def test_a_loss_without_parameters_is_refused():
+    params = {"w": jnp.ones(3)}
+    case = Case(
+        name="constant", build=lambda: params, loss_fn=lambda m, b: b["x"].sum(), blocks=0,
+        templates=None, batch=lambda seed: {"x": np.ones((2, 3), np.float32)},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="does not depend on any parameter"):
+        cut_case(case)
+
+
+def test_block_keys_are_the_first_component_with_indexed_siblings():
+    paths = [
+        ("embed",),
+        ("layers", 0, "mlp", "Dense_0"),
+        ("layers", 0, "mlp", "Dense_1"),
+        ("layers", 1, "mlp", "Dense_0"),
+        ("encoderblock_0", "w"),
+        ("encoderblock_3", "w"),
+        ("only", 0, "h", "1", "w"),
+        ("only", 0, "h", "2", "w"),
+        ("norm1",),
+        ("norm2",),
+    ]
+    assert list(block_keys(paths).values()) == [
+        None, ("layers", 0), ("layers", 0), ("layers", 1), ("encoderblock_0",),
+        ("encoderblock_3",), ("only", 0, "h", "1"), ("only", 0, "h", "2"), None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_power_finds_the_number_of_repetitions(seed):
+    rng = np.random.default_rng(seed)
+    word = [*rng.integers(0, 3, rng.integers(1, 6)).tolist(), 9]
+    times = int(rng.integers(1, 5))
+    assert power(word * times) == times
+
+
+def key_of(fn, *args):
+    traced = jx.trace(fn, *args)
+    return jx.structural_key(traced.jaxpr, traced.consts)
+
+
+def test_structural_keys_tell_computations_apart():
+    x = jnp.ones((3, 4))
+    table, other = np.arange(12.0).reshape(3, 4), np.arange(12.0).reshape(3, 4) + 1
+
+    @jax.custom_jvp
+    def plain(x):
+        return jnp.sin(x)
+
+    @jax.custom_jvp
+    def doubled(x):
+        return jnp.sin(x)
+
+    plain.defjvp(lambda p, t: (plain(p[0]), jnp.cos(p[0]) * t[0]))
+    doubled.defjvp(lambda p, t: (doubled(p[0]), 2 * jnp.cos(p[0]) * t[0]))
+    different = [
+        lambda x: x * 2.0,
+        lambda x: x * 3.0,
+        lambda x: x + 2.0,
+        lambda x: x * table,
+        lambda x: x * other,
+        plain,
+        doubled,
+        jnp.sin,
+        lambda x: x.sum(0),
+        lambda x: x.sum(1),
+        jax.checkpoint(jnp.sin),
+        lambda x: jax.lax.scan(lambda c, y: (c + y, None), x[0], x)[0],
+        lambda x: jax.lax.scan(lambda c, y: (c - y, None), x[0], x)[0],
+    ]
+    keys = [key_of(fn, x) for fn in different]
+    assert len(set(keys)) == len(keys)
+    assert key_of(lambda a: a * table.copy(), x) == key_of(lambda b: b * table, x)
+    assert key_of(jax.jit(lambda a: jnp.tanh(a)), x) == key_of(jax.jit(jnp.tanh), x)

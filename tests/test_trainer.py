@@ -1,0 +1,258 @@
+"""The trainer as a user meets it: evaluation, bad input, numbers that are not finite, plans."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from optimizers import OPTIMIZERS
+from runs import check_close, check_same_bits, make_trainer
+from zoo import CASES
+
+FP32 = mt.Precision(compute=jnp.float32)
+
+
+class Net(nnx.Module):
+    """Three residual layers; `scale` in the batch makes the loss or one gradient overflow."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x: jax.Array, poison: jax.Array) -> jax.Array:
+        for i, layer in enumerate(self.layers):
+            x = x + jnp.tanh(layer(x))
+            if i == 1:
+                x = poisoned(x, poison)
+        return x
+
+
+@jax.custom_vjp
+def poisoned(x, poison):
+    return x
+
+
+def _forward(x, poison):
+    return x, poison
+
+
+def _backward(poison, cotangent):
+    return cotangent * jnp.mean(poison), jnp.zeros_like(poison)
+
+
+poisoned.defvjp(_forward, _backward)
+
+
+def build() -> Net:
+    return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"], batch["poison"]) - batch["y"]) ** 2)
+
+
+def make_batch(seed=0, poison=1.0, y=None):
+    x = np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32)
+    y = x[:, ::-1].copy() if y is None else np.full_like(x, y)
+    return {"x": x, "y": y, "poison": np.full(4, poison, np.float32)}
+
+
+def make(optimizer=None, **options):
+    optimizer = optimizer or optax.adam(1e-2)
+    return mt.Trainer(build, loss_fn, optimizer, make_batch(), precision=FP32, **options)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-2), CLIPPED], ids=["immediate", "deferred"])
+def test_a_loss_that_is_not_finite_changes_nothing(optimizer):
+    trainer = make(optimizer)
+    trainer.step(make_batch(0))
+    before, state = trainer.params, trainer.opt_state
+    metrics = trainer.step(make_batch(1, y=np.nan))
+    with pytest.raises(FloatingPointError, match="loss of step 2 is nan; nothing was updated"):
+        trainer.read(metrics)
+    check_same_bits(trainer.params, before)
+    check_same_bits(trainer.opt_state, state)
+    # The run goes on as if the step had not been.
+    plain = make(optimizer)
+    plain.step(make_batch(0))
+    trainer.read(trainer.step(make_batch(2)))
+    plain.read(plain.step(make_batch(2)))
+    check_same_bits(trainer.params, plain.params)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_when_updates_are_deferred():
+    trainer = make(CLIPPED)
+    trainer.step(make_batch(0))
+    before = trainer.params
+    metrics = trainer.step(make_batch(1, poison=np.inf))
+    with pytest.raises(FloatingPointError, match="gradient of step 2 .* nothing was updated"):
+        trainer.read(metrics)
+    check_same_bits(trainer.params, before)
+
+
+def test_a_gradient_that_is_not_finite_stops_immediate_updates_at_its_group():
+    trainer = make()
+    before = trainer.params
+    metrics = trainer.step(make_batch(1, poison=np.inf))
+    with pytest.raises(FloatingPointError, match=r"gradient of layers\.1 .* step 1") as error:
+        trainer.read(metrics)
+    assert "Updated before it was met: layers.2" in str(error.value)
+    after = trainer.params
+    for i, changed in enumerate((False, False, True)):
+        old, new = before["layers"][i], after["layers"][i]
+        assert ((old["kernel"].get_value() != new["kernel"].get_value()).any()) == changed
+
+
+def test_an_unread_failure_is_raised_by_a_later_step():
+    trainer = make()
+    trainer.step(make_batch(0, y=np.inf))
+    with pytest.raises(FloatingPointError, match="step 1"):
+        for seed in range(3):
+            trainer.step(make_batch(seed))
+    after = trainer.step(make_batch(5))
+    assert np.isfinite(trainer.read(after)["loss"])
+
+
+def test_an_optimizer_that_tests_for_finite_numbers_is_left_to_it():
+    trainer = make(optax.apply_if_finite(optax.adam(1e-2), 5))
+    before = trainer.params
+    metrics = trainer.read(trainer.step(make_batch(1, y=np.nan)))
+    assert np.isnan(metrics["loss"])
+    check_same_bits(trainer.params, before)
+    assert int(trainer.opt_state.total_notfinite) == 1
+
+
+def test_evaluation_uses_eval_mode_and_changes_nothing():
+    case = CASES["batchnorm_nnx"]
+    trainer = make_trainer(case, OPTIMIZERS["adamw_schedule"])
+    trainer.step(case.batch(0))
+    before, variables = trainer.params, [np.asarray(v) for v in trainer._engine.variables]
+    model = trainer.model
+    model.eval()
+    expected = np.mean([float(case.loss_fn(model, case.batch(s))) for s in (1, 2)])
+    values = trainer.evaluate([case.batch(1), case.batch(2)])
+    np.testing.assert_allclose(values["loss"], expected, rtol=1e-5)
+    check_same_bits(trainer.params, before)
+    check_same_bits([np.asarray(v) for v in trainer._engine.variables], variables)
+
+
+@pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan"])
+def test_the_model_computes_with_the_trained_parameters(name):
+    case = CASES[name]
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    for seed in range(2):
+        trainer.step(case.batch(seed))
+    loss = float(case.loss_fn(trainer.model, case.batch(9)))
+    np.testing.assert_allclose(trainer.evaluate([case.batch(9)])["loss"], loss, rtol=1e-5)
+
+
+def test_another_loss_can_be_evaluated():
+    trainer = make()
+    values = trainer.evaluate(
+        [make_batch()],
+        loss_fn=lambda m, b: (loss_fn(m, b), {"max": jnp.abs(m(b["x"], b["poison"])).max()}),
+    )
+    assert values["max"] > 0
+
+
+def test_evaluating_between_deferred_steps_applies_what_is_pending():
+    one, two = make(CLIPPED), make(CLIPPED)
+    for seed in range(3):
+        one.step(make_batch(seed))
+        two.step(make_batch(seed))
+        two.evaluate([make_batch(9)])
+    check_same_bits(one.params, two.params)
+
+
+def test_a_builder_starts_from_the_eager_values():
+    trainer = make()
+    eager = nnx.state(build(), nnx.Param)
+    check_same_bits(trainer.params, eager)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("microbatches.*does not divide", {"microbatches": 3}),
+        ("microbatches.*at least 1", {"microbatches": 0}),
+        ("device_budget=100 .*smallest that works is", {"device_budget": 100}),
+    ],
+)
+def test_options_that_cannot_work_are_named(message, options):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_batch_statistics_refuse_microbatches():
+    with pytest.raises(ValueError, match="microbatches > 1 .*norm.* depends on the batch"):
+        make_trainer(CASES["batchnorm_nnx"], OPTIMIZERS["adam"], microbatches=2)
+
+
+def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr("megatrain_jax.memory.pool.available_bytes", lambda: 1000)
+    with pytest.raises(MemoryError, match="GiB"):
+        make()
+    assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
+
+
+def test_a_batch_unlike_the_first_is_refused_before_the_step():
+    trainer = make()
+    with pytest.raises(ValueError, match="x"):
+        trainer.step({"y": make_batch()["y"], "poison": make_batch()["poison"]})
+    assert trainer.num_steps == 0
+
+
+def decoder_plan(layers, width, optimizer, **options):
+    """The plan of a plain decoder of this size, from shapes alone."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.RMSNorm(width, rngs=rngs)
+            self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+            self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+            self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            q, k, v = jnp.split(self.qkv(self.norm(x)).reshape(*x.shape[:2], -1, 128), 3, axis=2)
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(attended.reshape(x.shape))
+            return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(32000, width, rngs=rngs)
+            self.layers = nnx.List([Block(rngs) for _ in range(layers)])
+            self.head = nnx.Linear(width, 32000, use_bias=False, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    def token_loss(model, batch):
+        logits = model(batch["tokens"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
+
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 2048), jnp.int32)}
+    return mt.plan(lambda: Decoder(nnx.Rngs(0)), token_loss, optimizer, batch, **options)
+
+
+def test_a_120b_decoder_is_planned_from_shapes():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    plan = decoder_plan(96, 10240, optimizer, hardware=mt.H200)
+    assert 120e9 < plan.num_parameters < 130e9
+    assert plan.num_templates == 3
+    assert plan.update_mode == "deferred"
+    assert plan.host_bytes >= 12 * plan.num_parameters
+    tokens = 4 * 2048
+    # 6 N tokens, and 2 N more to compute each block again, plus attention and the optimizer.
+    assert 1.0 < plan.flops_per_step / (8 * plan.num_parameters * tokens) < 1.1
+    assert "layers.0 … layers.95" in str(plan)
+    assert "<table>" in plan._repr_html_()
