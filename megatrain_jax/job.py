@@ -20,9 +20,10 @@ from megatrain_jax.optim import OptimizerCut, cut_optimizer
 from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
-from megatrain_jax.program.flops import count_flops
+from megatrain_jax.program.flops import count_flops, is_product
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax.stream.schedule import Op
 from megatrain_jax.stream.steps import StepPlan, plan_step
 
 
@@ -92,7 +93,6 @@ class Job:
         optimizer_flops = sum(
             count_flops(part.jaxpr) for part in (*self.optimizer.reduce, *self.optimizer.apply)
         )
-        largest = max(size["P"] + size["O"] for size in sizes)
         kept = [v for i, v in enumerate(step.program.values) if i in step.kept]
         return make_plan(
             names=self.grouping.names,
@@ -110,11 +110,25 @@ class Job:
             deferred=step.workload.deferred,
             device_state_bytes=step.schedule.peak_bytes,
             device_activation_bytes=step.microbatches * sum(map(jx.num_bytes, kept)),
-            in_flight_bytes=(step.schedule.window + 2) * largest,
+            in_flight_bytes=_in_flight_bytes(step),
             num_templates=len(templates),
-            warnings=step.program.warnings,
+            warnings=(*step.program.warnings, *self._wide_products()),
             hardware=hardware,
         )
+
+    def _wide_products(self) -> list[str]:
+        """Warns of arithmetic that does not run in the compute dtype, which users rarely intend."""
+        itemsize = self.precision.compute.itemsize
+        jaxprs = [bound.stage.jaxpr for bound in self.first.stages]
+        every = sum(count_flops(j, is_product) for j in jaxprs)
+        wide = sum(count_flops(j, lambda e: is_product(e, itemsize)) for j in jaxprs)
+        if wide <= every / 10:
+            return []
+        return [
+            f"{wide / every:.0%} of the matrix products have operands wider than "
+            f"{self.precision.compute.name}, the compute dtype. A layer that fixes its dtype when "
+            "it is built (nnx.Embed does) widens all that follow: give it the compute dtype"
+        ]
 
 
 def make_job(
@@ -175,6 +189,14 @@ def make_job(
         optimizer=cut,
         first=first,
     )
+
+
+def _in_flight_bytes(step: StepPlan) -> int:
+    """Most host bytes that are both old copies still being read and new ones being written."""
+    sizes = step.workload.sizes
+    groups = {r.group for r in step.schedule.steady if r.op is Op.OFFLOAD and r.group is not None}
+    moving = sorted((sizes[g]["P"] + sizes[g]["O"] for g in groups), reverse=True)
+    return sum(moving[: step.schedule.window + 2])
 
 
 def batch_key(batch: Any) -> Hashable:

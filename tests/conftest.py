@@ -1,6 +1,16 @@
 """Set before JAX starts: tiny models spend their time in the CPU's code generator."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Concerns the CPU's code generator only; a GPU's programs are compiled as ever.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Tests compile many equal programs. The first process makes the folder, its workers inherit it.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = tempfile.mkdtemp(prefix="jax-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

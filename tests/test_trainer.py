@@ -9,7 +9,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from optimizers import OPTIMIZERS
-from runs import check_close, check_same_bits, make_trainer
+from runs import check_same_bits, make_trainer
 from zoo import CASES
 
 FP32 = mt.Precision(compute=jnp.float32)

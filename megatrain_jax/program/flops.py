@@ -28,7 +28,10 @@ _REDUCTIONS = frozenset(
 )
 
 
-def count_flops(jaxpr: Any) -> int:
+_PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
+
+
+def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
     """Counts the floating-point operations that one evaluation of a jaxpr performs.
 
     A multiplication and an addition are two operations. Matrix products and convolutions count
@@ -41,23 +44,39 @@ def count_flops(jaxpr: Any) -> int:
 
     Args:
         jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`, as `jax.make_jaxpr` returns it.
+        counts: Which of its innermost equations to count.
 
     Returns:
         The number of operations on floating or complex numbers.
     """
     # From JAX 0.11 closed and open jaxprs are one class, whose `.jaxpr` is itself.
-    return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return sum(_equation_flops(eqn, counts) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
-def _equation_flops(eqn: Any) -> int:
+def is_product(eqn: Any, itemsize: int = 0) -> bool:
+    """Whether an equation is a matrix product or convolution of operands wider than `itemsize`."""
+    if eqn.primitive.name not in _PRODUCTS:
+        return False
+    return min(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
+
+
+def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
     name = eqn.primitive.name
+    if name == "scan":
+        return eqn.params["length"] * count_flops(eqn.params["jaxpr"], counts)
+    if name == "cond":
+        return max(count_flops(branch, counts) for branch in eqn.params["branches"])
+    if inner := _inner_jaxprs(eqn) if name not in _SPECIAL else []:
+        return sum(count_flops(jaxpr, counts) for jaxpr in inner)
+    if not counts(eqn):
+        return 0
     if name in _SPECIAL:
         return _SPECIAL[name](eqn)
     if name in _ELEMENTWISE:
         return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
     if name in _REDUCTIONS:
         return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
-    return sum(count_flops(inner) for inner in _inner_jaxprs(eqn))
+    return 0
 
 
 def _inner_jaxprs(eqn: Any) -> list[Any]:
@@ -119,14 +138,6 @@ def _fft(eqn: Any) -> int:
     return int(5 * points * math.log2(max(2, math.prod(lengths)))) // (1 if is_complex else 2)
 
 
-def _scan(eqn: Any) -> int:
-    return eqn.params["length"] * count_flops(eqn.params["jaxpr"])
-
-
-def _cond(eqn: Any) -> int:
-    return max(count_flops(branch) for branch in eqn.params["branches"])
-
-
 _SPECIAL: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
@@ -138,6 +149,4 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "scatter-add": _scatter,
     "scatter-mul": _scatter,
     "fft": _fft,
-    "scan": _scan,
-    "cond": _cond,
 }

@@ -1,0 +1,179 @@
+"""Small parameter trees cut into groups, and a run of a cut optimizer beside plain Optax.
+
+The trees have blocks side by side or stacked, with matrices, vectors and single numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from megatrain_jax.optim import OptimizerCut, Part, assemble_state, cut_optimizer
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.blocks import Leaf, find_leaves
+from megatrain_jax.program.inline import ScannedLeaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tree:
+    """A tree of parameters as the optimizer and as the store see it."""
+
+    build: Callable[[Sequence[Any]], Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    leaves: tuple[Leaf, ...]
+    group_of: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return max(self.group_of) + 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """The groups that are blocks."""
+        found = {g for g, leaf in zip(self.group_of, self.leaves, strict=True) if leaf.block}
+        return sorted(found)
+
+    def cut(self, optimizer: Any) -> OptimizerCut:
+        return cut_optimizer(
+            optimizer, self.build, self.shapes, self.leaves, self.group_of, self.num_groups
+        )
+
+    def by_group(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        groups: list[list[Any]] = [[] for _ in range(self.num_groups)]
+        for g, leaf in zip(self.group_of, self.leaves, strict=True):
+            array = arrays[leaf.parameter]
+            groups[g].append(array if leaf.index is None else array[leaf.index])
+        return groups
+
+    def whole(self, groups: Sequence[Sequence[Any]]) -> list[np.ndarray]:
+        """Undoes `by_group`."""
+        rows: list[list[tuple[int | None, Any]]] = [[] for _ in self.shapes]
+        each = [iter(g) for g in groups]
+        for g, leaf in zip(self.group_of, self.leaves, strict=True):
+            rows[leaf.parameter].append((leaf.index, next(each[g])))
+        return [
+            np.asarray(row[0][1]) if row[0][0] is None else np.stack([x for _, x in sorted(row)])
+            for row in rows
+        ]
+
+
+def make_tree(shapes: Any, stacked: str | None = None) -> Tree:
+    """A tree from nested shapes; `stacked` names the part whose layers are stacked."""
+    flat, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    paths = [tuple(k.idx if hasattr(k, "idx") else k.key for k in path) for path, _ in flat]
+    structs = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for _, s in flat)
+    scans = []
+    if stacked:
+        ids = tuple(i for i, p in enumerate(paths) if p[0] == stacked)
+        scans.append(ScannedLeaves(leaves=ids, length=structs[ids[0]].shape[0]))
+    leaves = find_leaves(paths, structs, scans)
+    numbers: dict[Any, int] = {}
+    group_of = tuple(numbers.setdefault(x.block or x.path[:1], len(numbers)) for x in leaves)
+    return Tree(
+        build=lambda arrays: jax.tree.unflatten(treedef, list(arrays)),
+        shapes=structs,
+        leaves=leaves,
+        group_of=group_of,
+    )
+
+
+def _ends(d: int) -> dict[str, Any]:
+    return {"embed": {"w": (24, d)}, "head": {"w": (d, 24), "b": (24,)}}
+
+
+def rows_of_blocks(n: int = 3, d: int = 12) -> Tree:
+    block = {"w1": (d, 2 * d), "w2": (2 * d, d), "b": (d,), "gain": ()}
+    return make_tree({**_ends(d), "blocks": [block] * n})
+
+
+def stacked_blocks(n: int = 3, d: int = 12) -> Tree:
+    layers = {"w1": (n, d, 2 * d), "w2": (n, 2 * d, d), "b": (n, d), "gain": (n,)}
+    return make_tree({**_ends(d), "layers": layers}, stacked="layers")
+
+
+TREES = {"rows": rows_of_blocks, "stacked": stacked_blocks}
+
+
+class Runner:
+    """Runs a cut as the engine does, with one compiled program for equal parts."""
+
+    def __init__(self, tree: Tree, cut: OptimizerCut, params: Sequence[Any]):
+        self.tree, self.cut, self.compiled = tree, cut, {}
+        self.params = tree.by_group(params)
+        parts = zip(cut.initial_state, self.params, strict=True)
+        self.state = [self.run(part, *arrays) for part, arrays in parts]
+        self.globals = self.run(cut.initial_globals)
+
+    def run(self, part: Part, *args: Any) -> list[Any]:
+        if part.key not in self.compiled:
+            self.compiled[part.key] = jax.jit(
+                lambda *a: jx.evaluate(part.jaxpr, [*part.consts, *a]),
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
+        return self.compiled[part.key](*args)
+
+    def step(self, grads: Sequence[Any], loss: Any) -> None:
+        cut, by_group = self.cut, self.tree.by_group(grads)
+        scalars = []
+        for g, part in enumerate(cut.reduce):
+            arrays = (*by_group[g], *self.params[g], *self.state[g])
+            scalars += self.run(part, *arrays, loss, *self.globals)
+        out = self.run(cut.combine, loss, *self.globals, *scalars)
+        messages, self.globals = out[: cut.num_messages], out[cut.num_messages :]
+        for g, part in enumerate(cut.apply):
+            own = [messages[i] for i in cut.messages[g]]
+            new = self.run(part, *by_group[g], *self.params[g], *self.state[g], *own)
+            count = len(self.params[g])
+            self.params[g], self.state[g] = new[:count], new[count:]
+
+
+def run_both(tree: Tree, make: Callable[[Any], Any], steps: int = 5, bad_step: int | None = None):
+    """Trains with the cut and with Optax on the same gradients.
+
+    Returns:
+        The cut, what the cut gave and what Optax gave, the latter two as (params, state).
+    """
+    rng = np.random.default_rng(0)
+    draw = lambda: [rng.normal(size=s.shape).astype(np.float32) for s in tree.shapes]  # noqa: E731
+    start = draw()
+    params = jax.tree.map(jnp.asarray, tree.build(start))
+    optimizer = make(params)
+    cut = tree.cut(optimizer)
+    runner = Runner(tree, cut, start)
+    extended = optax.with_extra_args_support(optimizer)
+
+    def update(params, state, grads, loss):
+        updates, state = extended.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    whole = jax.jit(update, compiler_options={"xla_backend_optimization_level": 0})
+    state = optimizer.init(params)
+    for step in range(steps):
+        grads, loss = draw(), jnp.float32(2.0 - step * step / 9)
+        if step == bad_step:
+            grads[0][0] = np.nan
+        runner.step(grads, loss)
+        params, state = whole(params, state, tree.build(list(map(jnp.asarray, grads))), loss)
+    mine = (
+        tree.build(tree.whole(runner.params)),
+        assemble_state(cut, runner.state, runner.globals),
+    )
+    return cut, mine, (params, state)
+
+
+def worst_difference(mine: Any, theirs: Any) -> float:
+    """The largest difference between two trees, relative to the largest element of its leaf."""
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if b.size:
+            worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
+    return worst
