@@ -266,7 +266,10 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The user's kind of model, holding the parameters as host arrays."""
+        """The user's kind of model, holding the parameters as numpy arrays.
+
+        They share memory with the store, as those of `params` do.
+        """
         leaves = self._parameters()
         return self._job.adapted.rebuild(leaves, _on_host(self._engine.variables))
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
     check_close(run.first_grads, plain.first_grads, TOLERANCE, "gradient")
     np.testing.assert_allclose(run.losses, plain.losses, rtol=LOSS_TOLERANCE)
     check_close(run.params, plain.params, TOLERANCE, "parameter")
-    check_close(run.opt_state[1], plain.opt_state, TOLERANCE, "optimizer state")
+    # A second moment has twice the relative error of its gradient.
+    check_close(run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state")
     for ours, theirs in zip(run.metrics, plain.metrics, strict=True):
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, rtol=2e-6, err_msg=key)
@@ -89,12 +91,22 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
 
 @pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "lax_scan_pytree", "moe"])
 def test_bf16_compute_agrees_to_bf16_rounding(name):
+    """The same products of bf16 numbers, rounded at other places than in one large program.
+
+    What rounding costs is measured: by how much plain bf16 differs from plain fp32.
+    """
     case = CASES[name]
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
-    plain = train_plain(case, OPTIMIZERS["sgd_momentum"], batches, compute=jnp.bfloat16)
-    trainer = make_trainer(case, recording(OPTIMIZERS["sgd_momentum"]), compute=jnp.bfloat16)
-    run = train(trainer, batches)
-    # The same products of bf16 numbers, rounded to bf16 (8 bits) at different places.
-    check_close(run.first_grads, plain.first_grads, 2**-6, "gradient")
-    np.testing.assert_allclose(run.losses, plain.losses, rtol=2**-8)
-    check_close(run.params, plain.params, 2**-7, "parameter")
+    optimizer = OPTIMIZERS["sgd_momentum"]
+    half, full = (
+        train_plain(case, optimizer, batches, compute=dtype) for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    run = train(make_trainer(case, recording(optimizer), compute=jnp.bfloat16), batches)
+    for what in ("first_grads", "params"):
+        trees = (jax.tree.leaves(getattr(r, what)) for r in (run, half, full))
+        for ours, plain, exact in zip(*trees, strict=True):
+            ours, plain, exact = (np.asarray(x, np.float64) for x in (ours, plain, exact))
+            rounding = np.abs(plain - exact).max()
+            assert 0 < rounding < 0.1 * np.abs(exact).max()
+            assert np.abs(ours - plain).max() <= 2 * rounding
+    np.testing.assert_allclose(run.losses, half.losses, rtol=2**-8)
