@@ -163,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--layers", type=int, default=4, help="number of blocks")
     model.add_argument("--heads", type=int, default=8, help="attention heads; they divide --dim")
     run = parser.add_argument_group("the run")
-    run.add_argument("--steps", type=int, default=400, help="training steps")
+    run.add_argument("--steps", type=int, default=360, help="training steps")
     run.add_argument("--batch-size", type=int, default=4, help="windows in a step")
     run.add_argument("--seq-len", type=int, default=64, help="bytes in a window")
     run.add_argument("--learning-rate", type=float, default=6e-4, help="its peak")
@@ -183,7 +183,7 @@ def parse_arguments() -> argparse.Namespace:
         help="dtype of the computation; auto is bf16 except on a CPU",
     )
     output = parser.add_argument_group("the output")
-    output.add_argument("--eval-every", type=int, default=200, help="steps between evaluations")
+    output.add_argument("--eval-every", type=int, default=180, help="steps between evaluations")
     output.add_argument("--eval-batches", type=int, default=8, help="held-out batches in each")
     output.add_argument("--prompt", default="def ", help="what the sample starts with")
     output.add_argument("--sample-bytes", type=int, default=200, help="how long the sample is")

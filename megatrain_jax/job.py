@@ -23,7 +23,7 @@ from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.flops import count_flops, is_product
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
-from megatrain_jax.stream.schedule import Op
+from megatrain_jax.stream.laps import Op
 from megatrain_jax.stream.steps import StepPlan, plan_step
 
 

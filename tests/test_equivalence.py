@@ -99,7 +99,8 @@ def test_bf16_compute_agrees_to_bf16_rounding(name):
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
     optimizer = OPTIMIZERS["sgd_momentum"]
     half, full = (
-        train_plain(case, optimizer, batches, compute=dtype) for dtype in (jnp.bfloat16, jnp.float32)
+        train_plain(case, optimizer, batches, compute=dtype)
+        for dtype in (jnp.bfloat16, jnp.float32)
     )
     run = train(make_trainer(case, recording(optimizer), compute=jnp.bfloat16), batches)
     for what in ("first_grads", "params"):

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatrain_jax.stream.schedule import Op, PartKey, Record, Schedule, Workload, plan_schedule
+from megatrain_jax.stream.laps import Op, PartKey, Record, Workload
+from megatrain_jax.stream.schedule import Schedule, plan_schedule
 
 MOVES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE, Op.WAIT}
 LAPS = ("cold", "steady", "flush", "evaluation")

@@ -6,7 +6,7 @@ and stays so through elementwise operations, reductions and reshapes.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -317,12 +317,3 @@ def _find_scanned(jaxpr, sources, found) -> list[int | None]:
             if all(not a.aval.shape or a.aval.shape == shape for a in eqn.invars):
                 env[eqn.outvars[0]] = next(i for i in ins if i is not None)
     return [read(a) for a in jaxpr.outvars]
-
-
-def conflicting(found: Sequence[ScannedLeaves]) -> Mapping[int, set[int]]:
-    """Leaves that scans read with different lengths, with those lengths."""
-    lengths: dict[int, set[int]] = {}
-    for scan in found:
-        for leaf in scan.leaves:
-            lengths.setdefault(leaf, set()).add(scan.length)
-    return {leaf: n for leaf, n in lengths.items() if len(n) > 1}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax.program import jaxpr as jx
-from megatrain_jax.program.blocks import Leaf, Path, common_prefix, power
+from megatrain_jax.program.blocks import Leaf, Path, power
 
 SMALL = 1024  # elements: data-only values up to this size are computed once, before the stages
 CONST, PARAM, DATA, MAIN = range(4)
@@ -283,8 +283,3 @@ def _live_bytes(flow, main, position) -> list[int]:
             change[born] += jx.num_bytes(v.aval)
             change[p + 1] -= jx.num_bytes(v.aval)
     return np.cumsum(change).tolist()
-
-
-def common_name(leaves: Sequence[Leaf]) -> str:
-    """A short name for several leaves."""
-    return "/".join(map(str, common_prefix([leaf.path for leaf in leaves]))) or "/"

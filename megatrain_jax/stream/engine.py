@@ -14,7 +14,8 @@ from megatrain_jax.memory.groups import GroupLayout
 from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.stream import functions, template
-from megatrain_jax.stream.schedule import Op, PartKey, Record, Schedule
+from megatrain_jax.stream.laps import Op, PartKey, Record
+from megatrain_jax.stream.schedule import Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
 from megatrain_jax.stream.template import Templates
 

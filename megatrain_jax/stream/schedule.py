@@ -1,88 +1,26 @@
 """What moves when in one training step, as plain data.
 
-From which stage uses which parameter groups, their bytes and a budget this derives an ordered
-list of records that the engine only has to obey, so tests and plans can read a step unexecuted.
+From the items of a step, their bytes and a budget this derives an ordered list of records that
+the engine only has to obey, so tests and plans can read a step unexecuted.
 """
 
-import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatrain_jax.stream.laps import (
+    Item,
+    Laps,
+    Op,
+    PartKey,
+    Record,
+    Step,
+    Workload,
+    build_laps,
+    gradient_items,
+)
+
 LARGEST_WINDOW = 8
-
-PartKey = tuple[str, int]
-"""A part ("P" masters, "O" optimizer state, "G" gradient) and the group it belongs to."""
-
-
-class Op(enum.Enum):
-    """What a record asks of the engine."""
-
-    FETCH = "fetch"  # host -> device; both copies are current afterwards
-    OFFLOAD = "offload"  # device -> host, then drop the device copy
-    RELEASE = "release"  # drop a device copy whose host copy is current
-    WAIT = "wait"  # block until an item's compute and offloads are over
-    FORWARD = "forward"
-    BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
-    ZEROS = "zeros"  # create a group's gradient, all zero
-    REDUCE = "reduce"  # a group's complete gradient -> scalars
-    COMBINE = "combine"  # all scalars -> the scalars that updates read
-    UPDATE = "update"  # change a group's masters and optimizer state, consume its gradient
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """One thing for the engine to do.
-
-    Attributes:
-        op: What to do.
-        stage: The stage of a FORWARD or BACKWARD.
-        group: The group of every record but FORWARD, BACKWARD, COMBINE and WAIT.
-        part: "P", "O" or "G" of a FETCH, OFFLOAD or RELEASE.
-        item: The item of its lap this record belongs to; for WAIT the item to wait for, where
-            negative numbers count back from the end of the lap before (-1 is its last item).
-    """
-
-    op: Op
-    stage: int | None = None
-    group: int | None = None
-    part: str | None = None
-    item: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What one training step has to compute, and the bytes it computes on.
-
-    Attributes:
-        stages: For each stage, in forward order, the groups whose masters it reads.
-        backward: For each stage, whether the loss depends on it.
-        fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
-        sizes: For each group the bytes of "P", "O" and "G". A part that is missing or has no
-            bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
-        deferred: Updates need scalars of all gradients, so they happen in the next step.
-        accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
-        reduce_reads: Parts that REDUCE reads besides the gradient.
-    """
-
-    stages: tuple[tuple[int, ...], ...]
-    backward: tuple[bool, ...]
-    fused_last: bool
-    sizes: tuple[Mapping[str, int], ...]
-    deferred: bool
-    accumulate: bool = False
-    reduce_reads: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        """Checks what the schedule relies on."""
-        assert self.stages and len(self.stages) == len(self.backward)
-        assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
-        assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
-        assert self.reduce_reads <= {"P", "O"}
-
-    def size(self, key: PartKey) -> int:
-        """Bytes of one part of one group."""
-        return self.sizes[key[1]].get(key[0], 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +76,7 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
     Raises:
         ValueError: The budget is below the smallest schedule's peak.
     """
-    laps = _build_laps(workload)
+    laps = build_laps(workload)
     units = _resident_units(workload)
     smallest = _simulate(laps, 1, frozenset())
     whole = _simulate(laps, LARGEST_WINDOW, frozenset(key for unit in units for key in unit))
@@ -155,158 +93,6 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
     else:
         chosen = _fill_budget(laps, units, budget, smallest)
     return replace(chosen, smallest_bytes=smallest.peak_bytes, all_resident_bytes=whole.peak_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """One computing record and what it does to parts of groups."""
-
-    record: Record
-    touches: tuple[PartKey, ...]
-    creates: tuple[PartKey, ...]
-    dirties: tuple[PartKey, ...]
-    kills: tuple[PartKey, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Item:
-    """Steps between which nothing is fetched."""
-
-    steps: tuple[_Step, ...]
-    last_step: dict[PartKey, int]  # the last of the steps that touches a part
-    needs: dict[PartKey, None]  # parts that exist before the item; an ordered set
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Laps:
-    """The items of every kind of lap: the same for every budget."""
-
-    workload: Workload
-    cold: tuple[_Item, ...]
-    steady: tuple[_Item, ...]
-    flush: tuple[_Item, ...]
-    evaluation: tuple[_Item, ...]
-
-
-def _build_laps(workload: Workload) -> _Laps:
-    lap = _deferred_lap(workload) if workload.deferred else _immediate_lap(workload)
-    pending = Op.UPDATE if workload.deferred else None
-    # The first lap has nothing to apply; items left empty keep its numbering that of all laps.
-    first = [[record for record in item if record.op is not pending] for item in lap]
-    at_rest = [[record for record in item if record.op is pending] for item in lap]
-    forward = [[Record(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
-    gradients: set[PartKey] = set()
-    cold = _as_items(workload, first, gradients)
-    waiting = set(gradients)
-    steady = _as_items(workload, lap, gradients)
-    assert gradients == waiting, "a lap leaves the gradients that the next one starts from"
-    flush = _as_items(workload, filter(None, at_rest), waiting)
-    assert not waiting, "a flush applies every gradient"
-    evaluation = _as_items(workload, forward, set())
-    return _Laps(workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation)
-
-
-def _immediate_lap(workload: Workload) -> list[list[Record]]:
-    """Each group is updated in the item that completes its gradient."""
-    stages = range(len(workload.stages) - workload.fused_last)
-    items = [[Record(op=Op.FORWARD, stage=stage)] for stage in stages]
-    combine = [Record(op=Op.COMBINE)]
-    for item, complete in _gradient_items(workload):
-        if complete:
-            item.extend(combine)
-            combine = []
-        for group in complete:
-            item.extend(Record(op=op, group=group) for op in (Op.REDUCE, Op.UPDATE))
-        items.append(item)
-    items[-1].extend(combine)
-    return items
-
-
-def _deferred_lap(workload: Workload) -> list[list[Record]]:
-    """Each group is updated before its first use in the next lap."""
-    unused = _unused_groups(workload)
-    pending = [group for group in range(len(workload.sizes)) if group not in unused]
-    items = [_for_each([group], Op.UPDATE) for group in unused]
-    for stage, groups in enumerate(workload.stages):
-        fresh = [group for group in pending if group in groups]
-        pending = [group for group in pending if group not in groups]
-        items.append([*_for_each(fresh, Op.UPDATE), Record(op=Op.FORWARD, stage=stage)])
-    updates = items.pop()[:-1] if workload.fused_last else []
-    for item, complete in _gradient_items(workload):
-        items.append([*updates, *item, *_for_each(complete, Op.REDUCE)])
-        updates = []
-    items[-1].append(Record(op=Op.COMBINE))
-    return items
-
-
-def _for_each(groups: Iterable[int], op: Op) -> list[Record]:
-    return [Record(op=op, group=group) for group in groups]
-
-
-def _gradient_items(workload: Workload) -> list[tuple[list[Record], list[int]]]:
-    """The items that make gradients, each with the groups whose gradients it completes."""
-    stages = [stage for stage, reached in enumerate(workload.backward) if reached]
-    latest = {group: stage for stage in stages for group in workload.stages[stage]}
-    earliest = {group: stage for stage in reversed(stages) for group in workload.stages[stage]}
-    items = []
-    for stage in reversed(stages):
-        groups = dict.fromkeys(workload.stages[stage])
-        begun = [group for group in groups if latest[group] == stage and workload.accumulate]
-        complete = [group for group in groups if earliest[group] == stage]
-        backward = Record(op=Op.BACKWARD, stage=stage)
-        items.append(([*_for_each(begun, Op.ZEROS), backward], complete))
-    items.extend((_for_each([group], Op.ZEROS), [group]) for group in _unused_groups(workload))
-    return items
-
-
-def _unused_groups(workload: Workload) -> list[int]:
-    """Groups that the loss does not depend on; Optax still updates them, with zeros."""
-    reached = zip(workload.stages, workload.backward, strict=True)
-    used = {group for stage, backward in reached if backward for group in stage}
-    return [group for group in range(len(workload.sizes)) if group not in used]
-
-
-def _as_items(
-    workload: Workload, lap: Iterable[Iterable[Record]], gradients: set[PartKey]
-) -> tuple[_Item, ...]:
-    """Derives what a lap's items need; `gradients` holds those that exist and is brought on."""
-    items = []
-    for number, records in enumerate(lap):
-        steps: list[_Step] = []
-        needs: dict[PartKey, None] = {}
-        created: set[PartKey] = set()
-        for record in records:
-            step = _as_step(workload, replace(record, item=number), gradients)
-            created.update(step.creates)
-            needs.update((key, None) for key in step.touches if key not in created)
-            gradients.update(step.creates)
-            gradients.difference_update(step.kills)
-            steps.append(step)
-        last = {key: at for at, step in enumerate(steps) for key in step.touches}
-        items.append(_Item(steps=tuple(steps), last_step=last, needs=needs))
-    return tuple(items)
-
-
-def _as_step(workload: Workload, record: Record, gradients: set[PartKey]) -> _Step:
-    groups = (record.group,) if record.stage is None else workload.stages[record.stage]
-
-    def keys(parts: Iterable[str]) -> tuple[PartKey, ...]:
-        pairs = ((part, group) for group in groups if group is not None for part in parts)
-        return tuple(key for key in dict.fromkeys(pairs) if workload.size(key))
-
-    makes = record.op in (Op.BACKWARD, Op.ZEROS)
-    new = tuple(key for key in keys("G") if makes and key not in gradients)
-    assert record.op is not Op.ZEROS or new == keys("G"), "zeros would lose a gradient"
-    updates = record.op is Op.UPDATE
-    touches = {Op.FORWARD: "P", Op.BACKWARD: "PG", Op.ZEROS: "G", Op.COMBINE: "", Op.UPDATE: "POG"}
-    touches[Op.REDUCE] = "".join(("G", *sorted(workload.reduce_reads)))
-    return _Step(
-        record=record,
-        touches=keys(touches[record.op]),
-        creates=new,
-        dirties=keys("G" if makes else "PO" if updates else ()),
-        kills=keys("G" if updates else ()),
-    )
 
 
 class _OverBudget(Exception):
@@ -347,7 +133,7 @@ class _Device:
             self.num_bytes += self.workload.size(key)
             self.emit(Record(op=Op.FETCH, group=key[1], part=key[0], item=item))
 
-    def compute(self, step: _Step) -> None:
+    def compute(self, step: Step) -> None:
         for key in step.creates:
             self.present.add(key)
             self.num_bytes += self.workload.size(key)
@@ -383,7 +169,7 @@ class _Device:
 
 
 def _run_items(
-    device: _Device, items: Iterable[_Item], later: Iterable[_Item], stays: Mapping[PartKey, float]
+    device: _Device, items: Iterable[Item], later: Iterable[Item], stays: Mapping[PartKey, float]
 ) -> None:
     """Lays down the records of items, and brings `device` on.
 
@@ -406,7 +192,7 @@ def _run_items(
                     device.evict(key, number)
 
 
-def _run_to_rest(device: _Device, items: Sequence[_Item], resident: frozenset[PartKey]) -> None:
+def _run_to_rest(device: _Device, items: Sequence[Item], resident: frozenset[PartKey]) -> None:
     """Runs items after which nothing is on the device; residents stay until their last use."""
     uses = ((key, number) for number, item in enumerate(items) for key in item.needs)
     stays = {key: number for key, number in uses if key in resident}
@@ -420,7 +206,7 @@ def _run_to_rest(device: _Device, items: Sequence[_Item], resident: frozenset[Pa
 
 
 def _simulate(
-    laps: _Laps, window: int, resident: frozenset[PartKey], limit: float = math.inf
+    laps: Laps, window: int, resident: frozenset[PartKey], limit: float = math.inf
 ) -> Schedule:
     """The schedule of one window and one set of resident parts; raises above the limit."""
     num_items = len(laps.steady)
@@ -468,14 +254,14 @@ def _resident_units(workload: Workload) -> list[tuple[PartKey, ...]]:
     units = [tuple((part, group) for part in state) for group in groups]
     if workload.deferred:
         # A waiting gradient saves a round trip for few bytes; those made last are used first.
-        produced = [group for _, complete in _gradient_items(workload) for group in complete]
+        produced = [group for _, complete in gradient_items(workload) for group in complete]
         units = [*((("G", group),) for group in reversed(produced)), *units]
     sized = (tuple(key for key in unit if workload.size(key)) for unit in units)
     return [unit for unit in sized if unit]
 
 
 def _fill_budget(
-    laps: _Laps, units: Sequence[tuple[PartKey, ...]], budget: int, best: Schedule
+    laps: Laps, units: Sequence[tuple[PartKey, ...]], budget: int, best: Schedule
 ) -> Schedule:
     """The most residents that fit, then the widest window; `best` fits with neither."""
 

@@ -10,7 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from megatrain_jax.memory.groups import Grouping, GroupLayout
 from megatrain_jax.program.stages import Program, Stage
-from megatrain_jax.stream.schedule import Op, Record, Schedule, Workload, plan_schedule
+from megatrain_jax.stream.laps import Op, Record, Workload
+from megatrain_jax.stream.schedule import Schedule, plan_schedule
 from megatrain_jax.stream.template import Backward, Binding, Slot
 
 
