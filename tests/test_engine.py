@@ -154,3 +154,16 @@ def test_parameters_are_views_of_the_store():
     slabs = [np.asarray(trainer._engine.host["P", g][0]) for g in range(len(trainer._job.layouts))]
     for leaf in jax.tree.leaves(trainer.params):
         assert any(np.shares_memory(leaf, slab) for slab in slabs)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+@pytest.mark.parametrize("budget", [None, 10**9])
+def test_steps_leave_nothing_behind(optimizer, budget):
+    trainer = make_trainer(CASE, OPTIMIZERS[optimizer], budget=budget)
+    alive = []
+    for seed in range(7):
+        metrics = trainer.step(CASE.batch(seed))
+        gc.collect()
+        alive.append(len(jax.live_arrays()))
+    trainer.read(metrics)
+    assert alive[-1] == alive[-2] == alive[-3]

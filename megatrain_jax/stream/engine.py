@@ -164,7 +164,7 @@ class Engine:
         if record.op is Op.WAIT:
             self._wait(item)
         elif record.op is Op.UPDATE:
-            self._update(_known(record.group))
+            self._update(_known(record.group), item)
         elif record.part is not None:
             self._move(record.op, (record.part, _known(record.group)), item)
         elif record.op is Op.ZEROS:
@@ -195,9 +195,11 @@ class Engine:
     def _wait(self, item: int) -> None:
         for _, landed in self._leaving.pop(item, ()):
             jax.block_until_ready(landed)
-        token = self._tokens.pop(item, None)
+        token = self._tokens.get(item)
         if token is not None and not token.is_deleted():
             token.block_until_ready()
+        # The device works in order: what came before this item is over, too.
+        self._tokens = {i: token for i, token in self._tokens.items() if i > item}
 
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
         return [self.on_device["P", g][0] for g in bound.groups]
@@ -286,7 +288,7 @@ class Engine:
         loss = self._means(step)["loss"]
         self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
 
-    def _update(self, group: int) -> None:
+    def _update(self, group: int, item: int) -> None:
         cut, layout = self.optimizer, self.layouts[group]
         part = cut.apply[group]
         run = self.templates.get(
@@ -302,6 +304,7 @@ class Engine:
         self.host.pop(("O", group), None)
         masters, state = run(masters, state, gradient, messages, self.ok)
         self.on_device["P", group] = (masters,)
+        self._tokens[item] = masters
         if state:
             self.on_device["O", group] = tuple(state)
 

@@ -38,14 +38,15 @@ class Schedule:
         evaluation: Every stage's FORWARD, from rest to rest.
         num_items: Items of a cold as of a steady lap, for resolving negative item numbers.
         ledger: For "cold", "steady", "flush" and "evaluation" the bytes on the device after each
-            record. Bytes of an OFFLOAD or RELEASE count until the WAIT for its item, a gradient's
-            until its UPDATE. Right after a cold lap, a steady lap or flush may hold less than its
-            ledger says, and wait for items that moved nothing.
+            record. What an OFFLOAD or RELEASE drops and the gradient that an UPDATE consumes count
+            until the WAIT for its item. Until a window after a cold lap, a steady lap or flush may
+            hold less than its ledger says, and wait for items that left nothing.
         peak_bytes: The largest entry of the ledgers.
-        window: How many items fetches run ahead and offloads lag behind.
+        window: How many items fetches run ahead, and what leaves the device lags behind.
         resident: Parts that stay on the device between laps.
         smallest_bytes: Peak of the smallest schedule: window 1, nothing resident.
-        all_resident_bytes: Peak with everything resident: from here on a steady lap moves nothing.
+        all_resident_bytes: Peak with everything resident and the widest window: from here on a
+            steady lap moves nothing, and only waits for the updates of items a window behind.
     """
 
     cold: tuple[Record, ...]
@@ -79,7 +80,7 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
     laps = build_laps(workload)
     units = _resident_units(workload)
     smallest = _simulate(laps, 1, frozenset())
-    whole = _simulate(laps, LARGEST_WINDOW, frozenset(key for unit in units for key in unit))
+    whole = _simulate(laps, _largest_window(laps), frozenset(key for unit in units for key in unit))
     if budget is None:
         chosen = smallest
     elif budget < smallest.peak_bytes:
@@ -93,6 +94,15 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
     else:
         chosen = _fill_budget(laps, units, budget, smallest)
     return replace(chosen, smallest_bytes=smallest.peak_bytes, all_resident_bytes=whole.peak_bytes)
+
+
+def _largest_window(laps: Laps) -> int:
+    """The widest window worth trying.
+
+    One that reaches all other items of a lap already keeps everything on the device; a wider one
+    would only pile up consumed gradients.
+    """
+    return max(1, min(LARGEST_WINDOW, len(laps.steady) - 1))
 
 
 class _OverBudget(Exception):
@@ -133,7 +143,7 @@ class _Device:
             self.num_bytes += self.workload.size(key)
             self.emit(Record(op=Op.FETCH, group=key[1], part=key[0], item=item))
 
-    def compute(self, step: Step) -> None:
+    def compute(self, step: Step, item: int) -> None:
         for key in step.creates:
             self.present.add(key)
             self.num_bytes += self.workload.size(key)
@@ -143,7 +153,8 @@ class _Device:
             self.present.discard(key)
             self.dirty.discard(key)
             self.host_gradients.discard(key)
-            self.num_bytes -= self.workload.size(key)
+            # Its memory is free once the device has got there, which only a WAIT tells.
+            self._leave(key, item)
         self.emit(step.record)
 
     def evict(self, key: PartKey, item: int) -> None:
@@ -152,8 +163,11 @@ class _Device:
             self.host_gradients.add(key)
         self.present.discard(key)
         self.dirty.discard(key)
-        self.leaving[item] = self.leaving.get(item, 0) + self.workload.size(key)
+        self._leave(key, item)
         self.emit(Record(op=op, group=key[1], part=key[0], item=item))
+
+    def _leave(self, key: PartKey, item: int) -> None:
+        self.leaving[item] = self.leaving.get(item, 0) + self.workload.size(key)
 
     def next_lap(self, num_items: int) -> "_Device":
         """This state as the lap that follows one of `num_items` items sees it."""
@@ -185,7 +199,7 @@ def _run_items(
         for needs in ahead[-1:] if number else (line[0], *ahead):
             device.fetch(needs, number)
         for at, step in enumerate(item.steps):
-            device.compute(step)
+            device.compute(step, number)
             for key in step.touches:
                 done = item.last_step[key] == at and stays.get(key, 0) <= number
                 if done and key in device.present and not any(key in needs for needs in ahead):
@@ -218,12 +232,15 @@ def _simulate(
     last = replace(laps.cold[-1], needs={**laps.cold[-1].needs, **state})
     cold = _Device(workload=laps.workload, window=window, limit=limit)
     _run_items(cold, [*laps.cold[:-1], last], later, stays)
-    second = cold.next_lap(num_items)
-    _run_items(second, laps.steady, later, stays)
+    second = cold
+    for _ in range(window // num_items + 1):  # until nothing that a cold lap leaves is in flight
+        second = second.next_lap(num_items)
+        _run_items(second, laps.steady, later, stays)
     steady = second.next_lap(num_items)
     _run_items(steady, laps.steady, later, stays)
-    # An update comes before any other use in its lap, so what a cold lap evicts, a steady lap does
-    # too, and a steady lap's ledger and waits cover the bytes that a cold one leaves in flight.
+    # A deferred cold lap lacks the updates of a steady one, but an update comes before any other
+    # use in its lap. So what leaves in a cold lap leaves in a steady one too, whose ledger and
+    # waits cover the bytes that a cold one leaves in flight.
     assert all(size <= second.leaving.get(item, 0) for item, size in cold.leaving.items())
     # All steady laps start alike, and so are the same.
     assert cold.present == second.present == steady.present
@@ -281,5 +298,5 @@ def _fill_budget(
             high = middle - 1
         else:
             low, best = middle, found
-    wider = (schedule(low, window) for window in range(LARGEST_WINDOW, 1, -1))
+    wider = (schedule(low, window) for window in range(_largest_window(laps), 1, -1))
     return next((found for found in wider if found is not None), best)
