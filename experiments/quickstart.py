@@ -61,10 +61,15 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder over bytes."""
 
-    def __init__(self, dim: int, num_heads: int, num_layers: int, rngs: nnx.Rngs):
+    def __init__(
+        self, dim: int, num_heads: int, num_layers: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    ):
         """Makes the parameters of an embedding, the blocks and a head."""
         normal = nnx.initializers.normal
-        self.embedding = nnx.Embed(VOCAB_SIZE, dim, embedding_init=normal(1.0), rngs=rngs)
+        # An embedding's dtype is that of all layers after it, which adapt to what they are given.
+        self.embedding = nnx.Embed(
+            VOCAB_SIZE, dim, dtype=dtype, embedding_init=normal(1.0), rngs=rngs
+        )
         self.blocks = nnx.List([Block(dim, num_heads, rngs) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
         self.head = nnx.Linear(dim, VOCAB_SIZE, use_bias=False, kernel_init=normal(0.01), rngs=rngs)
@@ -203,6 +208,7 @@ def main() -> None:
     train, held_out = read_sources(args.seed)
     on_cpu = jax.default_backend() == "cpu"
     bf16 = args.precision == "bf16" or (args.precision == "auto" and not on_cpu)
+    dtype = jnp.bfloat16 if bf16 else jnp.float32
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=args.learning_rate,
@@ -212,12 +218,12 @@ def main() -> None:
     optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.0)
     settings = {
         "microbatches": args.microbatches,
-        "precision": mt.Precision(compute=jnp.bfloat16 if bf16 else jnp.float32),
+        "precision": mt.Precision(compute=dtype),
         "device_budget": None if args.device_budget is None else int(args.device_budget * 2**30),
     }
 
     def build() -> Decoder:
-        return Decoder(args.dim, args.heads, args.layers, nnx.Rngs(args.seed))
+        return Decoder(args.dim, args.heads, args.layers, dtype, nnx.Rngs(args.seed))
 
     batches = random_batches(train, args.batch_size, args.seq_len, args.seed)
     # Evaluating keeps no gradients, so its batches can be larger, and fewer passes stream.

@@ -108,7 +108,7 @@ def fit(
         steps: How many batches to train on; None trains until `data` ends.
         microbatches: Into how many equal parts each batch is cut.
         precision: Which dtype the masters have and which one computes.
-        device_budget: Bytes of device memory that state may occupy; None lets the trainer choose.
+        device_budget: Bytes of device memory that state may occupy; None for the least.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
         eval_data: Batches to evaluate on, or a function that returns them; they are iterated over
             anew each time.

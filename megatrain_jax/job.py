@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from megatrain_jax.adapters import AdaptedModel
@@ -118,15 +119,15 @@ class Job:
 
     def _wide_products(self) -> list[str]:
         """Warns of arithmetic that does not run in the compute dtype, which users rarely intend."""
-        itemsize = self.precision.compute.itemsize
+        compute = np.dtype(self.precision.compute)
         jaxprs = [bound.stage.jaxpr for bound in self.first.stages]
         every = sum(count_flops(j, is_product) for j in jaxprs)
-        wide = sum(count_flops(j, lambda e: is_product(e, itemsize)) for j in jaxprs)
+        wide = sum(count_flops(j, lambda e: is_product(e, compute.itemsize)) for j in jaxprs)
         if wide <= every / 10:
             return []
         return [
             f"{wide / every:.0%} of the matrix products have operands wider than "
-            f"{self.precision.compute.name}, the compute dtype. A layer that fixes its dtype when "
+            f"{compute.name}, the compute dtype. A layer that fixes its dtype when "
             "it is built (nnx.Embed does) widens all that follow: give it the compute dtype"
         ]
 
