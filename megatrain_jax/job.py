@@ -91,9 +91,8 @@ class Job:
             number = templates.setdefault(bound.key, len(templates))
             for g in bound.groups:
                 template_of.setdefault(g, number)
-        optimizer_flops = sum(
-            count_flops(part.jaxpr) for part in (*self.optimizer.reduce, *self.optimizer.apply)
-        )
+        parts = (*self.optimizer.reduce, *self.optimizer.apply)
+        flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
         kept = [v for i, v in enumerate(step.program.values) if i in step.kept]
         return make_plan(
             names=self.grouping.names,
@@ -106,7 +105,7 @@ class Job:
             backward=step.workload.backward,
             fused_last=step.workload.fused_last,
             microbatches=step.microbatches,
-            optimizer_flops=optimizer_flops,
+            optimizer_flops=sum(flops[part.key] for part in parts),
             records=step.schedule.steady,
             deferred=step.workload.deferred,
             device_state_bytes=step.schedule.peak_bytes,

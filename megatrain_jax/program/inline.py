@@ -246,7 +246,7 @@ def _piecewise(eqn, ins, n) -> list | None:
     return None
 
 
-def _map(eqn, ins, n, params) -> list | None:
+def _map(eqn, ins, n, params) -> list[Pieces]:
     """Binds the equation once per slice; operands that aren't stacked are sliced or shared."""
     changed = eqn.replace(params=params)
     rows = []
@@ -263,10 +263,7 @@ def _is_shared(value, atom) -> bool:
 
 def _fold(eqn, operand, inner):
     if inner:
-        (mapped,) = _map(eqn, [operand], len(operand.parts), {**eqn.params, "axes": inner}) or [
-            None
-        ]
-        assert isinstance(mapped, Pieces)
+        (mapped,) = _map(eqn, [operand], len(operand.parts), {**eqn.params, "axes": inner})
     else:
         mapped = operand
     total = mapped.parts[0].array

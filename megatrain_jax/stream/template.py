@@ -89,7 +89,6 @@ def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
     It computes the stage again and differentiates it. Gradients are summed in fp32, in slabs laid
     out like the masters; `gradients` and `sent` hold what exists already, in order.
     """
-    num_leaves = len(stage.leaves)
 
     def backward_stage(slabs, inputs, cotangents, gradients, sent):
         leaves = _unpack(stage, binding, slabs)
@@ -109,7 +108,6 @@ def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
             c + next(earlier) if exists else c
             for c, exists in zip(input_cotangents, flags, strict=True)
         ]
-        assert len(leaf_gradients) == num_leaves
         return (outputs if mode.give_outputs else []), new, summed
 
     return backward_stage
