@@ -93,7 +93,10 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
 def test_bf16_compute_agrees_to_bf16_rounding(name):
     """The same products of bf16 numbers, rounded at other places than in one large program.
 
-    What rounding costs is measured: by how much plain bf16 differs from plain fp32.
+    Two correct computations differ from the exact one by as much, not by the same: our error is
+    held against that of plain bf16. The ratio of two such errors strays with the few elements that
+    a small leaf averages over, so one leaf may be 3 times as far off; over the leaves of the first
+    gradients, each rounded on its own, that averages out. Later errors are common to all leaves.
     """
     case = CASES[name]
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
@@ -105,9 +108,13 @@ def test_bf16_compute_agrees_to_bf16_rounding(name):
     run = train(make_trainer(case, recording(optimizer), compute=jnp.bfloat16), batches)
     for what in ("first_grads", "params"):
         trees = (jax.tree.leaves(getattr(r, what)) for r in (run, half, full))
+        ratios = []
         for ours, plain, exact in zip(*trees, strict=True):
             ours, plain, exact = (np.asarray(x, np.float64) for x in (ours, plain, exact))
-            rounding = np.abs(plain - exact).max()
-            assert 0 < rounding < 0.1 * np.abs(exact).max()
-            assert np.abs(ours - plain).max() <= 2 * rounding
+            rounding = np.linalg.norm(plain - exact)
+            assert 0 < rounding < 0.1 * np.linalg.norm(exact)
+            ratios.append(np.linalg.norm(ours - exact) / rounding)
+        assert max(ratios) < 3
+        if what == "first_grads":
+            assert np.exp(np.mean(np.log(ratios))) < 1.2
     np.testing.assert_allclose(run.losses, half.losses, rtol=2**-8)
