@@ -6,15 +6,15 @@ pool.set_limit()  # before anything starts JAX's backend
 
 from megatrain_jax.fit import DataRanOutError, FitResult, fit, train  # noqa: E402
 from megatrain_jax.history import History  # noqa: E402
-from megatrain_jax.memory.plan import (  # noqa: E402
+from megatrain_jax.memory.hardware import (  # noqa: E402
     A100_80GB,
     H200,
     RTX_3080,
     RTX_4090,
     Hardware,
-    Plan,
     this_machine,
 )
+from megatrain_jax.memory.plan import Plan  # noqa: E402
 from megatrain_jax.precision import Precision  # noqa: E402
 from megatrain_jax.trainer import Trainer, plan  # noqa: E402
 

@@ -15,7 +15,8 @@ import optax
 from megatrain_jax.adapters import AdaptedModel
 from megatrain_jax.data import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
-from megatrain_jax.memory.plan import Hardware, Plan, make_plan
+from megatrain_jax.memory.hardware import Hardware
+from megatrain_jax.memory.plan import Plan, make_plan
 from megatrain_jax.model_kinds import path_name
 from megatrain_jax.optim import OptimizerCut, cut_optimizer
 from megatrain_jax.precision import Precision

@@ -16,7 +16,8 @@ from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.job import batch_key, make_job
 from megatrain_jax.memory import pool
-from megatrain_jax.memory.plan import Hardware, Plan, this_machine
+from megatrain_jax.memory.hardware import Hardware, this_machine
+from megatrain_jax.memory.plan import Plan
 from megatrain_jax.optim import assemble_state
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.engine import Engine

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megatrain_jax.memory import plan as plans
-from megatrain_jax.memory.plan import GroupRow, Hardware, make_plan
+from megatrain_jax.memory import hardware
+from megatrain_jax.memory.hardware import Hardware
+from megatrain_jax.memory.plan import GroupRow, make_plan
 from megatrain_jax.program.flops import count_flops
 
 GIB = 2**30
@@ -157,7 +158,7 @@ def big_plan(**changes):
         "device_state_bytes": 12 * GIB,
         "device_activation_bytes": 5 * GIB,
         "num_templates": 3,
-        "hardware": replace(plans.H200, host_bytes=125 * GIB),
+        "hardware": replace(hardware.H200, host_bytes=125 * GIB),
         "warnings": ["`while` holds 3 blocks", "one large stage"],
     }
     return make_plan(**(arguments | changes))
@@ -244,12 +245,12 @@ def test_known_cards(monkeypatch):
             return {"bytes_limit": 18 * GIB}
 
     monkeypatch.setattr(jax, "devices", lambda: [Card()])
-    monkeypatch.setattr(plans.pool, "total_bytes", lambda: 64 * GIB)
-    assert plans.this_machine() == replace(
-        plans.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB
+    monkeypatch.setattr(hardware.pool, "total_bytes", lambda: 64 * GIB)
+    assert hardware.this_machine() == replace(
+        hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB
     )
     monkeypatch.setattr(Card, "device_kind", "Abacus")
-    assert plans.this_machine() is None
+    assert hardware.this_machine() is None
 
 
 X = jnp.ones((4, 6))

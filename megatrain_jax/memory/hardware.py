@@ -1,0 +1,90 @@
+"""Machines that a plan can be made for, and the rates that bound a step on them."""
+
+from dataclasses import dataclass, replace
+
+import jax
+
+from megatrain_jax.memory import pool
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One accelerator and its host, as far as a plan is concerned.
+
+    Attributes:
+        name: What the plan calls it.
+        host_bytes: Host memory that training may use; `None` if unknown.
+        device_bytes: Memory of the accelerator; `None` if unknown.
+        link_bytes_per_s: Bytes a second between host and device, each way.
+        flops_per_s: Floating-point operations a second in bfloat16 matrix products.
+        source: Where the two rates come from; vendors' peaks are never reached.
+    """
+
+    name: str
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    link_bytes_per_s: float
+    flops_per_s: float
+    source: str = "given"
+
+
+# Measured with JAX 0.11.2: large copies between pinned host memory and the device, large
+# bfloat16 matrix products. The card reports 143771 MiB.
+H200 = Hardware(
+    name="NVIDIA H200",
+    device_bytes=143771 * 2**20,
+    link_bytes_per_s=53e9,
+    flops_per_s=730e12,
+    source="measured",
+)
+# The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
+# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way.
+# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s.
+A100_80GB = Hardware(
+    name="NVIDIA A100 80GB",
+    device_bytes=80 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=312e12,
+    source="vendor peak",
+)
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s.
+RTX_3080 = Hardware(
+    name="NVIDIA GeForce RTX 3080",
+    device_bytes=10 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=59.5e12,
+    source="vendor peak",
+)
+# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s.
+RTX_4090 = Hardware(
+    name="NVIDIA GeForce RTX 4090",
+    device_bytes=24 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=165.2e12,
+    source="vendor peak",
+)
+
+_BY_DEVICE_KIND = {
+    "NVIDIA H200": H200,
+    "NVIDIA A100-SXM4-80GB": A100_80GB,
+    "NVIDIA A100 80GB PCIe": A100_80GB,
+    "NVIDIA GeForce RTX 3080": RTX_3080,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+}
+
+
+def this_machine() -> Hardware | None:
+    """Looks up the first JAX device among the known cards; starts JAX's backend.
+
+    Returns:
+        The card with this machine's host memory and the device memory that JAX may use here, or
+        `None` for any other device.
+    """
+    device = jax.devices()[0]
+    known = _BY_DEVICE_KIND.get(device.device_kind)
+    if known is None:
+        return None
+    limit = (device.memory_stats() or {}).get("bytes_limit", known.device_bytes)
+    return replace(known, host_bytes=pool.total_bytes(), device_bytes=limit)
