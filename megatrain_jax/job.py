@@ -15,7 +15,7 @@ import optax
 from megatrain_jax.adapters import AdaptedModel
 from megatrain_jax.data import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
-from megatrain_jax.memory.hardware import Hardware
+from megatrain_jax.memory.hardware import H200, Hardware
 from megatrain_jax.memory.plan import Plan, make_plan
 from megatrain_jax.model_kinds import path_name
 from megatrain_jax.optim import OptimizerCut, cut_optimizer
@@ -28,6 +28,9 @@ from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_l
 from megatrain_jax.stream.laps import Op
 from megatrain_jax.stream.steps import StepPlan, plan_step
 
+# The driver waits for an item before it dispatches the second one after it.
+_ITEMS_IN_FLIGHT = 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -39,6 +42,7 @@ class Job:
         precision: Dtypes of masters and of compute.
         microbatches: Into how many parts a training batch is split.
         device_budget: Bytes that state may occupy on the device, or None for the least.
+        hardware: The machine that steps are scheduled for.
         leaves: All arrays of the store, in order.
         grouping: Which of them travel together.
         layouts: How each group lies in slabs.
@@ -51,6 +55,7 @@ class Job:
     precision: Precision
     microbatches: int
     device_budget: int | None
+    hardware: Hardware
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -75,6 +80,7 @@ class Job:
             self.optimizer,
             microbatches=microbatches,
             device_budget=self.device_budget,
+            hardware=self.hardware,
             training=train,
         )
 
@@ -141,8 +147,10 @@ def make_job(
     microbatches: int,
     precision: Precision,
     device_budget: int | None,
+    hardware: Hardware | None,
 ) -> Job:
     """Cuts model and optimizer and lays everything out, on shapes alone."""
+    hardware = hardware or H200  # some machine has to be assumed to order a step
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
     leaves = leaves_of(traced, adapted.paths, adapted.shapes)
     program = cut_loss(traced, leaves)
@@ -176,6 +184,7 @@ def make_job(
         cut,
         microbatches=microbatches,
         device_budget=device_budget,
+        hardware=hardware,
         training=True,
     )
     return Job(
@@ -184,6 +193,7 @@ def make_job(
         precision=precision,
         microbatches=microbatches,
         device_budget=device_budget,
+        hardware=hardware,
         leaves=leaves,
         grouping=grouping,
         layouts=layouts,
@@ -197,7 +207,7 @@ def _in_flight_bytes(step: StepPlan) -> int:
     sizes = step.workload.sizes
     groups = {r.group for r in step.schedule.steady if r.op is Op.OFFLOAD and r.group is not None}
     moving = sorted((sizes[g]["P"] + sizes[g]["O"] for g in groups), reverse=True)
-    return sum(moving[: step.schedule.window + 2])
+    return sum(moving[:_ITEMS_IN_FLIGHT])
 
 
 def batch_key(batch: Any) -> Hashable:

@@ -79,6 +79,7 @@ def plan(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
+        hardware=hardware,
     )
     return job.plan(hardware)
 
@@ -136,6 +137,7 @@ class Trainer:
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
+            hardware=this_machine(),
         )
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
         pool.reserve(self._job.host_bytes_needed)

@@ -1,5 +1,6 @@
 """Machines that a plan can be made for, and the rates that bound a step on them."""
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -19,6 +20,9 @@ class Hardware:
         device_bytes: Memory of the accelerator; `None` if unknown.
         link_bytes_per_s: Bytes a second between host and device, each way.
         flops_per_s: Floating-point operations a second in bfloat16 matrix products.
+        memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
+            without it, what only moves bytes there counts as free.
+        sustained: Share of `flops_per_s` that a whole step reaches, all its operations counted.
         source: Where the two rates come from; vendors' peaks are never reached.
     """
 
@@ -27,6 +31,8 @@ class Hardware:
     device_bytes: int | None = None
     link_bytes_per_s: float
     flops_per_s: float
+    memory_bytes_per_s: float = math.inf
+    sustained: float = 0.7
     source: str = "given"
 
 
@@ -37,6 +43,8 @@ H200 = Hardware(
     device_bytes=143771 * 2**20,
     link_bytes_per_s=53e9,
     flops_per_s=730e12,
+    memory_bytes_per_s=4.8e12,
+    sustained=0.8,
     source="measured",
 )
 # The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
@@ -47,6 +55,7 @@ A100_80GB = Hardware(
     device_bytes=80 * _GIB,
     link_bytes_per_s=31.5e9,
     flops_per_s=312e12,
+    memory_bytes_per_s=2.0e12,
     source="vendor peak",
 )
 # NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s.
@@ -55,6 +64,7 @@ RTX_3080 = Hardware(
     device_bytes=10 * _GIB,
     link_bytes_per_s=31.5e9,
     flops_per_s=59.5e12,
+    memory_bytes_per_s=760e9,
     source="vendor peak",
 )
 # NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s.
@@ -63,6 +73,7 @@ RTX_4090 = Hardware(
     device_bytes=24 * _GIB,
     link_bytes_per_s=31.5e9,
     flops_per_s=165.2e12,
+    memory_bytes_per_s=1008e9,
     source="vendor peak",
 )
 

@@ -163,6 +163,8 @@ class Engine:
         item = self._begun + (record.item or 0)
         if record.op is Op.WAIT:
             self._wait(item)
+        elif record.op is Op.LAND:
+            jax.block_until_ready([landed for _, landed in self._leaving.pop(item, ())])
         elif record.op is Op.UPDATE:
             self._update(_known(record.group), item)
         elif record.part is not None:
@@ -193,8 +195,6 @@ class Engine:
             leaving.append((source, self.host[key]))
 
     def _wait(self, item: int) -> None:
-        for _, landed in self._leaving.pop(item, ()):
-            jax.block_until_ready(landed)
         token = self._tokens.get(item)
         if token is not None and not token.is_deleted():
             token.block_until_ready()

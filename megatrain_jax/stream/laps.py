@@ -5,7 +5,7 @@ parts of which groups each touches; the schedule decides from that what moves wh
 """
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 PartKey = tuple[str, int]
@@ -18,7 +18,8 @@ class Op(enum.Enum):
     FETCH = "fetch"  # host -> device; both copies are current afterwards
     OFFLOAD = "offload"  # device -> host, then drop the device copy
     RELEASE = "release"  # drop a device copy whose host copy is current
-    WAIT = "wait"  # block until an item's compute and offloads are over
+    WAIT = "wait"  # block until an item has been computed
+    LAND = "land"  # block until an item's offloads are over
     FORWARD = "forward"
     BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
     ZEROS = "zeros"  # create a group's gradient, all zero
@@ -34,10 +35,10 @@ class Record:
     Attributes:
         op: What to do.
         stage: The stage of a FORWARD or BACKWARD.
-        group: The group of every record but FORWARD, BACKWARD, COMBINE and WAIT.
+        group: The group of every record but FORWARD, BACKWARD, COMBINE, WAIT and LAND.
         part: "P", "O" or "G" of a FETCH, OFFLOAD or RELEASE.
-        item: The item of its lap this record belongs to; for WAIT the item to wait for, where
-            negative numbers count back from the end of the lap before (-1 is its last item).
+        item: The item of its lap this record belongs to; for WAIT and LAND the item to wait for,
+            where negative numbers count back from the end of the lap before (-1 is its last item).
     """
 
     op: Op
@@ -45,6 +46,25 @@ class Record:
     group: int | None = None
     part: str | None = None
     item: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Estimates of how long things take, in seconds. They decide what moves when, never results.
+
+    Attributes:
+        forward: For each stage, its forward of all microbatches.
+        backward: For each stage, its backward of all microbatches.
+        update: For each group, its update.
+        byte: One byte over the link, in either direction.
+        dispatch: What the driver needs to dispatch one record.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+    byte: float
+    dispatch: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +80,7 @@ class Workload:
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
         reduce_reads: Parts that REDUCE reads besides the gradient.
+        costs: How long it takes.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -69,6 +90,7 @@ class Workload:
     deferred: bool
     accumulate: bool = False
     reduce_reads: frozenset[str] = frozenset()
+    costs: Costs
 
     def __post_init__(self) -> None:
         """Checks what the schedule relies on."""
@@ -76,6 +98,8 @@ class Workload:
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
         assert self.reduce_reads <= {"P", "O"}
+        assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
+        assert len(self.costs.update) == len(self.sizes)
 
     def size(self, key: PartKey) -> int:
         """Bytes of one part of one group."""
@@ -84,22 +108,40 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One computing record and what it does to parts of groups."""
+    """One computing record, what it does to parts of groups, and how long it takes."""
 
     record: Record
     touches: tuple[PartKey, ...]
     creates: tuple[PartKey, ...]
     dirties: tuple[PartKey, ...]
     kills: tuple[PartKey, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """An item uses a part, which either exists before the item or is created by it."""
+
+    key: PartKey
+    creates: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Steps between which nothing is fetched."""
+    """Steps between which nothing is fetched.
+
+    Attributes:
+        steps: What it computes, in order.
+        uses: The parts it uses: those that its stage, or what comes before it, needs; those that
+            are created by then; and the others, which may still arrive while the stage computes.
+        num_early: How many are of the first kind.
+        last_step: The last of the steps that touches a part.
+    """
 
     steps: tuple[Step, ...]
-    last_step: dict[PartKey, int]  # the last of the steps that touches a part
-    needs: dict[PartKey, None]  # parts that exist before the item; an ordered set
+    uses: tuple[Use, ...]
+    num_early: int
+    last_step: dict[PartKey, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,19 +240,32 @@ def _as_items(
     """Derives what a lap's items need; `gradients` holds those that exist and is brought on."""
     items = []
     for number, records in enumerate(lap):
-        steps: list[Step] = []
-        needs: dict[PartKey, None] = {}
-        created: set[PartKey] = set()
+        steps = []
         for record in records:
-            step = _as_step(workload, replace(record, item=number), gradients)
-            created.update(step.creates)
-            needs.update((key, None) for key in step.touches if key not in created)
-            gradients.update(step.creates)
-            gradients.difference_update(step.kills)
-            steps.append(step)
-        last = {key: at for at, step in enumerate(steps) for key in step.touches}
-        items.append(Item(steps=tuple(steps), last_step=last, needs=needs))
+            steps.append(_as_step(workload, replace(record, item=number), gradients))
+            gradients.update(steps[-1].creates)
+            gradients.difference_update(steps[-1].kills)
+        items.append(_as_item(steps))
     return tuple(items)
+
+
+def _as_item(steps: Sequence[Step]) -> Item:
+    staged = [at for at, step in enumerate(steps) if step.record.stage is not None]
+    uses: list[Use] = []
+    early: list[Use] = []
+    for at, step in enumerate(steps):
+        for key in step.touches:
+            creates = key in step.creates
+            if creates or all(use.key != key for use in uses):
+                uses.append(Use(key=key, creates=creates))
+        if at == max(staged, default=len(steps) - 1):
+            early = sorted(uses, key=lambda use: use.creates)
+    return Item(
+        steps=tuple(steps),
+        uses=(*early, *uses[len(early) :]),
+        num_early=sum(not use.creates for use in early),
+        last_step={key: at for at, step in enumerate(steps) for key in step.touches},
+    )
 
 
 def _as_step(workload: Workload, record: Record, gradients: set[PartKey]) -> Step:
@@ -232,4 +287,13 @@ def _as_step(workload: Workload, record: Record, gradients: set[PartKey]) -> Ste
         creates=new,
         dirties=keys("G" if makes else "PO" if updates else ()),
         kills=keys("G" if updates else ()),
+        seconds=_seconds(workload.costs, record),
     )
+
+
+def _seconds(costs: Costs, record: Record) -> float:
+    if record.stage is not None:
+        return (costs.forward if record.op is Op.FORWARD else costs.backward)[record.stage]
+    if record.op is Op.UPDATE and record.group is not None:
+        return costs.update[record.group]
+    return 0.0

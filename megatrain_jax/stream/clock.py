@@ -1,0 +1,74 @@
+"""Estimates when each record of a schedule happens, from a few rates.
+
+Four things work side by side: the driver, which dispatches; the device, which computes in order;
+and the two directions of the link. A copy to the device starts no earlier than what was dispatched
+to the device before it, since its memory is allocated in the order of the computations.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from megatrain_jax.stream.laps import Costs, PartKey
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """When each of the four is done with what it has been given, in seconds.
+
+    Attributes:
+        costs: The rates.
+        driver: When the driver can dispatch the next record.
+        device: When the device has computed everything.
+        inward: When everything has arrived on the device.
+        outward: When everything has left it.
+        arrived: When each part that was fetched is there.
+        computed: When each item has been computed.
+        landed: When each item's offloads are over.
+    """
+
+    costs: Costs
+    driver: float = 0.0
+    device: float = 0.0
+    inward: float = 0.0
+    outward: float = 0.0
+    arrived: dict[PartKey, float] = field(default_factory=dict)
+    computed: dict[int, float] = field(default_factory=dict)
+    landed: dict[int, float] = field(default_factory=dict)
+
+    def fetch(self, key: PartKey, size: int) -> None:
+        """Copies a part to the device."""
+        self._dispatch()
+        start = max(self.driver, self.inward, self.device)
+        self.inward = self.arrived[key] = start + size * self.costs.byte
+
+    def compute(self, touches: tuple[PartKey, ...], seconds: float, item: int) -> None:
+        """Computes on parts."""
+        self._dispatch()
+        ready = (self.arrived.pop(key, 0.0) for key in touches)
+        self.device = max(self.driver, self.device, *ready) + seconds
+        self.computed[item] = self.device
+
+    def offload(self, size: int, item: int) -> None:
+        """Copies a part that was computed last to the host."""
+        self._dispatch()
+        start = max(self.driver, self.outward, self.device)
+        self.outward = self.landed[item] = start + size * self.costs.byte
+
+    def wait(self, item: int) -> None:
+        """Waits until an item has been computed."""
+        self.driver = max(self.driver, self.computed.pop(item, 0.0))
+
+    def land(self, item: int) -> None:
+        """Waits until an item's offloads are over."""
+        self.driver = max(self.driver, self.landed.pop(item, 0.0))
+
+    def next_lap(self, num_items: int) -> "Clock":
+        """This clock as the lap that follows one of `num_items` items sees it."""
+        return replace(
+            self,
+            arrived=dict(self.arrived),
+            computed={item - num_items: at for item, at in self.computed.items()},
+            landed={item - num_items: at for item, at in self.landed.items()},
+        )
+
+    def _dispatch(self) -> None:
+        self.driver += self.costs.dispatch

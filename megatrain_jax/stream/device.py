@@ -1,0 +1,249 @@
+"""Lays down the records of a lap within a byte limit.
+
+Parts are fetched in the order of their use, as far ahead as the limit allows, and stay as long as
+their next use lies within that reach. What an item has to have is made room for by waiting; what
+is further ahead is fetched into room that the clock says is free.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatrain_jax.stream.clock import Clock
+from megatrain_jax.stream.laps import Item, Op, PartKey, Record, Step, Use, Workload
+
+
+@dataclass(kw_only=True)
+class Device:
+    """What is on the device while records are laid down, and how many bytes that is.
+
+    Attributes:
+        workload: The sizes.
+        limit: Bytes that may be on the device.
+        resident: Parts that stay.
+        clock: When things happen, as far as can be estimated.
+        present: Parts on the device that the engine may use.
+        dirty: Those whose host copy is not current.
+        reserved: Parts to come that have their room, and how many of each.
+        used: By item, bytes that are free once it has been computed.
+        leaving: By item, bytes that are free once its offloads are over.
+        num_bytes: Bytes on the device.
+        reach: How many uses, counted from the start of the lap at hand, have been fetched or have
+            their room.
+        records: What was laid down since the start of the lap.
+        ledger: Bytes on the device after each record.
+    """
+
+    workload: Workload
+    limit: int
+    resident: frozenset[PartKey]
+    clock: Clock
+    present: set[PartKey] = field(default_factory=set)
+    dirty: set[PartKey] = field(default_factory=set)
+    reserved: Counter[PartKey] = field(default_factory=Counter)
+    used: dict[int, int] = field(default_factory=dict)
+    leaving: dict[int, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    reach: int = 0
+    records: list[Record] = field(default_factory=list)
+    ledger: list[int] = field(default_factory=list)
+
+    def next_lap(self, num_items: int, reach: int) -> "Device":
+        """This state as the lap that follows one of `num_items` items sees it."""
+        return replace(
+            self,
+            clock=self.clock.next_lap(num_items),
+            present=set(self.present),
+            dirty=set(self.dirty),
+            reserved=Counter(self.reserved),
+            used={item - num_items: size for item, size in self.used.items()},
+            leaving={item - num_items: size for item, size in self.leaving.items()},
+            reach=reach,
+            records=[],
+            ledger=[],
+        )
+
+    def joined(self, other: "Device") -> "Device":
+        """What either may hold, at the time of the other; the same parts are present in both."""
+        assert self.present == other.present and self.reserved == other.reserved
+        used = _largest(self.used, other.used)
+        leaving = _largest(self.leaving, other.leaving)
+        held = sum(map(self.workload.size, self.present))
+        return replace(
+            other,
+            dirty=self.dirty | other.dirty,
+            used=used,
+            leaving=leaving,
+            num_bytes=held + sum(used.values()) + sum(leaving.values()),
+        )
+
+    def holds_no_more_than(self, other: "Device") -> bool:
+        """Whether nothing more is dirty or on its way here."""
+        return (
+            self.dirty <= other.dirty
+            and all(size <= other.used.get(item, 0) for item, size in self.used.items())
+            and all(size <= other.leaving.get(item, 0) for item, size in self.leaving.items())
+        )
+
+    @property
+    def room(self) -> int:
+        """Bytes that nothing occupies or has been promised."""
+        reserved = sum(n * self.workload.size(key) for key, n in self.reserved.items())
+        return self.limit - self.num_bytes - reserved
+
+    # ---- records
+
+    def wait(self, item: int) -> None:
+        """Waits until an item has been computed."""
+        self.num_bytes -= self.used.pop(item)
+        self.clock.wait(item)
+        self._emit(Record(op=Op.WAIT, item=item))
+
+    def land(self, item: int) -> None:
+        """Waits until an item's offloads are over."""
+        self.num_bytes -= self.leaving.pop(item)
+        self.clock.land(item)
+        self._emit(Record(op=Op.LAND, item=item))
+
+    def fetch(self, key: PartKey, item: int) -> None:
+        """Brings a part before an item computes."""
+        self.present.add(key)
+        self._use_reservation(key)
+        self.num_bytes += self.workload.size(key)
+        self.clock.fetch(key, self.workload.size(key))
+        self._emit(Record(op=Op.FETCH, group=key[1], part=key[0], item=item))
+
+    def compute(self, step: Step, item: int) -> None:
+        """Computes one step of an item."""
+        for key in step.creates:
+            self.present.add(key)
+            self._use_reservation(key)
+            self.num_bytes += self.workload.size(key)
+        assert self.present.issuperset(step.touches)
+        self.dirty.update(step.dirties)
+        for key in step.kills:
+            self.present.discard(key)
+            self.dirty.discard(key)
+            # Its memory is free once the device has got there, which only a WAIT tells.
+            self.used[item] = self.used.get(item, 0) + self.workload.size(key)
+        self.clock.compute(step.touches, step.seconds, item)
+        self._emit(step.record)
+
+    def evict(self, key: PartKey, item: int) -> None:
+        """Drops a part after its last use in an item, to the host if that has no current copy."""
+        size = self.workload.size(key)
+        self.present.discard(key)
+        if key in self.dirty:
+            self.dirty.discard(key)
+            self.leaving[item] = self.leaving.get(item, 0) + size
+            self.clock.offload(size, item)
+            self._emit(Record(op=Op.OFFLOAD, group=key[1], part=key[0], item=item))
+        else:
+            self.used[item] = self.used.get(item, 0) + size
+            self._emit(Record(op=Op.RELEASE, group=key[1], part=key[0], item=item))
+
+    def _use_reservation(self, key: PartKey) -> None:
+        self.reserved[key] -= 1
+        self.reserved = +self.reserved  # without those used up
+
+    def _emit(self, record: Record) -> None:
+        self.records.append(record)
+        # Two laps may leave different things; what the first waits are for never is all of them.
+        self.ledger.append(min(self.num_bytes, self.limit))
+
+    # ---- laps
+
+    def run(self, items: Sequence[Item], later: Iterable[Item], boundary: int) -> None:
+        """Lays down the records of items; on return, `boundary` uses of `later` have their room.
+
+        Args:
+            items: The items of a lap.
+            later: Those that follow.
+            boundary: How many of the uses in `later` are reached at the end, and no more.
+        """
+        line = [use for item in (*items, *later) for use in item.uses]
+        starts = [0]
+        for item in items:
+            starts.append(starts[-1] + len(item.uses))
+        line = line[: starts[-1] + boundary]
+        needs: dict[PartKey, list[int]] = {}
+        for at, use in enumerate(line):
+            if not use.creates:
+                needs.setdefault(use.key, []).append(at)
+        for number, item in enumerate(items):
+            last = number == len(items) - 1
+            early = boundary if last else items[number + 1].num_early
+            self._make_ready(number, line, starts[number + 1] + early)
+            if last:  # a first lap may not use all that stays
+                for key in sorted(key for key in self.resident - self.present if key[0] != "G"):
+                    self.fetch(key, number)
+            for at, step in enumerate(item.steps):
+                self.compute(step, number)
+                for key in step.touches:
+                    if item.last_step[key] == at and key in self.present:
+                        if not self._is_needed(needs, key, starts[number + 1]):
+                            self.evict(key, number)
+
+    def run_to_rest(self, items: Sequence[Item]) -> None:
+        """Lays down the records of items after which nothing is on the device."""
+        self.resident = frozenset()
+        self.reserved.clear()
+        uses = [use.key for item in items for use in item.uses]
+        here = (at for at, key in enumerate(uses) if key not in self.present)
+        self.reach = next(here, len(uses))
+        for key in sorted(self.present.difference(uses[: self.reach])):
+            self.evict(key, -1)
+        self.run(items, (), 0)
+        while self.used or self.leaving:
+            self._wait_for_oldest()
+        assert not self.present and not self.num_bytes
+
+    def _make_ready(self, number: int, line: Sequence[Use], must: int) -> None:
+        """Fetches what the item and the start of the next one use, and what else there is room for.
+
+        The device always has the item before this one to compute while the driver waits here.
+        """
+        while self.room < 0:
+            self._wait_for_oldest()
+        for item in sorted(item for item in self.used if item < number - 1):
+            self.wait(item)
+        for item in [item for item in self.leaving if item < number]:
+            if self.clock.landed.get(item, 0.0) <= self.clock.driver:
+                self.land(item)
+        while self.reach < len(line):
+            use = line[self.reach]
+            size = self._missing(use)
+            while size > self.room and self.reach < must:
+                self._wait_for_oldest()
+            if size > self.room:
+                break
+            self._take(use, number)
+            self.reach += 1
+
+    def _missing(self, use: Use) -> int:
+        """Bytes that have to become free for a use."""
+        known = use.key in self.reserved or use.key in self.present
+        return 0 if known and not use.creates else self.workload.size(use.key)
+
+    def _take(self, use: Use, number: int) -> None:
+        if use.creates:
+            self.reserved[use.key] += 1
+        elif use.key not in self.present and (use.key[0] != "G" or use.key not in self.reserved):
+            self.fetch(use.key, number)
+
+    def _wait_for_oldest(self) -> None:
+        oldest = min((*self.used, *self.leaving), default=None)
+        assert oldest is not None, "the limit is below the least that a lap needs"
+        (self.wait if oldest in self.used else self.land)(oldest)
+
+    def _is_needed(self, needs: dict[PartKey, list[int]], key: PartKey, start: int) -> bool:
+        if key in self.resident:
+            return True
+        places = needs.get(key, [])
+        at = bisect_left(places, start)
+        return at < len(places) and places[at] < self.reach
+
+
+def _largest(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+    return {item: max(one.get(item, 0), other.get(item, 0)) for item in sorted({*one, *other})}
