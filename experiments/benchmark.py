@@ -24,6 +24,7 @@ import optax
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax.stream.laps import Op, Record
 
 _GIB = 2**30
 # The first step compiles and starts at rest, the second compiles what only a steady step does.
@@ -228,6 +229,12 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     losses += [trainer.read(trainer.step(batch))["loss"] for batch in warm_up]
     more_losses, intervals = time_steps(trainer, batches[_WARM_UP_STEPS:])
     losses += more_losses
+    dispatch = dispatch_seconds(trainer, batches[:3])
+    trainer.flush()
+    if args.profile is not None:
+        with jax.profiler.trace(args.profile):
+            time_steps(trainer, batches[:2])
+        trainer.flush()
     seconds = statistics.median(intervals)
     num_tokens = shape.batch_size * shape.seq_len
     return {
@@ -245,6 +252,9 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "peak_device_gib_of_start": peak_of_start,
         "planned_device_gib": plan.device_bytes / _GIB,
         "planned_state_gib": plan.device_state_bytes / _GIB,
+        "predicted_seconds_per_step": plan.seconds_per_step,
+        "dispatch_seconds_per_step": dispatch,
+        "link_gib_per_s": link_gib_per_s(),
         "planned_gib_in_and_out": [plan.bytes_in / _GIB, plan.bytes_out / _GIB],
         "seconds_to_prepare": prepared - start,
         "seconds_of_first_step": compiled - prepared,
@@ -274,6 +284,44 @@ def time_steps(trainer: mt.Trainer, batches: list[Batch]) -> tuple[list[float], 
         before = dispatched
     finish(before)
     return losses, [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
+    """Returns what Python needs to dispatch a step, without the time in which it waits."""
+    engine, waits = trainer._engine, (Op.WAIT, Op.LAND)
+    obey, seconds = engine.obey, []
+
+    def timed(record: Record, step: Any) -> None:
+        start = time.perf_counter()
+        obey(record, step)
+        if record.op not in waits:
+            seconds.append(time.perf_counter() - start)
+
+    engine.obey = timed
+    for batch in batches:
+        seconds.clear()
+        trainer.read(trainer.step(batch))
+    engine.obey = obey
+    return sum(seconds)
+
+
+def link_gib_per_s(gib: float = 1.0) -> dict[str, float]:
+    """Returns what plain copies of one large array reach, each direction alone."""
+    shardings = [
+        jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        for kind in ("pinned_host", "device")
+    ]
+    array = jax.device_put(np.zeros(int(gib * _GIB), np.uint8), shardings[0])
+    rates = {}
+    for name, target in (("in", shardings[1]), ("out", shardings[0])):
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            copy = jax.block_until_ready(jax.device_put(array, target))
+            times.append(time.perf_counter() - start)
+        rates[name] = gib / min(times)
+        array = copy
+    return rates
 
 
 def measure_all(args: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
@@ -362,6 +410,7 @@ def parse_arguments() -> argparse.Namespace:
         help='device memory for state, or "all" for everything resident; without it, the least',
     )
     parser.add_argument("--clip", type=float, help="clip the gradients' global norm to this")
+    parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark.json"))
     args = parser.parse_args()
     if args.device_budget is not None and not args.one:

@@ -113,6 +113,7 @@ class Job:
             fused_last=step.workload.fused_last,
             microbatches=step.microbatches,
             optimizer_flops=sum(flops[part.key] for part in parts),
+            seconds_per_step=step.schedule.seconds,
             records=step.schedule.steady,
             deferred=step.workload.deferred,
             device_state_bytes=step.schedule.peak_bytes,

@@ -7,6 +7,8 @@ import tempfile
 
 # Concerns the CPU's code generator only; a GPU's programs are compiled as ever.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# A GPU has to have room for the processes that a test starts.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Tests compile many equal programs. The first process makes the folder, its workers inherit it.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="jax-cache-")

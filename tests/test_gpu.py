@@ -5,7 +5,12 @@ The CPU has no memory statistics, and there operations on arrays in host memory 
 """
 
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -192,3 +197,19 @@ def test_streaming_stays_within_its_budget(optimizer):
     bound = plan.device_state_bytes + temporary_bound(trainer)
     assert plan.device_state_bytes // 2 < peak <= bound, (peak, bound, str(plan))
     assert bound < plan.host_bytes // 2
+
+
+def test_a_3b_decoder_streams_as_it_trains_resident(tmp_path):
+    """The benchmark's own decoder at its full size, each configuration in a process of its own."""
+    script = Path(__file__).parents[1] / "experiments/benchmark.py"
+    out = tmp_path / "result.json"
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, script, "--steps", "3", "--out", out]
+    subprocess.run(command, check=True, env=env)
+    resident, *streamed = json.loads(out.read_text())["runs"]
+    assert resident["num_parameters"] > 3.3e9 and resident["planned_gib_in_and_out"] == [0, 0]
+    for run in streamed:
+        assert run["losses"][0] == resident["losses"][0]
+        # Attention's backward and scattered sums have no fixed order.
+        np.testing.assert_allclose(run["losses"], resident["losses"], rtol=1e-4)
+        assert run["peak_device_gib"] < resident["peak_device_gib"] / 2

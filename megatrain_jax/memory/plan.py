@@ -65,6 +65,8 @@ class Plan:
         bytes_in: Bytes that a step moves to the device.
         bytes_out: Bytes that a step moves to the host.
         flops_per_step: Floating-point operations of a step, as `make_plan` counts them.
+        seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
+            schedule lets them; `None` without hardware.
         microbatches: Microbatches of a step.
         update_mode: Whether parameters are updated in the stage's own backward.
         num_stages: Stages of the forward.
@@ -82,6 +84,7 @@ class Plan:
     bytes_in: int
     bytes_out: int
     flops_per_step: int
+    seconds_per_step: float | None
     microbatches: int
     update_mode: Literal["immediate", "deferred"]
     num_stages: int
@@ -162,6 +165,7 @@ def make_plan(
     fused_last: bool = True,
     microbatches: int = 1,
     optimizer_flops: int = 0,
+    seconds_per_step: float | None = None,
     records: Iterable[Move],
     deferred: bool,
     device_state_bytes: int,
@@ -189,6 +193,7 @@ def make_plan(
         fused_last: Whether the last stage's forward runs only within its backward.
         microbatches: Microbatches of a step.
         optimizer_flops: Operations of one update of all groups.
+        seconds_per_step: The schedule's own estimate for `hardware`.
         records: The schedule's records for one steady step.
         deferred: Whether updates wait for the next step.
         device_state_bytes: Most device memory that the schedule gives to state.
@@ -219,6 +224,7 @@ def make_plan(
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         flops_per_step=microbatches * work + optimizer_flops,
+        seconds_per_step=hardware and seconds_per_step,
         microbatches=microbatches,
         update_mode="deferred" if deferred else "immediate",
         num_stages=len(stage_flops),
@@ -321,6 +327,7 @@ def _total_cells(plan: Plan) -> list[list[str]]:
             f"{machine.flops_per_s / 1e12:g} TFLOP/s, {machine.source}"
         )
         limit = {"link": "the link", "compute": "arithmetic", "neither": "neither: balanced"}
+        cells.append(["a step, estimate", _seconds(plan.seconds_per_step), ""])
         cells += [["on", machine.name, rates], ["bound by", limit[plan.bound], ""]]
     return cells
 
