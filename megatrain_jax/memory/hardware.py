@@ -44,7 +44,7 @@ H200 = Hardware(
     link_bytes_per_s=53e9,
     flops_per_s=730e12,
     memory_bytes_per_s=4.8e12,
-    sustained=0.8,
+    sustained=0.75,
     source="measured",
 )
 # The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which

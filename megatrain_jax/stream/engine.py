@@ -14,12 +14,11 @@ from megatrain_jax.memory.groups import GroupLayout
 from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.stream import functions, template
+from megatrain_jax.stream.copies import Copies, Slabs
 from megatrain_jax.stream.laps import Op, PartKey, Record
 from megatrain_jax.stream.schedule import Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
 from megatrain_jax.stream.template import Templates
-
-Slabs = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,6 +52,7 @@ class Engine:
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = Templates()
+        self._copies = Copies()
         self.host: dict[PartKey, Slabs] = {}
         self.on_device: dict[PartKey, Slabs] = {}
         self.variables: list[jax.Array] = []
@@ -164,6 +164,7 @@ class Engine:
         if record.op is Op.WAIT:
             self._wait(item)
         elif record.op is Op.LAND:
+            self._wait(item)  # a part can land while its item still computes with it
             jax.block_until_ready([landed for _, landed in self._leaving.pop(item, ())])
         elif record.op is Op.UPDATE:
             self._update(_known(record.group), item)
@@ -186,12 +187,12 @@ class Engine:
 
     def _move(self, op: Op, key: PartKey, item: int) -> None:
         if op is Op.FETCH:
-            self.on_device[key] = tuple(jax.device_put(self.host[key], device()))
+            self.on_device[key] = self._copies.to_device(self.host[key])
             return
         source = self.on_device.pop(key)
         leaving = self._leaving.setdefault(item, [])
         if op is Op.OFFLOAD:
-            self.host[key] = tuple(jax.device_put(source, pinned()))
+            self.host[key] = self._copies.to_host(source)
             leaving.append((source, self.host[key]))
 
     def _wait(self, item: int) -> None:

@@ -132,8 +132,8 @@ class Item:
 
     Attributes:
         steps: What it computes, in order.
-        uses: The parts it uses: those that its stage, or what comes before it, needs; those that
-            are created by then; and the others, which may still arrive while the stage computes.
+        uses: The parts it uses: first those that have to be there when it begins, then those that
+            may still arrive while its stage computes, and last those that it creates.
         num_early: How many are of the first kind.
         last_step: The last of the steps that touches a part.
     """
@@ -245,25 +245,32 @@ def _as_items(
             steps.append(_as_step(workload, replace(record, item=number), gradients))
             gradients.update(steps[-1].creates)
             gradients.difference_update(steps[-1].kills)
-        items.append(_as_item(steps))
+        items.append(_as_item(workload, steps))
     return tuple(items)
 
 
-def _as_item(steps: Sequence[Step]) -> Item:
-    staged = [at for at, step in enumerate(steps) if step.record.stage is not None]
-    uses: list[Use] = []
-    early: list[Use] = []
+def _as_item(workload: Workload, steps: Sequence[Step]) -> Item:
+    stages = [at for at, step in enumerate(steps) if step.record.stage is not None]
+    stage = max(stages, default=len(steps) - 1)
+    early: dict[PartKey, None] = {}
+    late: dict[PartKey, None] = {}
+    created: dict[PartKey, None] = {}
     for at, step in enumerate(steps):
         for key in step.touches:
-            creates = key in step.creates
-            if creates or all(use.key != key for use in uses):
-                uses.append(Use(key=key, creates=creates))
-        if at == max(staged, default=len(steps) - 1):
-            early = sorted(uses, key=lambda use: use.creates)
+            if key in step.creates:
+                created[key] = None
+            elif not any(key in known for known in (early, late, created)):
+                (early if at <= stage else late)[key] = None
+    # What can't arrive while the stage computes would hold up what follows.
+    seconds = sum(steps[at].seconds for at in stages)
+    hidden = sum(map(workload.size, late)) * workload.costs.byte <= seconds
     return Item(
         steps=tuple(steps),
-        uses=(*early, *uses[len(early) :]),
-        num_early=sum(not use.creates for use in early),
+        uses=(
+            *(Use(key=key, creates=False) for key in (*early, *late)),
+            *(Use(key=key, creates=True) for key in created),
+        ),
+        num_early=len(early) + (0 if hidden else len(late)),
         last_step={key: at for at, step in enumerate(steps) for key in step.touches},
     )
 
