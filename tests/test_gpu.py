@@ -171,15 +171,17 @@ def device_bytes(name: str) -> int:
 
 
 def temporary_bound(trainer: mt.Trainer) -> int:
-    """Bytes that a step may use besides state: what lives between stages, and one function's own.
+    """Bytes that a step may use besides state: what lives between stages, and functions' own.
 
-    A stage unpacks its leaves from a slab (P), makes a gradient for each and packs those (G); an
-    update unpacks masters, state and gradient and packs new ones (P + O + G). Two such functions
-    may hold their memory at once, as the driver runs ahead of the device. The batch is so small
-    that what a stage computes in between is nothing beside its parameters.
+    A stage unpacks its leaves from a slab (P) and makes a gradient for each, to be packed (G); an
+    update unpacks masters, state and gradient and packs new ones (P + O + G). The functions of two
+    items may hold their memory at once: the driver waits for an item before it dispatches the
+    second one after it. The batch is so small that what a stage computes in between is nothing
+    beside its parameters.
     """
-    largest = max(sum(layout.sizes.values()) for layout in trainer._engine.layouts)
-    return trainer.plan.device_activation_bytes + 2 * largest + 16 * MIB
+    sizes = [layout.sizes for layout in trainer._engine.layouts]
+    item = max(2 * s["P"] + s["O"] + 2 * s["G"] for s in sizes)
+    return trainer.plan.device_activation_bytes + 2 * item + 16 * MIB
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

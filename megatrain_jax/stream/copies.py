@@ -3,7 +3,8 @@
 XLA's GPU client gives each copy between memory spaces the next of four streams in turn, whatever
 its direction (as profiles of JAX 0.11.2 show). A copy to the device whose turn comes behind a long
 copy to the host then waits for that, while its own direction of the link is idle. So each direction
-keeps to two of the four turns, and a copy of one number passes over a turn of the other's.
+keeps to two of the four streams. Where it isn't its turn, the stream gets a copy of one number in
+the direction that is its own: one in the other direction would hold it up just as well.
 """
 
 import jax
@@ -13,41 +14,40 @@ from megatrain_jax.memory.pool import device, pinned
 
 Slabs = tuple[jax.Array, ...]
 
-_TURNS = {"inward": (0, 1), "outward": (2, 3)}
-_NUM_STREAMS = 4
+_INWARD = (True, True, False, False)
 
 
 class Copies:
     """Dispatches copies; nothing here waits."""
 
-    def __init__(self, num_streams: int | None = None):
-        """Starts with the first turn.
+    def __init__(self, take_turns: bool | None = None):
+        """Starts with the first stream.
 
         Args:
-            num_streams: How many streams take turns; None asks the backend's kind.
+            take_turns: Whether copies take streams in turn; None asks which backend it is.
         """
-        if num_streams is None:
-            num_streams = _NUM_STREAMS if jax.default_backend() == "gpu" else 1
-        self._num_streams = num_streams
+        self._take_turns = jax.default_backend() == "gpu" if take_turns is None else take_turns
         self._turn = 0
-        self._number = jax.device_put(jnp.zeros((), jnp.int32), device())
+        number = jnp.zeros((), jnp.int32)
+        self._numbers = {
+            True: (jax.device_put(number, pinned()), device()),
+            False: (jax.device_put(number, device()), pinned()),
+        }
 
     def to_device(self, slabs: Slabs) -> Slabs:
         """Copies slabs to the device."""
-        return tuple(self._copy(slab, device(), "inward") for slab in slabs)
+        return tuple(self._copy(slab, device(), True) for slab in slabs)
 
     def to_host(self, slabs: Slabs) -> Slabs:
         """Copies slabs to pinned host memory."""
-        return tuple(self._copy(slab, pinned(), "outward") for slab in slabs)
+        return tuple(self._copy(slab, pinned(), False) for slab in slabs)
 
-    def _copy(self, array: jax.Array, target: jax.sharding.Sharding, direction: str) -> jax.Array:
-        if self._num_streams > 1:
-            while self._turn not in _TURNS[direction]:
-                # To the host, since a copy to the device would wait for what is being computed.
-                jax.device_put(self._number, pinned())
-                self._advance()
+    def _copy(self, slab: jax.Array, target: jax.sharding.Sharding, inward: bool) -> jax.Array:
+        while self._take_turns and _INWARD[self._turn] is not inward:
+            jax.device_put(*self._numbers[not inward])
+            self._advance()
         self._advance()
-        return jax.device_put(array, target)
+        return jax.device_put(slab, target)
 
     def _advance(self) -> None:
-        self._turn = (self._turn + 1) % self._num_streams
+        self._turn = (self._turn + 1) % len(_INWARD)
