@@ -1,8 +1,11 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory."""
 
+from megatrain_jax import compilation_cache
 from megatrain_jax.memory import pool
 
-pool.set_limit()  # before anything starts JAX's backend
+# Both before anything starts JAX's backend or compiles.
+pool.set_limit()
+compilation_cache.enable()
 
 from megatrain_jax.fit import DataRanOutError, FitResult, fit, train  # noqa: E402
 from megatrain_jax.history import History  # noqa: E402

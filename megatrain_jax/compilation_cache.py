@@ -1,0 +1,33 @@
+"""JAX's persistent compilation cache, on by default: a second run starts without compiling."""
+
+import os
+from pathlib import Path
+
+import jax
+
+_DIRECTORY = "jax_compilation_cache_dir"
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+
+
+def enable() -> None:
+    """Points JAX's cache at the user's cache folder, unless one was chosen or it can't be written.
+
+    Programs that compile in less than JAX's usual second are kept too: a step has many small ones.
+    """
+    folder = default_folder()
+    if jax.config.values[_DIRECTORY] is not None or not _can_write(folder):
+        return
+    jax.config.update(_DIRECTORY, str(folder))
+    if _MIN_SECONDS.upper() not in os.environ:
+        jax.config.update(_MIN_SECONDS, 0.0)
+
+
+def default_folder() -> Path:
+    """Where programs are kept unless `JAX_COMPILATION_CACHE_DIR` says otherwise."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "megatrain_jax" / "compiled"
+
+
+def _can_write(folder: Path) -> bool:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
