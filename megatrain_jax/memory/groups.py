@@ -86,5 +86,5 @@ def layout_group(
     return GroupLayout(
         master=layout_of(shapes, master),
         gradient=layout_of(shapes, jnp.float32),
-        state=mixed_layout_of(state),
+        state=mixed_layout_of(state, shapes),
     )

@@ -118,13 +118,25 @@ class MixedLayout:
         return [rows[s][i] for s, i in self.places]
 
 
-def mixed_layout_of(avals: Sequence[jax.ShapeDtypeStruct]) -> MixedLayout:
-    """Lays leaves of any dtypes out, one slab for each dtype in order of appearance."""
-    by_dtype: dict[str, list[tuple[int, ...]]] = {}
-    places = []
-    for aval in avals:
-        rows = by_dtype.setdefault(jnp.dtype(aval.dtype).name, [])
-        places.append((list(by_dtype).index(jnp.dtype(aval.dtype).name), len(rows)))
-        rows.append(tuple(aval.shape))
-    layouts = tuple(layout_of(shapes, dtype) for dtype, shapes in by_dtype.items())
+def mixed_layout_of(
+    avals: Sequence[jax.ShapeDtypeStruct], mirrored: Sequence[tuple[int, ...]]
+) -> MixedLayout:
+    """Lays leaves of any dtypes out.
+
+    Leaves in a row whose shapes are `mirrored`, as a moment of each parameter has them, get a slab
+    of their own, in which they lie as the parameters do. The others share one for each dtype.
+    """
+    kinds: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+    places, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
+    while at < len(avals):
+        row = avals[at : at + len(shapes)]
+        alike = [tuple(a.shape) for a in row] == shapes and len({a.dtype for a in row}) == 1
+        row = row if alike else row[:1]
+        for aval in row:
+            kind = jnp.dtype(aval.dtype).name, at if alike else -1
+            rows = kinds.setdefault(kind, [])
+            places.append((list(kinds).index(kind), len(rows)))
+            rows.append(tuple(aval.shape))
+        at += len(row)
+    layouts = tuple(layout_of(shapes, dtype) for (dtype, _), shapes in kinds.items())
     return MixedLayout(layouts=layouts, places=tuple(places))

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow lgamma
@@ -72,7 +72,7 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
         return 0
     if name in _SPECIAL:
         return _SPECIAL[name](eqn)
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
     if name in _REDUCTIONS:
         return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0

@@ -4,14 +4,17 @@ They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guar
 non-finite numbers.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from megatrain_jax.memory.groups import GroupLayout
+from megatrain_jax.memory.layout import Layout
 from megatrain_jax.optim import Part
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.elementwise import line_up
 from megatrain_jax.program.stages import Program
 
 
@@ -114,21 +117,77 @@ def update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
 
     Nothing changes where `ok` is false.
     """
+    compute = _update_of_slabs(part, layout) or _update_of_leaves(part, layout)
 
     def update_group(masters, state, gradient, messages, ok):
-        count = len(layout.master.shapes)
+        old = (masters, tuple(state))
+        new = compute(masters, state, gradient, messages)
+        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
+
+    return update_group
+
+
+def _update_of_leaves(part: Part, layout: GroupLayout) -> Callable:
+    count = len(layout.master.shapes)
+
+    def compute(masters, state, gradient, messages):
         args = [
             *(layout.gradient.unpack(gradient, i) for i in range(count)),
             *(layout.master.unpack(masters, i) for i in range(count)),
             *layout.state.unpack(state),
         ]
         out = jx.evaluate(part.jaxpr, [*part.consts, *args, *messages])
-        new = (layout.master.pack(out[:count]), layout.state.pack(out[count:]))
-        if not guarded:
-            return new
-        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, (masters, tuple(state)))
+        return layout.master.pack(out[:count]), layout.state.pack(out[count:])
 
-    return update_group
+    return compute
+
+
+def _update_of_slabs(part: Part, layout: GroupLayout) -> Callable | None:
+    """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
+    count, first = len(layout.master.shapes), len(part.consts)
+    slabs = layout.state.layouts
+    if any(slab.offsets != layout.master.offsets for slab in slabs):
+        return None
+    state = [
+        [i for i, (slab, _) in enumerate(layout.state.places) if slab == s]
+        for s in range(len(slabs))
+    ]
+    leaves = list(range(count))
+    starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
+    inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
+    outputs = [leaves, *([count + i for i in row] for row in state)]
+    found = line_up(part.jaxpr, layout.master.shapes, inputs, outputs)
+    if found is None:
+        return None
+    kind_of, functions = found
+
+    def compute(masters, state, gradient, messages):
+        others = dict(enumerate(part.consts))
+        others.update(enumerate(messages, first + sum(map(len, inputs))))
+        rows = [gradient, masters, *state]
+        results = [function(rows, others) for function in functions]
+        new = [
+            _by_leaf(layout.master, kind_of, [row.astype(slab.dtype) for row in column])
+            for slab, column in zip(
+                (layout.master, *slabs), zip(*results, strict=True), strict=True
+            )
+        ]
+        return new[0], tuple(new[1:])
+
+    return compute
+
+
+def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array]) -> jax.Array:
+    """A slab in which each leaf's elements come from the array of its kind."""
+    chosen, at = kinds[0], jnp.arange(layout.size)
+    for kind, values in enumerate(kinds[1:], 1):
+        inside = jnp.zeros(layout.size, bool)
+        for leaf, other in enumerate(kind_of):
+            if other == kind:
+                start = layout.offsets[leaf]
+                inside |= (at >= start) & (at < start + math.prod(layout.shapes[leaf]))
+        chosen = jnp.where(inside, values, chosen)
+    return chosen
 
 
 def initial_state(part: Part, layout: GroupLayout) -> Callable:

@@ -1,0 +1,93 @@
+"""A group's update on whole slabs against the same update leaf by leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from megatrain_jax.stream import functions
+from optimizers import OPTIMIZERS
+from runs import make_trainer
+from zoo import CASES
+
+# For these no element of an update depends on another one, or on where it is.
+ELEMENTWISE = {
+    *("adam", "adamw_schedule", "clip_adamw", "lion", "masked_path", "masked_tree"),
+    *("inject_hyperparams", "multi_steps", "apply_if_finite", "normalize", "schedule_free"),
+    *("sgd_momentum", "polyak_sgd"),
+}
+NOT_ELEMENTWISE = {"adafactor", "lamb", "adaptive_grad_clip", "add_noise", "add_noise_alone"}
+
+
+def parts_of(optimizer):
+    job = make_trainer(CASES["nnx_tied"], optimizer)._job
+    groups = zip(job.optimizer.apply, job.optimizer.messages, job.layouts, strict=True)
+    return [(part, layout, len(messages)) for part, messages, layout in groups]
+
+
+def random_arguments(layout, part, num_messages, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def slab(layout):
+        leaves = [
+            jnp.asarray(np.abs(rng.normal(size=shape)), layout.dtype) for shape in layout.shapes
+        ]
+        return layout.pack(leaves)
+
+    avals = [v.aval for v in part.jaxpr.invars[len(part.jaxpr.invars) - num_messages :]]
+    messages = [jnp.asarray(rng.integers(1, 3, a.shape), a.dtype) for a in avals]
+    state = tuple(slab(s) for s in layout.state.layouts)
+    return slab(layout.master), state, slab(layout.gradient), messages
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_whole_slabs_get_what_their_leaves_get(name):
+    for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
+        whole = functions._update_of_slabs(part, layout)
+        assert whole is not None
+        args = random_arguments(layout, part, num_messages)
+        mine = jax.jit(whole)(*args)
+        theirs = jax.jit(functions._update_of_leaves(part, layout))(*args)
+        for ours, plain in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            assert ours.dtype == plain.dtype and ours.shape == plain.shape
+        rows = [(layout.master, mine[0], theirs[0])]
+        rows += zip(layout.state.layouts, mine[1], theirs[1], strict=True)
+        for slab_layout, ours, plain in rows:  # what lies between leaves is nobody's
+            for one, other in zip(slab_layout.views(ours), slab_layout.views(plain), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_ELEMENTWISE))
+def test_what_mixes_elements_stays_leaf_by_leaf(name):
+    assert all(
+        functions._update_of_slabs(part, layout) is None
+        for part, layout, _ in parts_of(OPTIMIZERS[name])
+    )
+
+
+def test_an_array_for_each_leaf_is_not_one_number():
+    def shifted(params):
+        shifts = jax.tree.map(
+            lambda x: np.arange(x.size, dtype=np.float32).reshape(x.shape), params
+        )
+
+        def update(updates, state, params=None):
+            return jax.tree.map(lambda g, s: -0.1 * g + s, updates, shifts), state
+
+        return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+    for part, layout, _ in parts_of(shifted):
+        assert functions._update_of_slabs(part, layout) is None
+
+
+@pytest.mark.parametrize("name", ["adamw_schedule", "masked_tree", "lion"])
+def test_an_update_is_done_in_place(name):
+    """A CPU's compiler still copies moments, which several loops read; a GPU's makes one loop."""
+    for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
+        run = jax.jit(functions.update(part, layout, True), donate_argnums=(0, 1))
+        args = (*random_arguments(layout, part, num_messages), jnp.array(True))
+        memory = run.lower(*args).compile().memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == layout.master.num_bytes + layout.state.num_bytes
+        assert memory.temp_size_in_bytes < layout.state.num_bytes + 128
