@@ -1,8 +1,11 @@
 """What a step does to memory, in which order, and how often it compiles."""
 
+import dataclasses
 import gc
+from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +21,11 @@ def state_on_device(trainer):
     sizes = {
         (layout.size, layout.dtype)
         for group in trainer._job.layouts
-        for layout in (group.master, group.gradient, *group.state.layouts)
+        for layout in (
+            group.master,
+            dataclasses.replace(group.master, dtype="bfloat16"),  # of some gradients
+            *group.state.layouts,
+        )
     }
     return sum(
         x.nbytes
@@ -37,14 +44,18 @@ def budgets(schedule):
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["smallest", "middling", "resident"])
-def test_state_on_the_device_never_exceeds_the_ledger(optimizer, microbatches, which, monkeypatch):
-    probe = make_trainer(CASE, OPTIMIZERS[optimizer], microbatches=microbatches)
+def test_state_on_the_device_never_exceeds_the_ledger(
+    optimizer, microbatches, compute, which, monkeypatch
+):
+    options = {"microbatches": microbatches, "compute": compute}
+    probe = make_trainer(CASE, OPTIMIZERS[optimizer], **options)
     budget = budgets(probe._job.first.schedule)[which]
     del probe
     gc.collect()
     assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
-    trainer = make_trainer(CASE, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget)
+    trainer = make_trainer(CASE, OPTIMIZERS[optimizer], budget=budget, **options)
     engine, schedule = trainer._engine, trainer._job.first.schedule
     gc.collect()
     base = state_on_device(trainer)  # arrays of other tests that look like slabs
@@ -69,6 +80,22 @@ def test_state_on_the_device_never_exceeds_the_ledger(optimizer, microbatches, w
             assert actual <= allowed, (name, k, getattr(schedule, name)[k])
     assert max(seen["steady"]) > 0
     assert state_on_device(trainer) == base
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
+    trainer = make_trainer(
+        CASE, OPTIMIZERS["clip_adamw"], microbatches=microbatches, compute=jnp.bfloat16
+    )
+    trainer.step(CASE.batch(0))
+    job, engine = trainer._job, trainer._engine
+    readers = Counter(g for bound in job.first.stages for g in bound.groups)
+    assert set(readers.values()) == {1, 2}
+    for group, number in readers.items():
+        (gradient,) = engine.host.get(("G", group)) or engine.on_device["G", group]
+        alone = number == 1 and microbatches == 1
+        assert gradient.dtype == (jnp.bfloat16 if alone else jnp.float32)
+        assert gradient.nbytes == job.first.workload.sizes[group]["G"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])

@@ -179,7 +179,7 @@ def temporary_bound(trainer: mt.Trainer) -> int:
     second one after it. The batch is so small that what a stage computes in between is nothing
     beside its parameters.
     """
-    sizes = [layout.sizes for layout in trainer._engine.layouts]
+    sizes = trainer._job.first.workload.sizes
     item = max(2 * s["P"] + s["O"] + 2 * s["G"] for s in sizes)
     return trainer.plan.device_activation_bytes + 2 * item + 16 * MIB
 

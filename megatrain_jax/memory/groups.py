@@ -31,19 +31,17 @@ class Grouping:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """How a group's state lies in slabs: masters, and gradients alike, and optimizer state."""
+    """How a group's state lies in slabs: masters, with gradients alike, and optimizer state."""
 
     master: Layout
-    gradient: Layout
     state: MixedLayout
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of the parts that travel: masters, optimizer state, gradients."""
+    def sizes(self, gradient: jax.typing.DTypeLike) -> dict[str, int]:
+        """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype."""
         return {
             "P": self.master.num_bytes,
             "O": self.state.num_bytes,
-            "G": self.gradient.num_bytes,
+            "G": self.master.size * jnp.dtype(gradient).itemsize,
         }
 
 
@@ -85,6 +83,5 @@ def layout_group(
     shapes = [leaves[i].shape for i in rows]
     return GroupLayout(
         master=layout_of(shapes, master),
-        gradient=layout_of(shapes, jnp.float32),
         state=mixed_layout_of(state, shapes),
     )

@@ -257,7 +257,7 @@ class Engine:
         return gradient
 
     def _zeros(self, group: int) -> None:
-        size = self.layouts[group].gradient.size
+        size = self.layouts[group].master.size
         make = self.templates.get(
             ("zeros", size), lambda: lambda: jnp.zeros(size, jnp.float32), out_shardings=device()
         )

@@ -81,6 +81,7 @@ def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool
     """
 
     def reduce_group(gradient, masters, state, loss, small, ok):
+        gradient = gradient.astype(jnp.float32)
         shapes = layout.master.shapes
         masters = masters if "P" in reads else jnp.zeros(layout.master.size, layout.master.dtype)
         state = (
@@ -89,7 +90,7 @@ def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool
             else tuple(jnp.zeros(s.size, s.dtype) for s in layout.state.layouts)
         )
         args = [
-            *(layout.gradient.unpack(gradient, i) for i in range(len(shapes))),
+            *(layout.master.unpack(gradient, i) for i in range(len(shapes))),
             *(layout.master.unpack(masters, i) for i in range(len(shapes))),
             *layout.state.unpack(state),
         ]
@@ -121,7 +122,7 @@ def update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
 
     def update_group(masters, state, gradient, messages, ok):
         old = (masters, tuple(state))
-        new = compute(masters, state, gradient, messages)
+        new = compute(masters, state, gradient.astype(jnp.float32), messages)
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group
@@ -132,7 +133,7 @@ def _update_of_leaves(part: Part, layout: GroupLayout) -> Callable:
 
     def compute(masters, state, gradient, messages):
         args = [
-            *(layout.gradient.unpack(gradient, i) for i in range(count)),
+            *(layout.master.unpack(gradient, i) for i in range(count)),
             *(layout.master.unpack(masters, i) for i in range(count)),
             *layout.state.unpack(state),
         ]

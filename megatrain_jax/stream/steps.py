@@ -8,6 +8,8 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
 from megatrain_jax.memory.groups import Grouping, GroupLayout
 from megatrain_jax.memory.hardware import Hardware
 from megatrain_jax.program.flops import count_flops
@@ -91,16 +93,18 @@ def plan_step(
     """Binds a program to groups and schedules it for a machine."""
     stages = program.stages
     fused = training and program.outputs[0] in stages[-1].outputs
-    bound = _bind(stages, grouping, layouts, fused, microbatches > 1)
+    gradients = _gradient_dtypes(stages, grouping, microbatches)
+    sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
+    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1)
     workload = Workload(
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
-        sizes=tuple(layout.sizes for layout in layouts),
+        sizes=sizes,
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
-        costs=_costs(stages, layouts, fused, microbatches, hardware),
+        costs=_costs(stages, sizes, microbatches, hardware),
     )
     schedule = plan_schedule(workload, device_budget)
     records = schedule.cold if training else schedule.evaluation
@@ -116,10 +120,35 @@ def plan_step(
     )
 
 
+def _gradient_dtypes(
+    stages: Sequence[Stage], grouping: Grouping, microbatches: int
+) -> tuple[str, ...]:
+    """The dtype of each group's gradient: fp32 for sums, else what the backward computes it in.
+
+    A gradient that is complete after one backward is as exact in the stage's own dtype as in
+    fp32, and half as large where that is bf16.
+    """
+    group_of = grouping.group_of
+    dtypes: list[set[str]] = [set() for _ in grouping.leaves]
+    readers = [0] * len(grouping.leaves)
+    for stage in stages:
+        first = len(stage.consts)
+        leaves = stage.jaxpr.invars[first : first + len(stage.leaves)]
+        for leaf, v in zip(stage.leaves, leaves, strict=True):
+            dtypes[group_of[leaf]].add(v.aval.dtype.name)
+        for group in {group_of[leaf] for leaf in stage.leaves}:
+            readers[group] += 1
+    return tuple(
+        min([*rows, "float32"], key=lambda name: np.dtype(name).itemsize)
+        if microbatches == 1 and number == 1 and len(rows) == 1
+        else "float32"
+        for rows, number in zip(dtypes, readers, strict=True)
+    )
+
+
 def _costs(
     stages: Sequence[Stage],
-    layouts: Sequence[GroupLayout],
-    fused: bool,
+    sizes: Sequence[Mapping[str, int]],
     microbatches: int,
     hardware: Hardware,
 ) -> Costs:
@@ -129,7 +158,7 @@ def _costs(
     forward = [flops[stage.key] / rate for stage in stages]
     # A backward computes its stage once more, and a product has two factors to differentiate.
     backward = [3 * seconds for seconds in forward]
-    moved = [2 * (s["P"] + s["O"]) + s["G"] for s in (layout.sizes for layout in layouts)]
+    moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
     return Costs(
         forward=tuple(forward),
         backward=tuple(backward),
@@ -139,7 +168,7 @@ def _costs(
     )
 
 
-def _bind(stages, grouping, layouts, fused, accumulate) -> tuple[BoundStage, ...]:
+def _bind(stages, grouping, layouts, gradients, fused, accumulate) -> tuple[BoundStage, ...]:
     group_of = grouping.group_of
     position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
     seen_groups: set[int] = set()
@@ -160,6 +189,7 @@ def _bind(stages, grouping, layouts, fused, accumulate) -> tuple[BoundStage, ...
             )
             known = tuple(i for i, e in zip(stage.inputs, existing, strict=True) if e)
             mode = Backward(
+                gradients=tuple(gradients[g] for g in groups),
                 accumulate=tuple(accumulate or g in seen_groups for g in groups),
                 arriving=stage.seeded,
                 existing=existing,

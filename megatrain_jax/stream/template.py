@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from megatrain_jax.memory.layout import Layout
 from megatrain_jax.program import jaxpr as jx
@@ -71,12 +70,14 @@ class Backward:
     """What one backward of a stage takes besides slabs and inputs.
 
     Attributes:
+        gradients: For each slab, the dtype of its gradient.
         accumulate: For each slab, whether a gradient exists to be added to.
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
         give_outputs: Whether to return the outputs, too: the stage has no separate forward.
     """
 
+    gradients: tuple[str, ...]
     accumulate: tuple[bool, ...]
     arriving: tuple[bool, ...]
     existing: tuple[bool, ...]
@@ -86,8 +87,8 @@ class Backward:
 def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
     """Builds `(slabs, inputs, cotangents, gradients, sent) -> (outputs, gradients, cotangents)`.
 
-    It computes the stage again and differentiates it. Gradients are summed in fp32, in slabs laid
-    out like the masters; `gradients` and `sent` hold what exists already, in order.
+    It computes the stage again and differentiates it. Gradients lie in slabs laid out like the
+    masters; `gradients` and `sent` hold what exists already, in order.
     """
 
     def backward_stage(slabs, inputs, cotangents, gradients, sent):
@@ -101,7 +102,7 @@ def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
 
         _, pull, outputs = jax.vjp(run, leaves, active, has_aux=True)
         leaf_gradients, input_cotangents = pull(list(cotangents))
-        new = _pack_gradients(binding, leaf_gradients, gradients, mode.accumulate)
+        new = _pack_gradients(binding, mode, leaf_gradients, gradients)
         earlier = iter(sent)
         flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
         summed = [
@@ -122,10 +123,15 @@ def _unpack(stage: Stage, binding: Binding, slabs: Sequence[jax.Array]) -> list[
     ]
 
 
-def _pack_gradients(binding: Binding, leaf_gradients, gradients, accumulate) -> list[jax.Array]:
+def _pack_gradients(
+    binding: Binding, mode: Backward, leaf_gradients: Sequence[jax.Array], gradients
+) -> list[jax.Array]:
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
     for slot, gradient in zip(binding.slots, leaf_gradients, strict=True):
-        rows[slot.slab][slot.leaf] = gradient.astype(jnp.float32)
+        rows[slot.slab][slot.leaf] = gradient
     earlier = iter(gradients)
-    packed = [layout.pack(row) for layout, row in zip(binding.layouts, rows, strict=True)]
-    return [p + next(earlier) if a else p for p, a in zip(packed, accumulate, strict=True)]
+    packed = [
+        dataclasses.replace(layout, dtype=dtype).pack(row)
+        for layout, dtype, row in zip(binding.layouts, mode.gradients, rows, strict=True)
+    ]
+    return [p + next(earlier) if a else p for p, a in zip(packed, mode.accumulate, strict=True)]
