@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from megatrain_jax.data import Prefetch, batch_size, check_batch
 from megatrain_jax.history import History
 from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax.job import DeviceBudget
 from megatrain_jax.precision import Precision
 from megatrain_jax.trainer import Trainer
 
@@ -85,7 +86,7 @@ def fit(
     steps: int | None = None,
     microbatches: int = 1,
     precision: Precision = _DEFAULT_PRECISION,
-    device_budget: int | None = None,
+    device_budget: DeviceBudget = None,
     seed: int = 0,
     eval_data: EvalData | None = None,
     eval_every: int | None = None,
@@ -108,7 +109,8 @@ def fit(
         steps: How many batches to train on; None trains until `data` ends.
         microbatches: Into how many equal parts each batch is cut.
         precision: Which dtype the masters have and which one computes.
-        device_budget: Bytes of device memory that state may occupy; None for the least.
+        device_budget: Bytes of device memory that state may occupy, "least", or None for what the
+            device has left; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
         eval_data: Batches to evaluate on, or a function that returns them; they are iterated over
             anew each time.

@@ -6,7 +6,7 @@ from the same object.
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,10 +26,15 @@ from megatrain_jax.program.flops import count_flops, is_product
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from megatrain_jax.stream.laps import Op
+from megatrain_jax.stream.schedule import plan_schedule
 from megatrain_jax.stream.steps import StepPlan, plan_step
 
 # The driver waits for an item before it dispatches the second one after it.
 _ITEMS_IN_FLIGHT = 3
+# Share of the device's memory that an automatic budget leaves to the allocator's gaps.
+_RESERVED = 0.05
+
+DeviceBudget = int | Literal["least"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,9 @@ class Job:
         precision: Dtypes of masters and of compute.
         microbatches: Into how many parts a training batch is split.
         device_budget: Bytes that state may occupy on the device, or None for the least.
+        automatic: Whether the budget is to be what the device has left.
+        temporary_bytes: What compiled functions need on the device for themselves; None before
+            they are compiled.
         hardware: The machine that steps are scheduled for.
         leaves: All arrays of the store, in order.
         grouping: Which of them travel together.
@@ -55,6 +63,8 @@ class Job:
     precision: Precision
     microbatches: int
     device_budget: int | None
+    automatic: bool
+    temporary_bytes: int | None
     hardware: Hardware
     leaves: tuple[Leaf, ...]
     grouping: Grouping
@@ -84,6 +94,25 @@ class Job:
             training=train,
         )
 
+    def with_temporaries(self, temporary_bytes: int, device_bytes: int | None) -> "Job":
+        """The same job, with its functions' memory known.
+
+        An automatic budget becomes what they and the activations leave of the device.
+
+        Args:
+            temporary_bytes: What compiled functions need on the device for themselves.
+            device_bytes: Device memory that is free; None if unknown.
+        """
+        job = dataclasses.replace(self, temporary_bytes=temporary_bytes)
+        if not self.automatic or device_bytes is None:
+            return job
+        taken = _activation_bytes(self.first) + temporary_bytes
+        left = int(device_bytes * (1 - _RESERVED)) - taken
+        budget = max(left, self.first.schedule.smallest_bytes)
+        schedule = plan_schedule(self.first.workload, budget)
+        first = dataclasses.replace(self.first, schedule=schedule)
+        return dataclasses.replace(job, device_budget=budget, first=first)
+
     @property
     def host_bytes_needed(self) -> int:
         """Pinned host memory for state, waiting gradients and the arrays in flight."""
@@ -100,7 +129,6 @@ class Job:
                 template_of.setdefault(g, number)
         parts = (*self.optimizer.reduce, *self.optimizer.apply)
         flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
-        kept = [v for i, v in enumerate(step.program.values) if i in step.kept]
         return make_plan(
             names=self.grouping.names,
             sizes=sizes,
@@ -117,7 +145,8 @@ class Job:
             records=step.schedule.steady,
             deferred=step.workload.deferred,
             device_state_bytes=step.schedule.peak_bytes,
-            device_activation_bytes=step.microbatches * sum(map(jx.num_bytes, kept)),
+            device_activation_bytes=_activation_bytes(step),
+            device_temporary_bytes=self.temporary_bytes,
             in_flight_bytes=_in_flight_bytes(step),
             num_templates=len(templates),
             warnings=(*step.program.warnings, *self._wide_products()),
@@ -147,11 +176,17 @@ def make_job(
     *,
     microbatches: int,
     precision: Precision,
-    device_budget: int | None,
+    device_budget: DeviceBudget,
     hardware: Hardware | None,
 ) -> Job:
     """Cuts model and optimizer and lays everything out, on shapes alone."""
+    if isinstance(device_budget, str) and device_budget != "least":
+        raise ValueError(
+            f'device_budget={device_budget!r} must be a number of bytes, "least", or None for '
+            "what the device has left"
+        )
     hardware = hardware or H200  # some machine has to be assumed to order a step
+    budget = None if device_budget in (None, "least") else int(device_budget)
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
     leaves = leaves_of(traced, adapted.paths, adapted.shapes)
     program = cut_loss(traced, leaves)
@@ -184,7 +219,7 @@ def make_job(
         layouts,
         cut,
         microbatches=microbatches,
-        device_budget=device_budget,
+        device_budget=budget,
         hardware=hardware,
         training=True,
     )
@@ -193,7 +228,9 @@ def make_job(
         loss_fn=loss_fn,
         precision=precision,
         microbatches=microbatches,
-        device_budget=device_budget,
+        device_budget=budget,
+        automatic=device_budget is None,
+        temporary_bytes=None,
         hardware=hardware,
         leaves=leaves,
         grouping=grouping,
@@ -201,6 +238,12 @@ def make_job(
         optimizer=cut,
         first=first,
     )
+
+
+def _activation_bytes(step: StepPlan) -> int:
+    """Bytes of the values that live between stages."""
+    kept = [v for i, v in enumerate(step.program.values) if i in step.kept]
+    return step.microbatches * sum(map(jx.num_bytes, kept))
 
 
 def _in_flight_bytes(step: StepPlan) -> int:

@@ -14,12 +14,13 @@ from megatrain_jax.data import check_batch, check_like
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import batch_key, make_job
+from megatrain_jax.job import DeviceBudget, batch_key, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan
 from megatrain_jax.optim import assemble_state
 from megatrain_jax.precision import Precision
+from megatrain_jax.stream.compiled import Templates, temporary_bytes
 from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.steps import StepPlan
 
@@ -50,7 +51,7 @@ def plan(
     *,
     microbatches: int = 1,
     precision: Precision = _DEFAULT_PRECISION,
-    device_budget: int | None = None,
+    device_budget: DeviceBudget = None,
     seed: int = 0,
     hardware: Hardware | None = None,
 ) -> Plan:
@@ -63,7 +64,8 @@ def plan(
         sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
         microbatches: See `Trainer`.
         precision: See `Trainer`.
-        device_budget: See `Trainer`.
+        device_budget: See `Trainer`. What a device has left beside activations and compiled
+            functions is known only once they are compiled there: None counts the least here.
         seed: See `Trainer`.
         hardware: The machine to plan for; None leaves out what depends on it.
 
@@ -101,7 +103,7 @@ class Trainer:
         *,
         microbatches: int = 1,
         precision: Precision = _DEFAULT_PRECISION,
-        device_budget: int | None = None,
+        device_budget: DeviceBudget = None,
         seed: int = 0,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
@@ -117,7 +119,10 @@ class Trainer:
             microbatches: Into how many equal parts each training batch is split. The loss and
                 the gradient are the means over the parts.
             precision: Which dtype the masters have and which one computes.
-            device_budget: Bytes of device memory that state may occupy; None for the least.
+            device_budget: Bytes of device memory that state may occupy: more of it is moved less
+                often. "least" for the smallest number with which no step waits for room; None for
+                what the device has left beside activations and compiled functions, and the least
+                where JAX doesn't tell.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
 
         Raises:
@@ -129,7 +134,8 @@ class Trainer:
             raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
         adapted, initial = adapt(model, loss_fn, sample_batch, seed)
         del model
-        self._job = make_job(
+        hardware, templates = this_machine(), Templates()
+        job = make_job(
             adapted,
             loss_fn,
             optimizer,
@@ -137,16 +143,20 @@ class Trainer:
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
-            hardware=this_machine(),
+            hardware=hardware,
         )
+        if hardware is not None:
+            needed = temporary_bytes(templates, job.first, job.layouts, job.optimizer)
+            job = job.with_temporaries(needed, pool.free_device_bytes())
+        self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        pool.reserve(self._job.host_bytes_needed)
-        self._engine = Engine(self._job.layouts, self._job.optimizer, jax.random.key(seed))
-        self._plans: dict[Hashable, StepPlan] = {self._job.first.key: self._job.first}
+        pool.reserve(job.host_bytes_needed)
+        self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
+        self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self.history = History()
         self.num_steps = 0
-        initialise(self._job, self._engine, initial)
+        initialise(job, self._engine, initial)
 
     def step(self, batch: Any) -> StepMetrics:
         """Dispatches one training step.

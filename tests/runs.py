@@ -11,6 +11,7 @@ import optax
 
 import megatrain_jax as mt
 from megatrain_jax.adapters import adapt
+from megatrain_jax.job import DeviceBudget
 from zoo_case import Case
 
 NUM_STEPS = 5
@@ -42,7 +43,7 @@ def make_trainer(
     optimizer: Callable[[Any], optax.GradientTransformation],
     *,
     microbatches: int = 1,
-    budget: int | None = None,
+    budget: DeviceBudget = None,
     compute: Any = jnp.float32,
 ) -> mt.Trainer:
     """A trainer; the optimizer is made from the tree of the parameters' shapes."""

@@ -182,7 +182,7 @@ def test_table_of_text():
     for words in (
         "host memory at rest 114.00 GiB",
         "host memory at peak 114.00 GiB fits in 125.00 GiB",
-        "device memory, both 17.00 GiB fits in 140.40 GiB",
+        "device memory, in all 17.00 GiB fits in 140.40 GiB",
         "to the device, a step 38.00 GiB 0.77 s",
         "to the host, a step 0 B 0 s",
         "arithmetic, a step, 4 microbatches 588 TFLOP 0.805 s",
@@ -193,6 +193,13 @@ def test_table_of_text():
         "warning: one large stage",
     ):
         assert words in " ".join(text.split())
+
+
+def test_temporaries_count_once_they_are_known():
+    assert "temporaries" not in str(big_plan())
+    words = " ".join(str(big_plan(device_temporary_bytes=125 * GIB)).split())
+    assert "device memory, temporaries 125.00 GiB" in words
+    assert "device memory, in all 142.00 GiB DOES NOT FIT in 140.40 GiB" in words
 
 
 def test_many_different_groups_are_shortened():

@@ -75,7 +75,7 @@ def test_an_array_for_each_leaf_is_not_one_number():
         def update(updates, state, params=None):
             return jax.tree.map(lambda g, s: -0.1 * g + s, updates, shifts), state
 
-        return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
     for part, layout, _ in parts_of(shifted):
         assert functions._update_of_slabs(part, layout) is None

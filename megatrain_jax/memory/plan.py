@@ -62,6 +62,8 @@ class Plan:
         host_peak_bytes: The same with waiting gradients and arrays in flight.
         device_state_bytes: Most device memory that the schedule gives to state.
         device_activation_bytes: Estimate of the values that live between stages.
+        device_temporary_bytes: Most that a compiled function needs for itself; None before they
+            are compiled, for the device that is there.
         bytes_in: Bytes that a step moves to the device.
         bytes_out: Bytes that a step moves to the host.
         flops_per_step: Floating-point operations of a step, as `make_plan` counts them.
@@ -81,6 +83,7 @@ class Plan:
     host_peak_bytes: int
     device_state_bytes: int
     device_activation_bytes: int
+    device_temporary_bytes: int | None
     bytes_in: int
     bytes_out: int
     flops_per_step: int
@@ -94,8 +97,9 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for state and activations together."""
-        return self.device_state_bytes + self.device_activation_bytes
+        """Device memory for state, activations and, where they are known, temporaries."""
+        temporary = self.device_temporary_bytes or 0
+        return self.device_state_bytes + self.device_activation_bytes + temporary
 
     @property
     def seconds_in(self) -> float | None:
@@ -170,6 +174,7 @@ def make_plan(
     deferred: bool,
     device_state_bytes: int,
     device_activation_bytes: int,
+    device_temporary_bytes: int | None = None,
     in_flight_bytes: int = 0,
     num_templates: int,
     warnings: Iterable[str] = (),
@@ -198,6 +203,7 @@ def make_plan(
         deferred: Whether updates wait for the next step.
         device_state_bytes: Most device memory that the schedule gives to state.
         device_activation_bytes: Estimate of the values that live between stages.
+        device_temporary_bytes: Most that a compiled function needs for itself, if known.
         in_flight_bytes: Host memory for arrays in flight. Gradients that the schedule offloads
             are added to it here.
         num_templates: Templates that are compiled.
@@ -221,6 +227,7 @@ def make_plan(
         host_peak_bytes=sum(state) + sum(sizes[group]["G"] for group in waiting) + in_flight_bytes,
         device_state_bytes=device_state_bytes,
         device_activation_bytes=device_activation_bytes,
+        device_temporary_bytes=device_temporary_bytes,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         flops_per_step=microbatches * work + optimizer_flops,
@@ -307,12 +314,15 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     machine = plan.hardware
     host, device = machine and machine.host_bytes, machine and machine.device_bytes
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
+    known = plan.device_temporary_bytes
+    temporaries = [["device memory, temporaries", _memory(known), ""]] if known is not None else []
     cells = [
         ["host memory at rest", _memory(plan.host_bytes), ""],
         ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
         ["device memory, state", _memory(plan.device_state_bytes), ""],
         ["device memory, activations", _memory(plan.device_activation_bytes), "estimate"],
-        ["device memory, both", _memory(plan.device_bytes), _verdict(plan.fits_device, device)],
+        *temporaries,
+        ["device memory, in all", _memory(plan.device_bytes), _verdict(plan.fits_device, device)],
         ["to the device, a step", _memory(plan.bytes_in), _seconds(plan.seconds_in)],
         ["to the host, a step", _memory(plan.bytes_out), _seconds(plan.seconds_out)],
         [

@@ -93,6 +93,12 @@ def cgroup_memory(
     return tuple(found)
 
 
+def free_device_bytes() -> int | None:
+    """Returns the device memory that JAX can still get; None where it doesn't tell, as on a CPU."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
 def total_bytes(
     *,
     root: Path = _CGROUP_ROOT,

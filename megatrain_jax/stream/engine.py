@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from megatrain_jax.memory.groups import GroupLayout
 from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.optim import OptimizerCut
-from megatrain_jax.stream import functions, template
+from megatrain_jax.stream import functions
+from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.copies import Copies, Slabs
 from megatrain_jax.stream.laps import Op, PartKey, Record
 from megatrain_jax.stream.schedule import Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
-from megatrain_jax.stream.template import Templates
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -48,10 +48,16 @@ class Engine:
         templates: All compiled functions.
     """
 
-    def __init__(self, layouts: Sequence[GroupLayout], optimizer: OptimizerCut, key: jax.Array):
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        optimizer: OptimizerCut,
+        templates: Templates,
+        key: jax.Array,
+    ):
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
-        self.templates = Templates()
+        self.templates = templates
         self._copies = Copies()
         self.host: dict[PartKey, Slabs] = {}
         self.on_device: dict[PartKey, Slabs] = {}
@@ -206,9 +212,7 @@ class Engine:
         return [self.on_device["P", g][0] for g in bound.groups]
 
     def _forward(self, step: _Step, bound: BoundStage, item: int) -> None:
-        run = self.templates.get(
-            ("forward", bound.key), lambda: template.forward(bound.stage, bound.binding)
-        )
+        run = self.templates.forward(bound)
         for row in step.rows:
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             self._keep(step, bound, row, outputs, item)
@@ -216,11 +220,7 @@ class Engine:
     def _backward(self, step: _Step, bound: BoundStage, item: int) -> None:
         stage, mode = bound.stage, bound.mode
         assert mode is not None
-        run = self.templates.get(
-            ("backward", bound.key, stage.active, mode),
-            lambda: template.backward(stage, bound.binding, mode),
-            donate_argnums=(3, 4),
-        )
+        run = self.templates.backward(bound)
         arriving = [o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a]
         accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
         for row, cotangents in zip(step.rows, step.cotangents, strict=True):
@@ -265,11 +265,7 @@ class Engine:
 
     def _reduce(self, step: _Step, group: int, item: int) -> None:
         cut, layout = self.optimizer, self.layouts[group]
-        part, reads = cut.reduce[group], cut.reduce_reads
-        run = self.templates.get(
-            ("reduce", part.key, layout),
-            lambda: functions.reduce(part, layout, reads, cut.guarded),
-        )
+        run, reads = self.templates.reduce(cut, layout, group), cut.reduce_reads
         (gradient,) = self.on_device["G", group]
         masters = self.on_device["P", group][0] if "P" in reads else None
         state = self.on_device.get(("O", group), ()) if "O" in reads else None
@@ -291,12 +287,7 @@ class Engine:
 
     def _update(self, group: int, item: int) -> None:
         cut, layout = self.optimizer, self.layouts[group]
-        part = cut.apply[group]
-        run = self.templates.get(
-            ("update", part.key, layout),
-            lambda: functions.update(part, layout, cut.guarded),
-            donate_argnums=(0, 1),
-        )
+        run = self.templates.update(cut, layout, group)
         (masters,) = self.on_device.pop(("P", group))
         state = self.on_device.pop(("O", group), ())
         gradient = self._take_gradient(group)

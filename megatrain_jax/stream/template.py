@@ -1,4 +1,4 @@
-"""Compiled functions that all stages with equal equations share.
+"""Functions that all stages with equal equations share.
 
 A template is stateless: slabs of parameters and live values go in, live values or gradients and
 cotangents come out. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut from a
@@ -6,8 +6,7 @@ trace instead of written by hand.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -35,24 +34,6 @@ class Binding:
 
     layouts: tuple[Layout, ...]
     slots: tuple[Slot, ...]
-
-
-class Templates:
-    """Compiled functions by key; each is traced and compiled once."""
-
-    def __init__(self):
-        """Starts with none."""
-        self._functions: dict[Hashable, Callable] = {}
-
-    def get(self, key: Hashable, build: Callable[[], Callable], **options: Any) -> Callable:
-        """The jitted function of this key, built if it is new."""
-        if key not in self._functions:
-            self._functions[key] = jax.jit(build(), **options)
-        return self._functions[key]
-
-    def __len__(self) -> int:
-        """How many different functions there are."""
-        return len(self._functions)
 
 
 def forward(stage: Stage, binding: Binding) -> Callable:

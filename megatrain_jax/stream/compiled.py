@@ -1,0 +1,142 @@
+"""Compiled functions by what they compute: what stages, groups and steps share, and their memory.
+
+Stages and groups that are alike share one function, so a model of any depth compiles a handful.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax.memory.groups import GroupLayout
+from megatrain_jax.memory.pool import device
+from megatrain_jax.optim import OptimizerCut
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.stream import functions, template
+from megatrain_jax.stream.steps import BoundStage, StepPlan
+
+
+class Templates:
+    """Jitted functions by key; each is traced and compiled once."""
+
+    def __init__(self):
+        """Starts with none."""
+        self._functions: dict[Hashable, Callable] = {}
+
+    def get(self, key: Hashable, build: Callable[[], Callable], **options: Any) -> Callable:
+        """The jitted function of this key, built if it is new."""
+        if key not in self._functions:
+            self._functions[key] = jax.jit(build(), **options)
+        return self._functions[key]
+
+    def __len__(self) -> int:
+        """How many different functions there are."""
+        return len(self._functions)
+
+    def forward(self, bound: BoundStage) -> Callable:
+        """See `template.forward`."""
+        return self.get(
+            ("forward", bound.key), lambda: template.forward(bound.stage, bound.binding)
+        )
+
+    def backward(self, bound: BoundStage) -> Callable:
+        """See `template.backward`."""
+        stage, binding, mode = bound.stage, bound.binding, bound.mode
+        assert mode is not None
+        return self.get(
+            ("backward", bound.key, stage.active, mode),
+            lambda: template.backward(stage, binding, mode),
+            donate_argnums=(3, 4),
+        )
+
+    def reduce(self, cut: OptimizerCut, layout: GroupLayout, group: int) -> Callable:
+        """See `functions.reduce`."""
+        part, reads = cut.reduce[group], cut.reduce_reads
+        return self.get(
+            ("reduce", part.key, layout),
+            lambda: functions.reduce(part, layout, reads, cut.guarded),
+        )
+
+    def update(self, cut: OptimizerCut, layout: GroupLayout, group: int) -> Callable:
+        """See `functions.update`."""
+        part = cut.apply[group]
+        return self.get(
+            ("update", part.key, layout),
+            lambda: functions.update(part, layout, cut.guarded),
+            donate_argnums=(0, 1),
+        )
+
+
+def temporary_bytes(
+    templates: Templates, plan: StepPlan, layouts: Sequence[GroupLayout], cut: OptimizerCut
+) -> int:
+    """Compiles what a step runs and asks how much memory that needs besides state and activations.
+
+    The device runs one function after another, so the largest counts: what it needs within, and
+    for a backward the cotangents it takes and gives. Steps find the functions compiled.
+    """
+    calls = {key: call for key, call in _calls(templates, plan, layouts, cut)}
+    lowered = [(function.lower(*args), beside) for function, args, beside in calls.values()]
+    with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
+        stats = pool.map(lambda row: row[0].compile().memory_analysis(), lowered)
+        return max(
+            s.temp_size_in_bytes + beside for s, (_, beside) in zip(stats, lowered, strict=True)
+        )
+
+
+def _calls(
+    templates: Templates, plan: StepPlan, layouts: Sequence[GroupLayout], cut: OptimizerCut
+) -> Iterable[tuple[Hashable, tuple[Any, list[Any], int]]]:
+    """The arguments of every function's calls, as shapes, and bytes that live beside its own."""
+    gradients = {
+        g: dtype
+        for bound in plan.stages
+        if bound.mode is not None
+        for g, dtype in zip(bound.groups, bound.mode.gradients, strict=True)
+    }
+
+    def values(ids: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+        return [_on_device(plan.program.values[i]) for i in ids]
+
+    def gradient(g: int) -> jax.ShapeDtypeStruct:
+        return _on_device(layouts[g].master.aval, gradients.get(g, "float32"))
+
+    for bound in plan.stages:
+        stage, mode = bound.stage, bound.mode
+        masters = [_on_device(layouts[g].master.aval) for g in bound.groups]
+        inputs = values(stage.inputs)
+        if mode is None or not mode.give_outputs:
+            yield ("forward", bound.key), (templates.forward(bound), [masters, inputs], 0)
+        if mode is None:
+            continue
+        arriving = values(o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a)
+        existing = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
+        args = [masters, inputs, arriving, [gradient(g) for g in existing], values(bound.sent)]
+        leaving = [v for v, a in zip(inputs, stage.active, strict=True) if a]
+        beside = sum(map(jx.num_bytes, (*arriving * plan.microbatches, *leaving)))
+        key = "backward", bound.key, stage.active, mode
+        yield key, (templates.backward(bound), args, beside)
+    loss = _on_device(jax.ShapeDtypeStruct((), jnp.float32))
+    ok = _on_device(jax.ShapeDtypeStruct((), jnp.bool_))
+    small = [_on_device(leaf) for leaf in cut.globals]
+    messages = [_on_device(v.aval) for v in cut.combine.jaxpr.outvars[: cut.num_messages]]
+    for g, layout in enumerate(layouts):
+        masters = _on_device(layout.master.aval)
+        state = tuple(_on_device(slab.aval) for slab in layout.state.layouts)
+        reads = [
+            masters if "P" in cut.reduce_reads else None,
+            state if "O" in cut.reduce_reads else None,
+        ]
+        key = "reduce", cut.reduce[g].key, layout, gradient(g).dtype
+        args = [gradient(g), *reads, loss, small, ok]
+        yield key, (templates.reduce(cut, layout, g), args, 0)
+        key = "update", cut.apply[g].key, layout, gradient(g).dtype
+        args = [masters, state, gradient(g), [messages[i] for i in cut.messages[g]], ok]
+        yield key, (templates.update(cut, layout, g), args, 0)
+
+
+def _on_device(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, dtype or aval.dtype, sharding=device(), weak_type=weak)

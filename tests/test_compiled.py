@@ -1,0 +1,93 @@
+"""Functions are compiled before the first step, by their shapes alone, and steps use those."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+from megatrain_jax.stream.compiled import temporary_bytes
+from optimizers import OPTIMIZERS
+from runs import make_trainer
+from zoo import CASES
+
+FUNCTIONS = ("forward_stage", "backward_stage", "reduce_group", "update_group")
+
+
+def compile_all(trainer):
+    engine, job = trainer._engine, trainer._job
+    return temporary_bytes(engine.templates, job.first, job.layouts, job.optimizer)
+
+
+def compiled_names(caplog):
+    texts = [record.getMessage() for record in caplog.records]
+    return [name for text in texts if "Compiling" in text for name in FUNCTIONS if name in text]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["clip_adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("name", ["nnx_tied", "dropout_nnx"])
+def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, caplog):
+    case = CASES[name]
+    options = {"microbatches": microbatches, "compute": compute}
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        trainer = make_trainer(case, OPTIMIZERS[optimizer], **options)
+        caplog.clear()
+        assert compile_all(trainer) > 0
+        assert set(compiled_names(caplog)) == set(FUNCTIONS)
+        caplog.clear()
+        for seed in range(2):
+            trainer.step(case.batch(seed))
+        trainer.flush()
+        assert not compiled_names(caplog)
+
+
+def test_the_memory_that_a_function_needs_is_seen():
+    rows, dim, wide = 64, 8, 1 << 14
+    params = {"up": np.zeros((dim, wide), np.float32), "down": np.zeros((wide, dim), np.float32)}
+
+    def loss_fn(params, batch):
+        hidden = jnp.sort(batch["x"] @ params["up"], axis=-1)  # between two functions of libraries
+        return ((hidden @ params["down"]) ** 2).mean()
+
+    batch = {"x": np.ones((rows, dim), np.float32)}
+    precision = mt.Precision(compute=jnp.float32)
+    trainer = mt.Trainer(params, loss_fn, optax.sgd(0.1), batch, precision=precision)
+    assert rows * wide * 4 <= compile_all(trainer) <= 12 * rows * wide * 4
+
+
+def test_an_automatic_budget_is_what_the_device_has_left():
+    job = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])._job
+    least, most = job.first.schedule.smallest_bytes, job.first.schedule.all_resident_bytes
+    taken = job.plan().device_activation_bytes + 1000
+    assert job.automatic and job.plan().device_temporary_bytes is None
+
+    def with_room_for(num_bytes):
+        return job.with_temporaries(1000, int((taken + num_bytes) / 0.95) + 1)
+
+    for room in (0, least, (least + most) // 2, most, 10 * most):
+        planned = with_room_for(room).plan()
+        assert planned.device_state_bytes <= max(room, least)
+        assert planned.device_temporary_bytes == 1000
+        assert planned.device_bytes == planned.device_state_bytes + taken
+    assert with_room_for(most).plan().bytes_in == 0 < with_room_for(least).plan().bytes_in
+    assert job.with_temporaries(1000, None).first is job.first
+    fixed = dataclasses.replace(job, automatic=False)
+    assert fixed.with_temporaries(1000, 10 * most).first is job.first
+
+
+@pytest.mark.parametrize("budget", ["most", "LEAST", ""])
+def test_a_budget_in_words_has_to_be_known(budget):
+    with pytest.raises(ValueError, match='device_budget=.* number of bytes, "least"'):
+        make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=budget)
+
+
+def test_the_least_budget_by_its_name():
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="least")
+    job = trainer._job
+    assert not job.automatic and job.plan().device_state_bytes == job.first.schedule.peak_bytes
