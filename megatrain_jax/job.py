@@ -31,7 +31,8 @@ from megatrain_jax.stream.steps import StepPlan, plan_step
 
 # The driver waits for an item before it dispatches the second one after it.
 _ITEMS_IN_FLIGHT = 3
-# Share of the device's memory that an automatic budget leaves to the allocator's gaps.
+# Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
+# for one more of the largest arrays.
 _RESERVED = 0.05
 
 DeviceBudget = int | Literal["least"] | None
@@ -46,7 +47,8 @@ class Job:
         loss_fn: The user's loss.
         precision: Dtypes of masters and of compute.
         microbatches: Into how many parts a training batch is split.
-        device_budget: Bytes that state may occupy on the device, or None for the least.
+        device_budget: Bytes that state and the values between stages may occupy on the device, or
+            None for the least.
         automatic: Whether the budget is to be what the device has left.
         temporary_bytes: What compiled functions need on the device for themselves; None before
             they are compiled.
@@ -97,7 +99,7 @@ class Job:
     def with_temporaries(self, temporary_bytes: int, device_bytes: int | None) -> "Job":
         """The same job, with its functions' memory known.
 
-        An automatic budget becomes what they and the activations leave of the device.
+        An automatic budget becomes what they leave of the device.
 
         Args:
             temporary_bytes: What compiled functions need on the device for themselves.
@@ -106,8 +108,8 @@ class Job:
         job = dataclasses.replace(self, temporary_bytes=temporary_bytes)
         if not self.automatic or device_bytes is None:
             return job
-        taken = _activation_bytes(self.first) + temporary_bytes
-        left = int(device_bytes * (1 - _RESERVED)) - taken
+        taken = _other_bytes(self.first) + temporary_bytes
+        left = int(device_bytes * (1 - _RESERVED)) - self.largest_slab_bytes - taken
         budget = max(left, self.first.schedule.smallest_bytes)
         schedule = plan_schedule(self.first.workload, budget)
         first = dataclasses.replace(self.first, schedule=schedule)
@@ -115,8 +117,14 @@ class Job:
 
     @property
     def host_bytes_needed(self) -> int:
-        """Pinned host memory for state, waiting gradients and the arrays in flight."""
+        """Pinned host memory for state, waiting gradients and values, and arrays in flight."""
         return self.plan().host_peak_bytes
+
+    @property
+    def largest_slab_bytes(self) -> int:
+        """Bytes of the largest array of the store."""
+        slabs = (slab for layout in self.layouts for slab in layout.slabs)
+        return max(slab.num_bytes for slab in slabs)
 
     def plan(self, hardware: Hardware | None = None) -> Plan:
         """What a step of the first batch shape needs and does."""
@@ -132,6 +140,7 @@ class Job:
         return make_plan(
             names=self.grouping.names,
             sizes=sizes,
+            values=step.workload.values,
             num_parameters=[
                 sum(jx.num_elements(self.leaves[i]) for i in rows) for rows in self.grouping.leaves
             ],
@@ -145,7 +154,7 @@ class Job:
             records=step.schedule.steady,
             deferred=step.workload.deferred,
             device_state_bytes=step.schedule.peak_bytes,
-            device_activation_bytes=_activation_bytes(step),
+            device_other_bytes=_other_bytes(step),
             device_temporary_bytes=self.temporary_bytes,
             in_flight_bytes=_in_flight_bytes(step),
             num_templates=len(templates),
@@ -240,16 +249,17 @@ def make_job(
     )
 
 
-def _activation_bytes(step: StepPlan) -> int:
-    """Bytes of the values that live between stages."""
-    kept = [v for i, v in enumerate(step.program.values) if i in step.kept]
-    return step.microbatches * sum(map(jx.num_bytes, kept))
+def _other_bytes(step: StepPlan) -> int:
+    """Bytes of the values that live between stages and that the schedule doesn't count."""
+    others = step.kept - step.workload.values.keys()
+    return step.microbatches * sum(jx.num_bytes(step.program.values[i]) for i in others)
 
 
 def _in_flight_bytes(step: StepPlan) -> int:
     """Most host bytes that are both old copies still being read and new ones being written."""
     sizes = step.workload.sizes
-    groups = {r.group for r in step.schedule.steady if r.op is Op.OFFLOAD and r.group is not None}
+    lasting = (r for r in step.schedule.steady if r.op is Op.OFFLOAD and r.part in ("P", "O"))
+    groups = {r.group for r in lasting if r.group is not None}
     moving = sorted((sizes[g]["P"] + sizes[g]["O"] for g in groups), reverse=True)
     return sum(moving[:_ITEMS_IN_FLIGHT])
 

@@ -150,7 +150,7 @@ class Trainer:
             job = job.with_temporaries(needed, pool.free_device_bytes())
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        pool.reserve(job.host_bytes_needed)
+        pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
         self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()

@@ -181,7 +181,7 @@ def temporary_bound(trainer: mt.Trainer) -> int:
     """
     sizes = trainer._job.first.workload.sizes
     item = max(2 * s["P"] + s["O"] + 2 * s["G"] for s in sizes)
-    return trainer.plan.device_activation_bytes + 2 * item + 16 * MIB
+    return trainer.plan.device_other_bytes + 2 * item + 16 * MIB
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

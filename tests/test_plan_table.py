@@ -43,7 +43,7 @@ def small_plan(**changes):
         ],
         "deferred": False,
         "device_state_bytes": 60,
-        "device_activation_bytes": 30,
+        "device_other_bytes": 30,
         "num_templates": 3,
     }
     return make_plan(**(arguments | changes))
@@ -157,7 +157,7 @@ def big_plan(**changes):
         "records": [Record(op=Op.FETCH, group=i, part="P") for i in range(38)],
         "deferred": True,
         "device_state_bytes": 12 * GIB,
-        "device_activation_bytes": 5 * GIB,
+        "device_other_bytes": 5 * GIB,
         "num_templates": 3,
         "hardware": replace(hardware.H200, host_bytes=125 * GIB),
         "warnings": ["`while` holds 3 blocks", "one large stage"],
@@ -243,7 +243,7 @@ def test_html_escapes_what_users_name():
 )
 def test_memory_units(num_bytes, text):
     words = " ".join(str(small_plan(device_state_bytes=num_bytes)).split())
-    assert f"device memory, state {text} device" in words
+    assert f"device memory, state and activations {text} device" in words
 
 
 def test_known_cards(monkeypatch):

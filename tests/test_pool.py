@@ -98,7 +98,7 @@ def test_this_machine_has_memory():
     assert 0 < pool.available_bytes() <= total
 
 
-@pytest.mark.parametrize(("total_gib", "limit"), [(125, "119"), (3, "1")])
+@pytest.mark.parametrize(("total_gib", "limit"), [(125, "117"), (3, "1")])
 def test_limit_is_set_once(monkeypatch, total_gib, limit):
     monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB + 5)
     monkeypatch.delenv(pool.LIMIT_VARIABLE, raising=False)
@@ -185,18 +185,34 @@ def gpu(monkeypatch):
     return build
 
 
-def test_gpu_takes_one_region_and_uses_it_again(gpu):
-    fake = gpu(limit_gib=119, available_gib=123)
+def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
+    fake = gpu(limit_gib=117, available_gib=123)
     pool.reserve(85 * GIB)
-    assert fake.regions == [119 * GIB]
+    assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
     pool.reserve(85 * GIB)
-    pool.reserve(100 * GIB)
-    assert fake.regions == [119 * GIB]
+    assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
+
+
+@pytest.mark.parametrize("gib", [9, 38, 63, 64, 85, 100])
+@pytest.mark.parametrize("array_gib", [0, 0.25, 1.2, 2])
+def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
+    fake = gpu(limit_gib=117, available_gib=123)
+    pool.reserve(int(gib * GIB), int(array_gib * GIB))
+    assert gib <= sum(fake.regions) / GIB <= 1.13 * (gib + 3 * array_gib)
+    if array_gib:
+        fitting = sum(region // int(array_gib * GIB) for region in fake.regions)
+        assert fitting >= int(gib / array_gib)
+
+
+def test_gpu_takes_one_region_up_to_the_limit_where_pieces_would_exceed_it(gpu):
+    fake = gpu(limit_gib=117, available_gib=123)
+    pool.reserve(112 * GIB, 2 * GIB)
+    assert fake.regions == [117 * GIB]
 
 
 def test_gpu_grows_when_what_is_left_is_too_small(gpu):
-    fake = gpu(limit_gib=119, available_gib=123)
-    pool.reserve(5 * GIB)
+    fake = gpu(limit_gib=117, available_gib=123)
+    pool.reserve(8 * GIB)
     assert fake.regions == [8 * GIB]
     fake.live = 5 * GIB
     pool.reserve(3 * GIB)
@@ -209,14 +225,14 @@ def test_gpu_grows_when_what_is_left_is_too_small(gpu):
 
 
 def test_gpu_refuses_before_it_takes_anything(gpu):
-    fake = gpu(limit_gib=119, available_gib=90)
+    fake = gpu(limit_gib=117, available_gib=90)
     with pytest.raises(MemoryError, match=r"needs 91\.00 GiB in host memory, 90\.00 GiB avail"):
         pool.reserve(91 * GIB)
-    # 70 GiB fit, but the region that serves them is as large as the limit.
-    with pytest.raises(MemoryError, match=rf"take 119\.00 GiB.*{pool.LIMIT_VARIABLE}=70 "):
-        pool.reserve(70 * GIB)
+    # 89 GiB fit, but not what pieces of that size hold in all.
+    with pytest.raises(MemoryError, match=rf"take 96\.00 GiB.*{pool.LIMIT_VARIABLE}=89 "):
+        pool.reserve(89 * GIB)
     assert fake.regions == []
-    pool.reserve(60 * GIB)
+    pool.reserve(64 * GIB)
     assert fake.regions == [64 * GIB]
 
 
@@ -226,7 +242,6 @@ def test_gpu_whose_limit_was_set_too_low_explains_itself(gpu):
         pool.reserve(85 * GIB)
     assert f"{pool.LIMIT_VARIABLE} to at least 85" in str(caught.value)
     assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
-    assert fake.regions == []
 
 
 def test_gpu_passes_other_errors_on(gpu, monkeypatch):

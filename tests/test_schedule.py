@@ -25,7 +25,7 @@ class Machine:
     """Runs records on version numbers.
 
     The version of masters and optimizer state is the number of their updates, that of a gradient
-    the lap that made it and the stages summed into it.
+    the lap that made it and the stages summed into it, that of a value the run that made it.
     """
 
     workload: Workload
@@ -36,6 +36,8 @@ class Machine:
     leaving: dict[int, int] = field(default_factory=dict)  # free once its offloads are over
     kind: str = ""
     lap: int = 0
+    runs: int = 0
+    last_read: dict[int, Record] = field(default_factory=dict)  # of the lap at hand, by value
     begun: int = 0  # number of the first item of this lap
     item: int = -1  # the last item seen
     computing: int = -1  # the last item that computed
@@ -56,6 +58,13 @@ class Machine:
         """Runs one kind of lap; its ledger has to be exact or else a bound."""
         self.kind = kind
         self.lap += kind in ("cold", "steady")
+        self.runs += 1
+        self.last_read = {
+            i: record
+            for record in getattr(schedule, kind)
+            if record.stage is not None
+            for i in self.values(self.workload.reads, record.stage)
+        }
         for record, promised in zip(getattr(schedule, kind), schedule.ledger[kind], strict=True):
             assert record.item is not None
             self.item = max(self.item, self.begun + record.item)
@@ -67,6 +76,7 @@ class Machine:
             actual = held + sum(self.used.values()) + sum(self.leaving.values())
             assert actual == promised if exact else actual <= promised
             assert promised <= schedule.peak_bytes
+        assert not any(key[0] == "A" for key in (*self.truth, *self.device, *self.host))
         if kind in ("cold", "steady"):
             self.begun += schedule.num_items
             self.check_end_of_lap()
@@ -74,6 +84,9 @@ class Machine:
             self.check_rest()
             self.begun, self.item, self.computing = 0, -1, -1
             self.fetched.clear()
+
+    def values(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
+        return table[stage] if table else ()
 
     def move(self, record: Record, item: int, exact: bool) -> None:
         key = (str(record.part), -1 if record.group is None else record.group)
@@ -114,6 +127,16 @@ class Machine:
                 assert self.truth["P", owner] == updates, "a stage reads the last step's masters"
                 if record.op is Op.BACKWARD:
                     self.add_gradient(owner, record.stage)
+            for i in self.values(self.workload.reads, record.stage):
+                self.read("A", i, stage=True)
+                assert self.truth["A", i] == self.runs, "a stage reads what this run made"
+            if record.op is Op.FORWARD:
+                for i in self.values(self.workload.makes, record.stage):
+                    assert ("A", i) not in self.truth
+                    self.write("A", i, self.runs)
+            for i in self.values(self.workload.reads, record.stage):
+                if self.last_read[i] is record:
+                    self.consume(("A", i))
         elif record.op is Op.ZEROS:
             assert ("G", group) not in self.truth
             self.write("G", group, (self.lap, frozenset()))
@@ -172,10 +195,13 @@ class Machine:
         for part in "PO":
             assert self.truth[part, group] == made - 1, "each gradient is applied exactly once"
             self.write(part, group, made)
-        if self.workload.size(("G", group)):  # consumed once the device has got here
-            self.free(self.used, ("G", group), self.computing)
+        self.consume(("G", group))
+
+    def consume(self, key: PartKey) -> None:
+        if self.workload.size(key):  # free once the device has got here
+            self.free(self.used, key, self.computing)
         for copies in (self.truth, self.device, self.host, self.fetched):
-            copies.pop(("G", group), None)
+            copies.pop(key, None)
 
     def check_end_of_lap(self) -> None:
         assert self.combined == self.lap
@@ -221,11 +247,23 @@ def random_workload(seed: int) -> Workload:
     for _ in range(num_groups):
         empty = rng.choice(("", "", "", "O", "OG"))
         sizes.append({part: 0 if part in empty else rng.randint(1, 50) for part in "POG"})
+    makes: list[tuple[int, ...]] = [()] * num_stages
+    reads: list[tuple[int, ...]] = [()] * num_stages
+    values = {}
+    for i in range(rng.choice((0, 3, 3, 9)) if num_stages > 1 else 0):
+        maker = rng.randrange(num_stages - 1)
+        makes[maker] += (i,)
+        for reader in sorted({rng.randrange(maker + 1, num_stages) for _ in range(2)}):
+            reads[reader] += (i,)
+        values[i] = rng.randint(1, 50)
     return Workload(
         stages=tuple(stages),
         backward=tuple(backward),
         fused_last=rng.random() < 0.7,
         sizes=tuple(sizes),
+        values=values,
+        makes=tuple(makes),
+        reads=tuple(reads),
         deferred=rng.random() < 0.5,
         accumulate=rng.random() < 0.5,
         reduce_reads=frozenset(part for part in "PO" if rng.random() < 0.3),
@@ -316,15 +354,17 @@ def test_nothing_moves_once_everything_is_resident(seed):
     whole = plan_schedule(workload, 10**9)
     assert whole.peak_bytes <= whole.all_resident_bytes
     assert not COPIES & {record.op for record in whole.steady}
-    # It waits once for each item that consumes gradients, and for no other.
-    waits, updates = [], set()
+    # It waits once for each item that consumes gradients or values, and for no other.
+    waits, consumers, last_read = [], set(), {}
     for record in whole.steady:
         assert record.item is not None
         if record.op in WAITS:
             waits.append(record.item % whole.num_items)
         elif record.op is Op.UPDATE and workload.size(("G", record.group or 0)):
-            updates.add(record.item)
-    assert sorted(waits) == sorted(updates)
+            consumers.add(record.item)
+        elif record.stage is not None:
+            last_read.update(dict.fromkeys(workload.reads[record.stage], record.item))
+    assert sorted(waits) == sorted(consumers.union(last_read.values()))
     cold = [record for record in whole.cold if record.op is Op.FETCH]
     assert len(cold) == len({(record.part, record.group) for record in cold})
 
@@ -442,6 +482,23 @@ def test_a_tied_gradient_travels_between_its_stages(deferred):
     places = [words.index(word) for word in travel]
     assert places == sorted(places)
     assert words.index("UPDATE 0" if not deferred else "REDUCE 0") > places[-1]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_values_wait_in_the_host_for_their_backward(deferred):
+    plain = {"values": {i: 4 for i in range(7)}, "deferred": deferred}
+    makes, reads = ((0,), (1,), (2,), (3,), (4,), (5,), (6,), ()), ((), *((i,) for i in range(7)))
+    workload = chain(8, makes=makes, reads=reads, **plain)
+    words = spell(plan_schedule(workload, None).steady)
+    travel = ["FORWARD 1", "OFFLOAD A0", "BACKWARD 7", "FETCH A0", "BACKWARD 1"]
+    places = [words.index(word) for word in travel]
+    assert places == sorted(places)
+    # What backward needs first stays, and nothing is fetched for forward, which has just made it.
+    assert not {"OFFLOAD A6", "OFFLOAD A5"} & set(words)
+    assert all(words.count(f"FETCH A{i}") == words.count(f"OFFLOAD A{i}") <= 1 for i in range(7))
+    evaluation = spell(plan_schedule(workload, None).evaluation)
+    assert not any(word.split()[-1].startswith("A") for word in evaluation)
+    run_everything(workload, plan_schedule(workload, None))
 
 
 def test_parts_without_bytes_never_move():

@@ -36,6 +36,11 @@ class GroupLayout:
     master: Layout
     state: MixedLayout
 
+    @property
+    def slabs(self) -> tuple[Layout, ...]:
+        """The layouts of all slabs that last."""
+        return (self.master, *self.state.layouts)
+
     def sizes(self, gradient: jax.typing.DTypeLike) -> dict[str, int]:
         """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype."""
         return {

@@ -48,7 +48,7 @@ class Move(Protocol):
 
     @property
     def part(self) -> str | None:
-        """The part of it that moves: "P", "O" or "G"."""
+        """The part of it that moves: "P", "O" or "G"; "A" for a value with the group's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,10 @@ class Plan:
         num_parameters: Parameters of the model.
         groups: Its parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest.
-        host_peak_bytes: The same with waiting gradients and arrays in flight.
-        device_state_bytes: Most device memory that the schedule gives to state.
-        device_activation_bytes: Estimate of the values that live between stages.
+        host_peak_bytes: The same with waiting gradients, activations and arrays in flight.
+        device_state_bytes: Most device memory that the schedule gives to state and activations.
+        device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
+            small ones, and what the batch alone determines.
         device_temporary_bytes: Most that a compiled function needs for itself; None before they
             are compiled, for the device that is there.
         bytes_in: Bytes that a step moves to the device.
@@ -82,7 +83,7 @@ class Plan:
     host_bytes: int
     host_peak_bytes: int
     device_state_bytes: int
-    device_activation_bytes: int
+    device_other_bytes: int
     device_temporary_bytes: int | None
     bytes_in: int
     bytes_out: int
@@ -97,9 +98,9 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for state, activations and, where they are known, temporaries."""
+        """Device memory for state, values and, where they are known, temporaries."""
         temporary = self.device_temporary_bytes or 0
-        return self.device_state_bytes + self.device_activation_bytes + temporary
+        return self.device_state_bytes + self.device_other_bytes + temporary
 
     @property
     def seconds_in(self) -> float | None:
@@ -162,6 +163,7 @@ def make_plan(
     *,
     names: Sequence[str],
     sizes: Sequence[Mapping[str, int]],
+    values: Mapping[int, int] | None = None,
     num_parameters: Sequence[int],
     templates: Sequence[int | str],
     stage_flops: Sequence[int],
@@ -173,7 +175,7 @@ def make_plan(
     records: Iterable[Move],
     deferred: bool,
     device_state_bytes: int,
-    device_activation_bytes: int,
+    device_other_bytes: int,
     device_temporary_bytes: int | None = None,
     in_flight_bytes: int = 0,
     num_templates: int,
@@ -191,6 +193,7 @@ def make_plan(
     Args:
         names: The groups' names; like the three arguments that follow, one entry a group.
         sizes: Bytes of each group's parts: "P" master weights, "O" optimizer state, "G" gradient.
+        values: Bytes of the values that move, by number.
         num_parameters: Parameters of each group.
         templates: The template that each group's stage uses.
         stage_flops: Forward operations of each stage for one microbatch.
@@ -201,11 +204,11 @@ def make_plan(
         seconds_per_step: The schedule's own estimate for `hardware`.
         records: The schedule's records for one steady step.
         deferred: Whether updates wait for the next step.
-        device_state_bytes: Most device memory that the schedule gives to state.
-        device_activation_bytes: Estimate of the values that live between stages.
+        device_state_bytes: Most device memory that the schedule gives to state and activations.
+        device_other_bytes: Estimate of the values between stages that it doesn't count.
         device_temporary_bytes: Most that a compiled function needs for itself, if known.
-        in_flight_bytes: Host memory for arrays in flight. Gradients that the schedule offloads
-            are added to it here.
+        in_flight_bytes: Host memory for arrays in flight. Gradients and values that the schedule
+            offloads are added to it here.
         num_templates: Templates that are compiled.
         warnings: What could not be done well, in words.
         hardware: The machine that times and limits refer to.
@@ -213,7 +216,7 @@ def make_plan(
     Returns:
         The plan.
     """
-    bytes_in, bytes_out, waiting = _moved(records, sizes)
+    bytes_in, bytes_out, waiting_bytes = _moved(records, sizes, values or {})
     state = [size["P"] + size["O"] for size in sizes]
     has_backward = [True] * len(stage_flops) if backward is None else backward
     factors = [4 if differentiated else 1 for differentiated in has_backward]
@@ -224,9 +227,9 @@ def make_plan(
         num_parameters=sum(num_parameters),
         groups=_fold(names, num_parameters, state, templates),
         host_bytes=sum(state),
-        host_peak_bytes=sum(state) + sum(sizes[group]["G"] for group in waiting) + in_flight_bytes,
+        host_peak_bytes=sum(state) + waiting_bytes + in_flight_bytes,
         device_state_bytes=device_state_bytes,
-        device_activation_bytes=device_activation_bytes,
+        device_other_bytes=device_other_bytes,
         device_temporary_bytes=device_temporary_bytes,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
@@ -242,17 +245,18 @@ def make_plan(
 
 
 def _moved(
-    records: Iterable[Move], sizes: Sequence[Mapping[str, int]]
-) -> tuple[int, int, set[int]]:
-    """Returns bytes in, bytes out, and the groups whose gradient goes to the host."""
-    moved, waiting = {"FETCH": 0, "OFFLOAD": 0}, set()
+    records: Iterable[Move], sizes: Sequence[Mapping[str, int]], values: Mapping[int, int]
+) -> tuple[int, int, int]:
+    """Returns bytes in, bytes out, and bytes of gradients and values that wait in the host."""
+    moved, waiting = {"FETCH": 0, "OFFLOAD": 0}, {}
     for record in records:
         name, group, part = record.op.name, record.group, record.part
         if name in moved and group is not None and part is not None:
-            moved[name] += sizes[group][part]
-            if (name, part) == ("OFFLOAD", "G"):
-                waiting.add(group)
-    return moved["FETCH"], moved["OFFLOAD"], waiting
+            size = values[group] if part == "A" else sizes[group][part]
+            moved[name] += size
+            if name == "OFFLOAD" and part in "GA":
+                waiting[part, group] = size
+    return moved["FETCH"], moved["OFFLOAD"], sum(waiting.values())
 
 
 def _fold(
@@ -319,8 +323,8 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     cells = [
         ["host memory at rest", _memory(plan.host_bytes), ""],
         ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
-        ["device memory, state", _memory(plan.device_state_bytes), ""],
-        ["device memory, activations", _memory(plan.device_activation_bytes), "estimate"],
+        ["device memory, state and activations", _memory(plan.device_state_bytes), ""],
+        ["device memory, other values", _memory(plan.device_other_bytes), "estimate"],
         *temporaries,
         ["device memory, in all", _memory(plan.device_bytes), _verdict(plan.fits_device, device)],
         ["to the device, a step", _memory(plan.bytes_in), _seconds(plan.seconds_in)],

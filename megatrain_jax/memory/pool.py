@@ -17,8 +17,8 @@ from jax.sharding import SingleDeviceSharding
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
-# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine.
-HEAD_ROOM_BYTES = 6 * 2**30
+# The interpreter, CUDA and XLA were seen to need 6.7 GiB beside the pool on a one-GPU machine.
+HEAD_ROOM_BYTES = 8 * 2**30
 
 _GIB = 2**30
 # Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
@@ -163,16 +163,17 @@ def set_limit() -> None:
         os.environ.setdefault(LIMIT_VARIABLE, str(limit))
 
 
-def reserve(num_bytes: int) -> None:
+def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     """Makes sure that pinned host memory for `num_bytes` more is there, or says why not.
 
-    On a GPU the pool takes the memory from the system here, in one piece, as one that grows
-    array by array can't be filled; finding the pages takes up to a second per GiB. Room that
-    earlier arrays have left in the pool is used first. On a CPU nothing is taken.
+    On a GPU the pool takes the memory from the system here, in few large pieces, as one that
+    grows array by array can't be filled; finding the pages takes up to a second per GiB. Room
+    that earlier arrays have left in the pool is used first. On a CPU nothing is taken.
 
     Args:
         num_bytes: What the caller is about to allocate there: its state and the arrays it has
             in flight.
+        array_bytes: The largest of these arrays; an array lies in one piece.
 
     Raises:
         MemoryError: If the machine, or the limit of JAX's pool, has less.
@@ -185,12 +186,25 @@ def reserve(num_bytes: int) -> None:
     pool, in_use = _pools.get(where, _Pool()), _pinned_bytes_in_use()
     if num_bytes <= pool.proven_bytes - in_use:
         return
-    growth = 0
+    growth, pieces = 0, [num_bytes]
     if num_bytes > pool.likely_bytes - in_use:
         growth = _region_bytes(num_bytes, pool.likely_bytes)
+        exact = _pieces(num_bytes, array_bytes)
+        if not pool.likely_bytes and sum(exact) < growth:
+            growth, pieces = sum(exact), exact
         _check(num_bytes, growth)
-    _take(num_bytes)
+    _take(pieces, num_bytes)
     _pools[where] = _Pool(proven_bytes=in_use + num_bytes, likely_bytes=pool.likely_bytes + growth)
+
+
+def _pieces(num_bytes: int, array_bytes: int) -> list[int]:
+    """Returns sizes that a fresh pool takes exactly: powers of two, each larger than the last.
+
+    The end of each piece, too small for an array, may stay empty.
+    """
+    granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - 4)
+    rounded = -(-(num_bytes + 3 * array_bytes) // granule) * granule
+    return [1 << bit for bit in range(rounded.bit_length()) if rounded >> bit & 1]
 
 
 def _region_bytes(num_bytes: int, pool_bytes: int) -> int:
@@ -222,11 +236,13 @@ def _check(num_bytes: int, growth: int) -> None:
     )
 
 
-def _take(num_bytes: int) -> None:
+def _take(pieces: list[int], num_bytes: int) -> None:
+    held = []
     try:
-        # Pages of zeros that were never written cost no memory of their own.
-        piece = jax.device_put(np.zeros(num_bytes, np.uint8), pinned())
-        piece.block_until_ready()
+        for size in pieces:
+            # Pages of zeros that were never written cost no memory of their own.
+            held.append(jax.device_put(np.zeros(size, np.uint8), pinned()))
+            held[-1].block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -237,7 +253,8 @@ def _take(num_bytes: int) -> None:
             f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
             "Python starts, with room for other pinned arrays."
         ) from error
-    piece.delete()
+    for piece in held:
+        piece.delete()
 
 
 def _pinned_bytes_in_use() -> int:

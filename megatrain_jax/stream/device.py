@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain_jax.stream.clock import Clock
-from megatrain_jax.stream.laps import Item, Op, PartKey, Record, Step, Use, Workload
+from megatrain_jax.stream.laps import LASTING, Item, Op, PartKey, Record, Step, Use, Workload
 
 
 @dataclass(kw_only=True)
@@ -176,7 +176,7 @@ class Device:
             early = boundary if last else items[number + 1].num_early
             self._make_ready(number, line, starts[number + 1] + early)
             if last:  # a first lap may not use all that stays
-                for key in sorted(key for key in self.resident - self.present if key[0] != "G"):
+                for key in sorted(key for key in self.resident - self.present if key[0] in LASTING):
                     self.fetch(key, number)
             for at, step in enumerate(item.steps):
                 self.compute(step, number)
@@ -229,7 +229,9 @@ class Device:
     def _take(self, use: Use, number: int) -> None:
         if use.creates:
             self.reserved[use.key] += 1
-        elif use.key not in self.present and (use.key[0] != "G" or use.key not in self.reserved):
+        elif use.key not in self.present and (
+            use.key[0] in LASTING or use.key not in self.reserved
+        ):  # what has a reservation and doesn't last is still to be made
             self.fetch(use.key, number)
 
     def _wait_for_oldest(self) -> None:

@@ -38,7 +38,7 @@ class Engine:
     """Holds all state of a run and runs steps on it.
 
     Attributes:
-        host: Slabs in pinned host memory by ("P" | "O" | "G", group).
+        host: Slabs in pinned host memory by ("P" | "O" | "G", group), and values by ("A", id).
         on_device: Slabs on the device by the same keys.
         variables: Non-parameter state of the model.
         globals: Optimizer state that belongs to no group.
@@ -174,6 +174,9 @@ class Engine:
             jax.block_until_ready([landed for _, landed in self._leaving.pop(item, ())])
         elif record.op is Op.UPDATE:
             self._update(_known(record.group), item)
+        elif record.part == "A":
+            assert step is not None
+            self._move_value(record.op, step.rows, _known(record.group), item)
         elif record.part is not None:
             self._move(record.op, (record.part, _known(record.group)), item)
         elif record.op is Op.ZEROS:
@@ -188,6 +191,7 @@ class Engine:
             compute = self._forward if record.op is Op.FORWARD else self._backward
             compute(step, step.plan.stages[_known(record.stage)], item)
             for i in step.plan.last_read.get((record.op, _known(record.stage)), ()):
+                self.host.pop(("A", i), None)
                 for row in step.rows:
                     row.pop(i, None)
 
@@ -200,6 +204,16 @@ class Engine:
         if op is Op.OFFLOAD:
             self.host[key] = self._copies.to_host(source)
             leaving.append((source, self.host[key]))
+
+    def _move_value(self, op: Op, rows: list[dict[int, jax.Array]], i: int, item: int) -> None:
+        """Moves one value of all microbatches."""
+        key = "A", i
+        if op is not Op.FETCH:
+            self.on_device[key] = tuple(row.pop(i) for row in rows)
+        self._move(op, key, item)
+        if op is Op.FETCH:
+            for row, value in zip(rows, self.on_device.pop(key), strict=True):
+                row[i] = value
 
     def _wait(self, item: int) -> None:
         token = self._tokens.get(item)

@@ -1,15 +1,22 @@
 """What one training step computes, as plain data: records, and the items they form.
 
 An item is a stage's forward or backward with the small work that goes with it. This says which
-parts of which groups each touches; the schedule decides from that what moves when.
+parts of which groups, and which values between stages, each touches; the schedule decides from
+that what moves when.
 """
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 PartKey = tuple[str, int]
-"""A part ("P" masters, "O" optimizer state, "G" gradient) and the group it belongs to."""
+"""A part ("P" masters, "O" optimizer state, "G" gradient) and its group; or "A" and a value's id.
+
+A value ("activation") is what one stage hands to others, of all microbatches. Gradients and values
+are made within a lap; masters and optimizer state always exist.
+"""
+LASTING = "PO"
 
 
 class Op(enum.Enum):
@@ -35,8 +42,9 @@ class Record:
     Attributes:
         op: What to do.
         stage: The stage of a FORWARD or BACKWARD.
-        group: The group of every record but FORWARD, BACKWARD, COMBINE, WAIT and LAND.
-        part: "P", "O" or "G" of a FETCH, OFFLOAD or RELEASE.
+        group: The group of every record but FORWARD, BACKWARD, COMBINE, WAIT and LAND; with part
+            "A" the id of a value.
+        part: "P", "O", "G" or "A" of a FETCH, OFFLOAD or RELEASE.
         item: The item of its lap this record belongs to; for WAIT and LAND the item to wait for,
             where negative numbers count back from the end of the lap before (-1 is its last item).
     """
@@ -77,6 +85,9 @@ class Workload:
         fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
         sizes: For each group the bytes of "P", "O" and "G". A part that is missing or has no
             bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
+        values: Bytes of each value that is counted, by its id.
+        makes: For each stage, the counted values it makes; none unless given.
+        reads: For each stage, the counted values it reads.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
         reduce_reads: Parts that REDUCE reads besides the gradient.
@@ -87,6 +98,9 @@ class Workload:
     backward: tuple[bool, ...]
     fused_last: bool
     sizes: tuple[Mapping[str, int], ...]
+    values: Mapping[int, int] = field(default_factory=dict)
+    makes: tuple[tuple[int, ...], ...] = ()
+    reads: tuple[tuple[int, ...], ...] = ()
     deferred: bool
     accumulate: bool = False
     reduce_reads: frozenset[str] = frozenset()
@@ -100,15 +114,18 @@ class Workload:
         assert self.reduce_reads <= {"P", "O"}
         assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
         assert len(self.costs.update) == len(self.sizes)
+        made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
+        assert set(self.values) == made == read, "every value is made and read"
 
     def size(self, key: PartKey) -> int:
-        """Bytes of one part of one group."""
-        return self.sizes[key[1]].get(key[0], 0)
+        """Bytes of one part of one group, or of one value."""
+        part, number = key
+        return self.values[number] if part == "A" else self.sizes[number].get(part, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One computing record, what it does to parts of groups, and how long it takes."""
+    """One computing record, what it does to parts and values, and how long it takes."""
 
     record: Record
     touches: tuple[PartKey, ...]
@@ -163,12 +180,12 @@ def build_laps(workload: Workload) -> Laps:
     first = [[record for record in item if record.op is not pending] for item in lap]
     at_rest = [[record for record in item if record.op is pending] for item in lap]
     forward = [[Record(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
-    gradients: set[PartKey] = set()
-    cold = _as_items(workload, first, gradients)
-    waiting = set(gradients)
-    steady = _as_items(workload, lap, gradients)
-    assert gradients == waiting, "a lap leaves the gradients that the next one starts from"
-    flush = _as_items(workload, filter(None, at_rest), waiting)
+    made: set[PartKey] = set()
+    cold = _as_items(workload, first, made)
+    waiting = set(made)
+    steady = _as_items(workload, lap, made)
+    assert made == waiting, "a lap leaves the gradients that the next one starts from"
+    flush = _as_items(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
     evaluation = _as_items(workload, forward, set())
     return Laps(workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation)
@@ -235,18 +252,26 @@ def _unused_groups(workload: Workload) -> list[int]:
 
 
 def _as_items(
-    workload: Workload, lap: Iterable[Iterable[Record]], gradients: set[PartKey]
+    workload: Workload, lap: Sequence[Sequence[Record]], made: set[PartKey]
 ) -> tuple[Item, ...]:
-    """Derives what a lap's items need; `gradients` holds those that exist and is brought on."""
+    """Derives what a lap's items need; `made` holds what exists of gradients and values."""
+    last_read: dict[int, Record] = {}
+    for record in chain.from_iterable(lap):
+        last_read.update(dict.fromkeys(_reads(workload, record), record))
     items = []
     for number, records in enumerate(lap):
         steps = []
         for record in records:
-            steps.append(_as_step(workload, replace(record, item=number), gradients))
-            gradients.update(steps[-1].creates)
-            gradients.difference_update(steps[-1].kills)
+            done = [i for i in _reads(workload, record) if last_read[i] is record]
+            steps.append(_as_step(workload, replace(record, item=number), done, made))
+            made.update(steps[-1].creates)
+            made.difference_update(steps[-1].kills)
         items.append(_as_item(workload, steps))
     return tuple(items)
+
+
+def _reads(workload: Workload, record: Record) -> Sequence[int]:
+    return () if record.stage is None or not workload.reads else workload.reads[record.stage]
 
 
 def _as_item(workload: Workload, steps: Sequence[Step]) -> Item:
@@ -275,7 +300,8 @@ def _as_item(workload: Workload, steps: Sequence[Step]) -> Item:
     )
 
 
-def _as_step(workload: Workload, record: Record, gradients: set[PartKey]) -> Step:
+def _as_step(workload: Workload, record: Record, done: Iterable[int], made: set[PartKey]) -> Step:
+    """What a record touches; `done` are values that it is the last to read."""
     groups = (record.group,) if record.stage is None else workload.stages[record.stage]
 
     def keys(parts: Iterable[str]) -> tuple[PartKey, ...]:
@@ -283,17 +309,21 @@ def _as_step(workload: Workload, record: Record, gradients: set[PartKey]) -> Ste
         return tuple(key for key in dict.fromkeys(pairs) if workload.size(key))
 
     makes = record.op in (Op.BACKWARD, Op.ZEROS)
-    new = tuple(key for key in keys("G") if makes and key not in gradients)
+    new = tuple(key for key in keys("G") if makes and key not in made)
     assert record.op is not Op.ZEROS or new == keys("G"), "zeros would lose a gradient"
     updates = record.op is Op.UPDATE
     touches = {Op.FORWARD: "P", Op.BACKWARD: "PG", Op.ZEROS: "G", Op.COMBINE: "", Op.UPDATE: "POG"}
     touches[Op.REDUCE] = "".join(("G", *sorted(workload.reduce_reads)))
+    read = tuple(("A", i) for i in dict.fromkeys(_reads(workload, record)))
+    given: tuple[PartKey, ...] = ()
+    if record.op is Op.FORWARD and record.stage is not None and workload.makes:
+        given = tuple(("A", i) for i in workload.makes[record.stage])
     return Step(
         record=record,
-        touches=keys(touches[record.op]),
-        creates=new,
-        dirties=keys("G" if makes else "PO" if updates else ()),
-        kills=keys("G" if updates else ()),
+        touches=(*keys(touches[record.op]), *read, *given),
+        creates=(*new, *given),
+        dirties=(*keys("G" if makes else "PO" if updates else ()), *given),
+        kills=(*keys("G" if updates else ()), *(("A", i) for i in dict.fromkeys(done))),
         seconds=_seconds(workload.costs, record),
     )
 

@@ -12,6 +12,7 @@ from itertools import chain
 from megatrain_jax.stream.clock import Clock
 from megatrain_jax.stream.device import Device
 from megatrain_jax.stream.laps import (
+    LASTING,
     Item,
     Laps,
     PartKey,
@@ -66,12 +67,12 @@ class Schedule:
 
 
 def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
-    """Orders a training step so that its state never exceeds a budget on the device.
+    """Orders a training step so that what it keeps never exceeds a budget on the device.
 
     Args:
         workload: What to compute on which bytes.
-        budget: Bytes that parameters, optimizer state and gradients may occupy on the device.
-            None asks for the smallest schedule.
+        budget: Bytes that parameters, optimizer state, gradients and the values between stages
+            may occupy on the device. None asks for the smallest schedule.
 
     Returns:
         The schedule: of several with more or fewer residents the one estimated to be the fastest.
@@ -165,6 +166,8 @@ def _resident_units(laps: Laps) -> list[tuple[PartKey, ...]]:
         # A waiting gradient saves a round trip for few bytes; those made last are used first.
         produced = [group for _, complete in gradient_items(workload) for group in complete]
         units = [*((("G", group),) for group in reversed(produced)), *units]
+    # A value takes one trip out and one in, less for its bytes than what lasts.
+    units += [(("A", i),) for i in workload.values]
     sized = (tuple(key for key in unit if key in lasting) for unit in units)
     return [unit for unit in sized if unit]
 
@@ -188,7 +191,7 @@ def _lay_down(
 
     def start(resident: frozenset[PartKey]) -> Device:
         clock = Clock(costs=laps.workload.costs)
-        reserved = Counter(key for key in resident if key[0] != "G")
+        reserved = Counter(key for key in resident if key[0] in LASTING)
         return Device(
             workload=laps.workload, limit=limit, resident=resident, clock=clock, reserved=reserved
         )

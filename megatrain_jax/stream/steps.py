@@ -8,10 +8,13 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.memory.groups import Grouping, GroupLayout
 from megatrain_jax.memory.hardware import Hardware
+from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.flops import count_flops
 from megatrain_jax.program.stages import Program, Stage
 from megatrain_jax.stream.laps import Costs, Op, Record, Workload
@@ -20,6 +23,8 @@ from megatrain_jax.stream.template import Backward, Binding, Slot
 
 # What Python needs for one record, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
+# Bytes of a value that is worth a copy; smaller ones stay where they are and aren't counted.
+_SMALL = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,11 @@ def plan_step(
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1)
+    values, makes, reads = _counted_values(program, microbatches)
     workload = Workload(
+        values=values,
+        makes=makes,
+        reads=reads,
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -144,6 +153,25 @@ def _gradient_dtypes(
         else "float32"
         for rows, number in zip(dtypes, readers, strict=True)
     )
+
+
+def _counted_values(
+    program: Program, microbatches: int
+) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Bytes of the values that stages hand on, and for each stage those it makes and reads."""
+    read = {i for stage in program.stages for i in stage.inputs}
+    made = {i for stage in program.stages for i in stage.outputs}
+    values = {}
+    for i in sorted(read & made - set(program.outputs)):
+        num_bytes = microbatches * jx.num_bytes(program.values[i])
+        if num_bytes >= _SMALL and not jnp.issubdtype(program.values[i].dtype, jax.dtypes.extended):
+            values[i] = num_bytes
+
+    def counted(ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(i for i in dict.fromkeys(ids) if i in values)
+
+    makes = tuple(counted(stage.outputs) for stage in program.stages)
+    return values, makes, tuple(counted(stage.inputs) for stage in program.stages)
 
 
 def _costs(

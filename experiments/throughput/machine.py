@@ -1,0 +1,104 @@
+"""What figures depend on besides this repository: the device, the host, versions, the link."""
+
+import os
+import platform
+import resource
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megatrain_jax.memory import pool
+
+GIB = 2**30
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def hardware() -> dict[str, Any]:
+    """Returns the device, the device memory JAX may use, host memory in GiB, and cores."""
+    device = jax.devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    host = pool.total_bytes()
+    return {
+        "device": device.device_kind,
+        "device_limit_gib": None if limit is None else limit / GIB,
+        "host_gib": None if host is None else host / GIB,
+        "num_cores": len(os.sched_getaffinity(0)),
+        "platform_version": device.client.platform_version,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of Python, of the packages that matter, and of this repository."""
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """Returns the checkout's commit, marked if files differ from it; None outside of Git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def peak_device_gib() -> float | None:
+    """Returns the most device memory this process has ever used; None where JAX doesn't tell."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats["peak_bytes_in_use"] / GIB if "peak_bytes_in_use" in stats else None
+
+
+def peak_host_gib() -> float:
+    """Returns the most host memory this process has ever had resident.
+
+    Linux counts in KiB. Whether pinned pages are among it is up to the driver, so read it beside
+    what the plan says of host memory.
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def process_seconds() -> float:
+    """Returns the seconds since the kernel started this process, to a hundredth."""
+    # The second field is the command in parentheses, which may contain spaces.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def link_gib_per_s(gib: float = 1.0) -> dict[str, float] | None:
+    """Returns what plain copies of one large array reach, each direction alone.
+
+    Returns:
+        The best of four copies "in" to the device and "out" to the host; None if there is no
+        room for the array, which must not cost a run its other figures.
+    """
+    shardings = [
+        jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        for kind in ("pinned_host", "device")
+    ]
+    try:
+        array = jax.device_put(np.zeros(int(gib * GIB), np.uint8), shardings[0])
+        rates = {}
+        for name, target in (("in", shardings[1]), ("out", shardings[0])):
+            times = []
+            for _ in range(4):
+                start = time.perf_counter()
+                copy = jax.block_until_ready(jax.device_put(array, target))
+                times.append(time.perf_counter() - start)
+            rates[name] = gib / min(times)
+            array = copy
+    except jax.errors.JaxRuntimeError as error:
+        print(f"no plain copy of {gib:g} GiB: {error}", flush=True)
+        return None
+    return rates

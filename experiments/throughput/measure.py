@@ -1,0 +1,218 @@
+"""Measures one configuration in this process: writes a JSON file and prints a row.
+
+JAX tells the peak of a process's whole life only, hence one configuration a process; the scripts
+beside this one start it once for each row of a table. The JSON file holds every repetition and
+what the figures depend on.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from decoder import Decoder, loss_fn, random_batch
+from flax import nnx
+from machine import (
+    GIB,
+    hardware,
+    link_gib_per_s,
+    peak_device_gib,
+    peak_host_gib,
+    process_seconds,
+    versions,
+)
+from shapes import Shape, add_shape_options, chosen_shape
+from timing import dispatch_seconds, time_steps
+
+import megatrain_jax as mt
+
+# The first step compiles and starts at rest, the second compiles what only a steady step does.
+_WARM_UP_STEPS = 3
+_EVERYTHING = 10**15
+
+
+def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """Trains a few steps with one configuration and returns its figures."""
+    optimizer = optax.adamw(1e-4)
+    if args.clip is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
+    batches = [random_batch(shape, seed) for seed in range(_WARM_UP_STEPS + args.steps)]
+    compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    start = time.perf_counter()
+    trainer = mt.Trainer(
+        lambda: Decoder(shape, compute, nnx.Rngs(0)),
+        loss_fn,
+        optimizer,
+        batches[0],
+        microbatches=args.microbatches,
+        precision=mt.Precision(compute=compute),
+        device_budget=budget(args.device_budget),
+    )
+    prepared, peak_of_start = time.perf_counter(), peak_device_gib()
+    print(trainer.plan, flush=True)
+    warm_up = iter(batches[:_WARM_UP_STEPS])
+    losses = [trainer.read(trainer.step(next(warm_up)))["loss"]]
+    first_over, since_process_start = time.perf_counter(), process_seconds()
+    losses += [trainer.read(trainer.step(batch))["loss"] for batch in warm_up]
+    more_losses, intervals = time_steps(trainer, batches[_WARM_UP_STEPS:])
+    dispatch = dispatch_seconds(trainer, batches[:3])
+    trainer.flush()
+    if args.profile is not None:
+        with jax.profiler.trace(args.profile):
+            time_steps(trainer, batches[:2])
+        trainer.flush()
+    return {
+        **figures_of_plan(trainer.plan),
+        **figures_of_steps(shape, trainer.plan, intervals),
+        "dispatch_seconds_per_step": dispatch,
+        "peak_device_gib": peak_device_gib(),
+        "peak_device_gib_of_start": peak_of_start,
+        "peak_host_gib": peak_host_gib(),
+        "seconds_to_prepare": prepared - start,
+        "seconds_of_first_step": first_over - prepared,
+        "seconds_from_process_start_to_first_step": since_process_start,
+        "losses": losses + more_losses,
+    }
+
+
+def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
+    """Returns what the library foresees."""
+    return {
+        "update_mode": plan.update_mode,
+        "num_parameters": plan.num_parameters,
+        "predicted_seconds_per_step": plan.seconds_per_step,
+        "planned_device_gib": plan.device_bytes / GIB,
+        "planned_state_gib": plan.device_state_bytes / GIB,
+        "planned_gib_in_and_out": [plan.bytes_in / GIB, plan.bytes_out / GIB],
+        "planned_host_gib": plan.host_bytes / GIB,
+        "planned_host_peak_gib": plan.host_peak_bytes / GIB,
+        "host_bytes_per_parameter": plan.host_bytes / plan.num_parameters,
+        "planned_tflop_per_step": plan.flops_per_step / 1e12,
+    }
+
+
+def figures_of_steps(shape: Shape, plan: mt.Plan, intervals: list[float]) -> dict[str, Any]:
+    """Returns times and rates; the median of the intervals stands for a step."""
+    seconds = statistics.median(intervals)
+    operations = {
+        "": 6 * plan.num_parameters * shape.num_tokens,
+        "_with_attention": 6 * plan.num_parameters * shape.num_tokens + attention_flops(shape),
+    }
+    return {
+        "tokens_per_step": shape.num_tokens,
+        "seconds_per_step": seconds,
+        "mean_seconds_per_step": sum(intervals) / len(intervals),
+        "seconds_of_steps": intervals,
+        "tokens_per_second": shape.num_tokens / seconds,
+        **{f"tflops_per_second{k}": flops / seconds / 1e12 for k, flops in operations.items()},
+    }
+
+
+def attention_flops(shape: Shape) -> int:
+    """Returns the operations of causal attention in a forward and a backward.
+
+    Two products, queries with keys and weights with values, of 2 · seq² · head_dim operations for
+    each head and sequence; twice as many again in backward: 12 · batch · seq² · heads · head_dim ·
+    layers. A causal mask leaves half of it: 6 · batch · seq² · heads · head_dim · layers. As with
+    6 · parameters · tokens for the rest, recomputation does not count.
+    """
+    pairs = shape.batch_size * shape.seq_len**2
+    return 6 * pairs * shape.num_heads * shape.head_dim * shape.num_layers
+
+
+def link_share(figures: Mapping[str, Any], rates: Mapping[str, float] | None) -> float | None:
+    """Returns the share of a plain copy's rate that a step reaches in its busier direction."""
+    moved = dict(zip(("in", "out"), figures["planned_gib_in_and_out"], strict=True))
+    busier = max(moved, key=moved.__getitem__)
+    if rates is None:
+        return None
+    return moved[busier] / figures["seconds_per_step"] / rates[busier]
+
+
+def budget(text: str) -> int | Literal["least"] | None:
+    """Reads a device budget: "all", "least", "auto" or GiB.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if text == "least":
+        return "least"
+    if text == "auto":
+        return None
+    return _EVERYTHING if text == "all" else int(float(text) * GIB)
+
+
+def row(result: Mapping[str, Any]) -> str:
+    """Returns the main figures in one line."""
+    peak = result["peak_device_gib"]
+    return (
+        f"{result['seconds_per_step']:.4g} s/step, {result['tokens_per_second']:,.0f} tokens/s, "
+        f"{result['tflops_per_second']:.4g} TFLOP/s, peak device memory "
+        f"{'unknown' if peak is None else f'{peak:.1f} GiB'}, last loss {result['losses'][-1]:.6f}"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_shape_options(parser)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--clip", type=float, help="clip the gradients' global norm to this")
+    parser.add_argument(
+        "--device-budget",
+        default="auto",
+        metavar="BUDGET",
+        help="device memory for state: all (everything resident), least, auto, or GiB",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help=f"measured steps, after {_WARM_UP_STEPS} others"
+    )
+    parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
+    parser.add_argument("--out", type=Path, default=Path("runs/throughput/measure.json"))
+    args = parser.parse_args()
+    try:
+        budget(args.device_budget)
+    except ValueError:
+        parser.error(f"--device-budget is all, least, auto or GiB, not {args.device_budget!r}")
+    return args
+
+
+def main() -> None:
+    """Measures, prints the row and writes everything."""
+    args = parse_arguments()
+    shape = chosen_shape(args)
+    figures = measure(args, shape)
+    gc.collect()  # the state makes room for what measures the link
+    rates = link_gib_per_s()
+    result = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "shape": args.shape,
+        "sizes": asdict(shape),
+        "device_budget": args.device_budget,
+        "clip": args.clip,
+        "microbatches": args.microbatches,
+        "hardware": hardware(),
+        "versions": versions(),
+        **figures,
+        "link_gib_per_s": rates,
+        "link_share": link_share(figures, rates),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(row(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

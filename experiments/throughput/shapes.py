@@ -1,0 +1,118 @@
+"""The decoders that are measured, as plain numbers.
+
+Apart from `decoder.py` so that the peers' script can read them where JAX isn't installed.
+"""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder's sizes, and the batch it is measured with unless the command line says otherwise.
+
+    Attributes:
+        dim: Width of the residual stream.
+        num_layers: Blocks.
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys and values; they divide `num_heads`.
+        head_dim: Width of a head.
+        mlp_dim: Width inside an MLP.
+        vocab_size: Tokens; embedding and head are separate parameters.
+        batch_size: Sequences in a step.
+        seq_len: Tokens in a sequence.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int
+    batch_size: int
+    seq_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in a step."""
+        return self.batch_size * self.seq_len
+
+
+SHAPES = {
+    # https://huggingface.co/Qwen/Qwen2.5-3B, but with a head of its own.
+    "qwen2.5-3b-untied": Shape(
+        dim=2048,
+        num_layers=36,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=128,
+        mlp_dim=11008,
+        vocab_size=151936,
+        batch_size=16,
+        seq_len=2048,
+    ),
+    # https://huggingface.co/Qwen/Qwen2.5-7B, which has a head of its own.
+    "qwen2.5-7b-untied": Shape(
+        dim=3584,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        mlp_dim=18944,
+        vocab_size=152064,
+        batch_size=16,
+        seq_len=2048,
+    ),
+    # About 10M parameters: starting costs more than training.
+    "small": Shape(
+        dim=256,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        mlp_dim=704,
+        vocab_size=8192,
+        batch_size=4,
+        seq_len=128,
+    ),
+    # For trying the scripts themselves on a CPU.
+    "tiny": Shape(
+        dim=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_dim=128,
+        vocab_size=512,
+        batch_size=4,
+        seq_len=32,
+    ),
+}
+
+
+def add_shape_options(parser: ArgumentParser, default: str = "qwen2.5-3b-untied") -> None:
+    """Adds the options that choose a shape and change its sizes."""
+    parser.add_argument("--shape", choices=SHAPES, default=default)
+    parser.add_argument("--layers", type=int, help="blocks; the shape has a default")
+    parser.add_argument("--batch", type=int, help="sequences in a step; the shape has a default")
+    parser.add_argument("--seq", type=int, help="tokens in a sequence; the shape has a default")
+
+
+def chosen_shape(args: Namespace) -> Shape:
+    """Returns the shape that the options of `add_shape_options` ask for.
+
+    Raises:
+        ValueError: If a size is not positive.
+    """
+    shape = SHAPES[args.shape]
+    given = {"layers": args.layers, "batch": args.batch, "seq": args.seq}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, but is {value}")
+    return replace(
+        shape,
+        num_layers=args.layers or shape.num_layers,
+        batch_size=args.batch or shape.batch_size,
+        seq_len=args.seq or shape.seq_len,
+    )

@@ -1,0 +1,64 @@
+"""Table: what a small GPU would allow, by keeping JAX to 10 GiB of this one.
+
+The GPU still computes and copies at its own rates: the table says what fits, and at what cost
+in time, not what a cheaper GPU reaches.
+"""
+
+import shutil
+import subprocess
+import sys
+
+from common import LINK_SHARE, STANDARD, Option, Row, add_shape, parser, run_table
+
+_CLIP = 1.0
+
+
+def fraction_of_device(gib: float) -> float:
+    """Returns which fraction of the first GPU's memory `gib` are.
+
+    Raises:
+        SystemExit: If there is no `nvidia-smi`, or the GPU is smaller.
+    """
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("nvidia-smi was not found: the limit is a fraction of an NVIDIA GPU's memory")
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    total_mib = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    if gib * 1024 > total_mib:
+        sys.exit(f"the GPU has {total_mib / 1024:.1f} GiB, less than the limit of {gib:g} GiB")
+    return gib * 1024 / total_mib
+
+
+def rows(shape: str, microbatches: int, gib: float) -> list[Row]:
+    """Returns the table's rows: two without the limit, as yardsticks, and the limited ones."""
+    limit = {"XLA_CLIENT_MEM_FRACTION": f"{fraction_of_device(gib):.6f}"}
+    whole = "all state resident, no limit, 1 microbatch"
+    parts = f"all state resident, no limit, {microbatches} microbatches"
+    resident: dict[str, Option] = {"shape": shape, "device-budget": "all"}
+    limited: dict[str, Option] = {"shape": shape, "microbatches": microbatches}
+    found = [
+        Row(name=whole, options=resident, yardstick=parts),
+        Row(name=parts, options={**resident, "microbatches": microbatches}, yardstick=parts),
+    ]
+    for budget in ("least", "auto"):
+        for clip in (None, _CLIP):
+            options = {**limited, "device-budget": budget}
+            name = f"{gib:g} GiB, {budget}"
+            if clip is not None:
+                options["clip"] = clip
+                name += f", clip {clip:g}"
+            found.append(Row(name=name, options=options, yardstick=parts, environment=limit))
+    return found
+
+
+def main() -> None:
+    """Measures the rows and prints the table."""
+    options = parser(__doc__, "small_gpu")
+    add_shape(options)
+    options.add_argument("--microbatches", type=int, default=4)
+    options.add_argument("--gib", type=float, default=10.0, help="device memory JAX may use")
+    args = options.parse_args()
+    run_table(rows(args.shape, args.microbatches, args.gib), args, (*STANDARD, LINK_SHARE))
+
+
+if __name__ == "__main__":
+    main()

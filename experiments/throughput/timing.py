@@ -1,0 +1,54 @@
+"""Times training steps as a training loop runs them, and what Python costs in one."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from decoder import Batch
+
+import megatrain_jax as mt
+from megatrain_jax.stream.laps import Op, Record
+
+
+def time_steps(trainer: mt.Trainer, batches: list[Batch]) -> tuple[list[float], list[float]]:
+    """Runs steps of which the next is always dispatched before one is waited for.
+
+    Returns:
+        Each step's loss, and the seconds between the moments at which a step was seen to be over
+        and the next one was dispatched. As dispatching a streamed step itself takes most of a
+        step, the first of these intervals holds nearly two steps, and the last one nearly none.
+    """
+    losses, ends = [], [time.perf_counter()]
+
+    def finish(metrics: Mapping[str, jax.Array]) -> None:
+        jax.block_until_ready(dict(metrics))
+        ends.append(time.perf_counter())
+        losses.append(trainer.read(metrics)["loss"])
+
+    before = trainer.step(batches[0])
+    for batch in batches[1:]:
+        dispatched = trainer.step(batch)
+        finish(before)
+        before = dispatched
+    finish(before)
+    return losses, [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
+    """Returns what Python needs to dispatch a step, without the time in which it waits."""
+    engine, waits = trainer._engine, (Op.WAIT, Op.LAND)
+    obey, seconds = engine.obey, []
+
+    def timed(record: Record, step: Any) -> None:
+        start = time.perf_counter()
+        obey(record, step)
+        if record.op not in waits:
+            seconds.append(time.perf_counter() - start)
+
+    engine.obey = timed
+    for batch in batches:
+        seconds.clear()
+        trainer.read(trainer.step(batch))
+    engine.obey = obey
+    return sum(seconds)

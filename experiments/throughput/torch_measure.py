@@ -1,0 +1,182 @@
+"""Measures one way of training in PyTorch in this process: writes a JSON file and prints a row.
+
+Needs PyTorch, Transformers and what the peer is made of, but not JAX. `peers.py` runs it for each
+peer, and says what is not installed.
+"""
+
+# PyTorch and what builds on it are no dependencies of this repository.
+# pyright: reportMissingImports=false
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+# What PyTorch and DeepSpeed read when they start: one process, as a launcher would describe it,
+# and an allocator that does not fragment. A build for another CUDA than PyTorch's only warns.
+for _name, _value in {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+    "DS_SKIP_CUDA_CHECK": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import torch  # noqa: E402
+from shapes import Shape, add_shape_options, chosen_shape  # noqa: E402
+from torch_peers import BUILDERS, Peer, Setting  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+# DeepSpeed builds its CPU Adam first, and RoundPipe fits its plan to the times of first steps.
+_WARM_UP_STEPS = 5
+_PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe")
+_GIB = 2**30
+
+
+def build_model(shape: Shape) -> Any:
+    """Returns Transformers' Qwen2 in bf16 on the host, with random weights of deviation 0.02."""
+    config = Qwen2Config(
+        hidden_size=shape.dim,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.mlp_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=max(shape.seq_len, 4096),
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(default)
+    model.to_empty(device="cpu")
+    # Initialising billions of weights on a host takes minutes: one block of noise serves all.
+    noise = 0.02 * torch.randn(2**24, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                for part in parameter.view(-1).split(noise.numel()):
+                    part.copy_(noise[: part.numel()])
+    # `to_empty` has emptied the frequencies too, which are no parameters.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    return model.train()
+
+
+def measure(peer: Peer, num_steps: int) -> dict[str, Any]:
+    """Warms up and times steps.
+
+    Returns:
+        Losses, the seconds of each step, and their mean with the wait for what the last one left
+        to be done: where updates run behind the steps, single steps tell too little.
+    """
+    losses = [peer.step() for _ in range(_WARM_UP_STEPS)]
+    peer.finish()
+    torch.cuda.reset_peak_memory_stats()
+    ends = [time.perf_counter()]
+    for _ in range(num_steps):
+        losses.append(peer.step())
+        ends.append(time.perf_counter())
+    peer.finish()
+    seconds = [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return {
+        "mean_seconds_per_step": (time.perf_counter() - ends[0]) / num_steps,
+        "median_seconds_per_step": statistics.median(seconds),
+        "seconds_of_steps": seconds,
+        "peak_device_gib": torch.cuda.max_memory_allocated() / _GIB,
+        "peak_device_gib_reserved": torch.cuda.max_memory_reserved() / _GIB,
+        "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "losses": losses,
+    }
+
+
+def describe() -> dict[str, Any]:
+    """Returns what the figures depend on: the hardware and versions of what is installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    device = torch.cuda.get_device_properties(0)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    hardware = {
+        "device": device.name,
+        "device_limit_gib": device.total_memory / _GIB,
+        "host_gib": host / _GIB,
+        "num_cores": len(os.sched_getaffinity(0)),
+    }
+    return {"hardware": hardware, "versions": found}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", choices=BUILDERS, required=True)
+    add_shape_options(parser)
+    parser.add_argument("--microbatches", type=int, default=2, help="of RoundPipe")
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument(
+        "--steps", type=int, default=8, help=f"measured steps, after {_WARM_UP_STEPS} others"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/throughput/torch.json"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Builds the peer, measures it, writes everything and prints the row."""
+    args = parse_arguments()
+    shape = chosen_shape(args)
+    torch.manual_seed(0)
+    model = build_model(shape)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    tokens = torch.randint(0, shape.vocab_size, (shape.batch_size, shape.seq_len))
+    setting = Setting(model=model, tokens=tokens, clip=args.clip, microbatches=args.microbatches)
+    figures = measure(BUILDERS[args.peer](setting), args.steps)
+    rate = shape.num_tokens / figures["mean_seconds_per_step"]
+    result = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "peer": args.peer,
+        "shape": args.shape,
+        "sizes": asdict(shape),
+        "clip": args.clip,
+        "microbatches": args.microbatches if args.peer.startswith("roundpipe") else 1,
+        **describe(),
+        "num_parameters": num_parameters,
+        "tokens_per_step": shape.num_tokens,
+        "tokens_per_second": rate,
+        "tflops_per_second": 6 * num_parameters * rate / 1e12,
+        **figures,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(
+        f"{result['mean_seconds_per_step']:.4g} s/step, {rate:,.0f} tokens/s, peak device memory "
+        f"{result['peak_device_gib']:.1f} GiB, last loss {result['losses'][-1]:.4f}",
+        flush=True,
+    )
+    # Threads of NCCL, DeepSpeed and RoundPipe would hold the exit up.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
