@@ -237,7 +237,7 @@ def test_gpu_refuses_before_it_takes_anything(gpu):
 
 
 def test_gpu_whose_limit_was_set_too_low_explains_itself(gpu):
-    fake = gpu(limit_gib=64, available_gib=123)
+    gpu(limit_gib=64, available_gib=123)
     with pytest.raises(MemoryError, match="import megatrain_jax before the first JAX") as caught:
         pool.reserve(85 * GIB)
     assert f"{pool.LIMIT_VARIABLE} to at least 85" in str(caught.value)
