@@ -17,7 +17,7 @@ from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.job import DeviceBudget, batch_key, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware, this_machine
-from megatrain_jax.memory.plan import Plan
+from megatrain_jax.memory.plan import Plan, check_device
 from megatrain_jax.optim import assemble_state
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates, temporary_bytes
@@ -128,7 +128,7 @@ class Trainer:
         Raises:
             TypeError: If the model or the optimizer is of no supported kind.
             ValueError: If model, loss, batch and options don't fit together.
-            MemoryError: If host memory is too small.
+            MemoryError: If host memory or the device's is too small.
         """
         if microbatches < 1:
             raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
@@ -147,7 +147,9 @@ class Trainer:
         )
         if hardware is not None:
             needed = temporary_bytes(templates, job.first, job.layouts, job.optimizer)
-            job = job.with_temporaries(needed, pool.free_device_bytes())
+            free = pool.free_device_bytes()
+            job = job.with_temporaries(needed, free)
+            check_device(job.plan(hardware), free)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
         pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)

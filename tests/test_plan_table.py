@@ -9,7 +9,7 @@ import pytest
 
 from megatrain_jax.memory import hardware
 from megatrain_jax.memory.hardware import Hardware
-from megatrain_jax.memory.plan import GroupRow, make_plan
+from megatrain_jax.memory.plan import GroupRow, check_device, make_plan
 from megatrain_jax.program.flops import count_flops
 
 GIB = 2**30
@@ -200,6 +200,14 @@ def test_temporaries_count_once_they_are_known():
     words = " ".join(str(big_plan(device_temporary_bytes=125 * GIB)).split())
     assert "device memory, temporaries 125.00 GiB" in words
     assert "device memory, in all 142.00 GiB DOES NOT FIT in 140.40 GiB" in words
+
+
+def test_what_exceeds_the_device_is_refused_with_figures():
+    plan = big_plan(device_temporary_bytes=3 * GIB)
+    check_device(plan, None)
+    check_device(plan, plan.device_bytes)
+    with pytest.raises(MemoryError, match=r"needs 20\.00 GiB of .* 19\.00 GiB .*microbatches"):
+        check_device(plan, 19 * GIB)
 
 
 def test_many_different_groups_are_shortened():

@@ -9,8 +9,6 @@ import optax
 from flax import nnx
 from shapes import Shape
 
-_TOKENS_AT_ONCE = 1024
-
 Batch = dict[str, np.ndarray]
 
 
@@ -101,7 +99,7 @@ class Decoder(nnx.Module):
 
 
 def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the mean cross-entropy in nats per token, a thousand tokens' logits at a time.
+    """Returns the mean cross-entropy in nats per token, some tokens' logits at a time.
 
     The fp32 logits of a whole batch with a large vocabulary would be the largest array by far.
     """
@@ -114,7 +112,7 @@ def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     x, targets = model(batch["inputs"]), batch["targets"]
-    size = math.gcd(targets.size, _TOKENS_AT_ONCE)
+    size = math.gcd(targets.size, model.shape.loss_tokens)
     chunks = (x.reshape(-1, size, x.shape[-1]), targets.reshape(-1, size))
     return jax.lax.map(chunk_loss, chunks).mean()
 

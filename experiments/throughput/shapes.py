@@ -21,6 +21,7 @@ class Shape:
         vocab_size: Tokens; embedding and head are separate parameters.
         batch_size: Sequences in a step.
         seq_len: Tokens in a sequence.
+        loss_tokens: Of how many tokens the loss holds the logits at once.
     """
 
     dim: int
@@ -32,6 +33,7 @@ class Shape:
     vocab_size: int
     batch_size: int
     seq_len: int
+    loss_tokens: int = 1024
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +99,7 @@ def add_shape_options(parser: ArgumentParser, default: str = "qwen2.5-3b-untied"
     parser.add_argument("--layers", type=int, help="blocks; the shape has a default")
     parser.add_argument("--batch", type=int, help="sequences in a step; the shape has a default")
     parser.add_argument("--seq", type=int, help="tokens in a sequence; the shape has a default")
+    parser.add_argument("--loss-tokens", type=int, help="tokens whose logits exist at once")
 
 
 def chosen_shape(args: Namespace) -> Shape:
@@ -106,13 +109,17 @@ def chosen_shape(args: Namespace) -> Shape:
         ValueError: If a size is not positive.
     """
     shape = SHAPES[args.shape]
-    given = {"layers": args.layers, "batch": args.batch, "seq": args.seq}
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, but is {value}")
-    return replace(
-        shape,
-        num_layers=args.layers or shape.num_layers,
-        batch_size=args.batch or shape.batch_size,
-        seq_len=args.seq or shape.seq_len,
-    )
+    options = {
+        "num_layers": "layers",
+        "batch_size": "batch",
+        "seq_len": "seq",
+        "loss_tokens": "loss_tokens",
+    }
+    given = {field: getattr(args, name) for field, name in options.items()}
+    changes = {field: value for field, value in given.items() if value is not None}
+    for field, value in changes.items():
+        if value < 1:
+            raise ValueError(
+                f"--{options[field].replace('_', '-')} must be at least 1, not {value}"
+            )
+    return replace(shape, **changes)

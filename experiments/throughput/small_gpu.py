@@ -34,7 +34,12 @@ def rows(shape: str, microbatches: int, gib: float) -> list[Row]:
     whole = "all state resident, no limit, 1 microbatch"
     parts = f"all state resident, no limit, {microbatches} microbatches"
     resident: dict[str, Option] = {"shape": shape, "device-budget": "all"}
-    limited: dict[str, Option] = {"shape": shape, "microbatches": microbatches}
+    # Fewer logits at once, as they and the head's gradient would be the largest temporaries.
+    limited: dict[str, Option] = {
+        "shape": shape,
+        "microbatches": microbatches,
+        "loss-tokens": 256,
+    }
     found = [
         Row(name=whole, options=resident, yardstick=parts),
         Row(name=parts, options={**resident, "microbatches": microbatches}, yardstick=parts),

@@ -159,6 +159,27 @@ class Plan:
         )
 
 
+def check_device(plan: Plan, free_bytes: int | None) -> None:
+    """Refuses what can't fit the device, before anything is allocated.
+
+    Args:
+        plan: A plan whose functions have been compiled for the device.
+        free_bytes: Device memory that there is; None if unknown.
+
+    Raises:
+        MemoryError: If the plan needs more.
+    """
+    if free_bytes is None or plan.device_bytes <= free_bytes:
+        return
+    raise MemoryError(
+        f"Training needs {_memory(plan.device_bytes)} of device memory, {_memory(free_bytes)} "
+        f"available: {_memory(plan.device_state_bytes)} for state and activations (least with "
+        f'device_budget="least"), {_memory(plan.device_temporary_bytes or 0)} for what one '
+        "compiled function needs. Nothing was allocated. Use more `microbatches`, smaller batches "
+        "or a loss that makes fewer logits at a time."
+    )
+
+
 def make_plan(
     *,
     names: Sequence[str],
