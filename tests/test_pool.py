@@ -98,7 +98,7 @@ def test_this_machine_has_memory():
     assert 0 < pool.available_bytes() <= total
 
 
-@pytest.mark.parametrize(("total_gib", "limit"), [(125, "117"), (3, "1")])
+@pytest.mark.parametrize(("total_gib", "limit"), [(125, "115"), (3, "1")])
 def test_limit_is_set_once(monkeypatch, total_gib, limit):
     monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB + 5)
     monkeypatch.delenv(pool.LIMIT_VARIABLE, raising=False)
@@ -186,7 +186,7 @@ def gpu(monkeypatch):
 
 
 def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
-    fake = gpu(limit_gib=117, available_gib=123)
+    fake = gpu(limit_gib=115, available_gib=123)
     pool.reserve(85 * GIB)
     assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
     pool.reserve(85 * GIB)
@@ -196,7 +196,7 @@ def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
 @pytest.mark.parametrize("gib", [9, 38, 63, 64, 85, 100])
 @pytest.mark.parametrize("array_gib", [0, 0.25, 1.2, 2])
 def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
-    fake = gpu(limit_gib=117, available_gib=123)
+    fake = gpu(limit_gib=115, available_gib=123)
     pool.reserve(int(gib * GIB), int(array_gib * GIB))
     assert gib <= sum(fake.regions) / GIB <= 1.13 * (gib + 3 * array_gib)
     if array_gib:
@@ -204,14 +204,20 @@ def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
         assert fitting >= int(gib / array_gib)
 
 
+def test_gpu_takes_smaller_pieces_where_larger_ones_exceed_the_limit(gpu):
+    fake = gpu(limit_gib=115, available_gib=123)
+    pool.reserve(108 * GIB, 2 * GIB)
+    assert fake.regions == [2 * GIB, 16 * GIB, 32 * GIB, 64 * GIB]
+
+
 def test_gpu_takes_one_region_up_to_the_limit_where_pieces_would_exceed_it(gpu):
-    fake = gpu(limit_gib=117, available_gib=123)
+    fake = gpu(limit_gib=115, available_gib=123)
     pool.reserve(112 * GIB, 2 * GIB)
-    assert fake.regions == [117 * GIB]
+    assert fake.regions == [115 * GIB]
 
 
 def test_gpu_grows_when_what_is_left_is_too_small(gpu):
-    fake = gpu(limit_gib=117, available_gib=123)
+    fake = gpu(limit_gib=115, available_gib=123)
     pool.reserve(8 * GIB)
     assert fake.regions == [8 * GIB]
     fake.live = 5 * GIB
@@ -225,7 +231,7 @@ def test_gpu_grows_when_what_is_left_is_too_small(gpu):
 
 
 def test_gpu_refuses_before_it_takes_anything(gpu):
-    fake = gpu(limit_gib=117, available_gib=90)
+    fake = gpu(limit_gib=115, available_gib=90)
     with pytest.raises(MemoryError, match=r"needs 91\.00 GiB in host memory, 90\.00 GiB avail"):
         pool.reserve(91 * GIB)
     # 89 GiB fit, but not what pieces of that size hold in all.

@@ -17,8 +17,9 @@ from jax.sharding import SingleDeviceSharding
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
-# The interpreter, CUDA and XLA were seen to need 6.7 GiB beside the pool on a one-GPU machine.
-HEAD_ROOM_BYTES = 8 * 2**30
+# The interpreter, CUDA and XLA were seen to need 6.7 GiB beside the pool on a one-GPU machine, and
+# its kernel 2.5 GiB more.
+HEAD_ROOM_BYTES = 10 * 2**30
 
 _GIB = 2**30
 # Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
@@ -157,10 +158,8 @@ def set_limit() -> None:
 
     Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
     """
-    total = total_bytes()
-    if total is not None:
-        limit = max(1, (total - HEAD_ROOM_BYTES) // _GIB)
-        os.environ.setdefault(LIMIT_VARIABLE, str(limit))
+    if total_bytes() is not None:
+        os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes() // _GIB))
 
 
 def reserve(num_bytes: int, array_bytes: int = 0) -> None:
@@ -173,7 +172,7 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     Args:
         num_bytes: What the caller is about to allocate there: its state and the arrays it has
             in flight.
-        array_bytes: The largest of these arrays; an array lies in one piece.
+        array_bytes: The largest of these arrays: one lies in one piece, whose end may stay empty.
 
     Raises:
         MemoryError: If the machine, or the limit of JAX's pool, has less.
@@ -189,33 +188,38 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     growth, pieces = 0, [num_bytes]
     if num_bytes > pool.likely_bytes - in_use:
         growth = _region_bytes(num_bytes, pool.likely_bytes)
-        exact = _pieces(num_bytes, array_bytes)
-        if not pool.likely_bytes and sum(exact) < growth:
+        exact = _pieces(num_bytes + 3 * array_bytes, _limit_bytes())
+        if not pool.likely_bytes and exact and sum(exact) < growth:
             growth, pieces = sum(exact), exact
         _check(num_bytes, growth)
     _take(pieces, num_bytes)
     _pools[where] = _Pool(proven_bytes=in_use + num_bytes, likely_bytes=pool.likely_bytes + growth)
 
 
-def _pieces(num_bytes: int, array_bytes: int) -> list[int]:
+def _pieces(num_bytes: int, limit: int) -> list[int]:
     """Returns sizes that a fresh pool takes exactly: powers of two, each larger than the last.
 
-    The end of each piece, too small for an array, may stay empty.
+    As few as an eighth more memory allows, or more if that would exceed the limit; none if all do.
     """
-    granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - 4)
-    rounded = -(-(num_bytes + 3 * array_bytes) // granule) * granule
-    return [1 << bit for bit in range(rounded.bit_length()) if rounded >> bit & 1]
+    for bits in (4, 5, 6, 7, 8):
+        granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - bits)
+        rounded = -(-num_bytes // granule) * granule
+        if rounded <= limit:
+            return [1 << bit for bit in range(rounded.bit_length()) if rounded >> bit & 1]
+    return []
+
+
+def _limit_bytes() -> int:
+    """Returns what `set_limit` allows the pool."""
+    total = total_bytes()
+    return sys.maxsize if total is None else max(1, (total - HEAD_ROOM_BYTES) // _GIB) * _GIB
 
 
 def _region_bytes(num_bytes: int, pool_bytes: int) -> int:
     """Returns what the pool will take from the system to serve one piece of this size."""
     region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
-    total = total_bytes()
-    if total is None:
-        return region
     # Regions double: the next is as large as all before it together, but stays in the limit.
-    left = max(1, (total - HEAD_ROOM_BYTES) // _GIB) * _GIB - pool_bytes
-    return max(num_bytes, min(max(region, pool_bytes), left))
+    return max(num_bytes, min(max(region, pool_bytes), _limit_bytes() - pool_bytes))
 
 
 def _check(num_bytes: int, growth: int) -> None:
