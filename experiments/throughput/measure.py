@@ -197,7 +197,7 @@ def main() -> None:
     gc.collect()  # the state makes room for what measures the link
     rates = link_gib_per_s()
     result = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "shape": args.shape,
         "sizes": asdict(shape),
         "device_budget": args.device_budget,

@@ -153,7 +153,7 @@ def main() -> None:
     figures = measure(BUILDERS[args.peer](setting), args.steps)
     rate = shape.num_tokens / figures["mean_seconds_per_step"]
     result = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "peer": args.peer,
         "shape": args.shape,
         "sizes": asdict(shape),
