@@ -25,6 +25,7 @@ from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.flops import count_flops, is_product
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax.stream.compiled import Templates, compile_ahead
 from megatrain_jax.stream.laps import Op
 from megatrain_jax.stream.schedule import plan_schedule
 from megatrain_jax.stream.steps import StepPlan, plan_step
@@ -148,6 +149,8 @@ class Job:
             stage_flops=[count_flops(bound.stage.jaxpr) for bound in step.stages],
             backward=step.workload.backward,
             fused_last=step.workload.fused_last,
+            kept=step.schedule.kept,
+            saved_flops=[b.residuals.saved_flops if b.residuals else 0 for b in step.stages],
             microbatches=step.microbatches,
             optimizer_flops=sum(flops[part.key] for part in parts),
             seconds_per_step=step.schedule.seconds,
@@ -247,6 +250,23 @@ def make_job(
         optimizer=cut,
         first=first,
     )
+
+
+def fit_to_device(job: Job, templates: Templates, device_bytes: int | None) -> Job:
+    """Compiles what a step runs and, if the budget is automatic, gives it what that leaves.
+
+    Args:
+        job: The job, planned without knowledge of its functions' memory.
+        templates: Where the compiled functions go.
+        device_bytes: Device memory that is free; None if unknown.
+    """
+    needed = compile_ahead(templates, job.first, job.layouts, job.optimizer)
+    fitted = job.with_temporaries(needed, device_bytes)
+    if fitted.first.schedule.kept != job.first.schedule.kept:  # that takes other functions
+        more = compile_ahead(templates, fitted.first, job.layouts, job.optimizer)
+        if more > needed:
+            fitted = job.with_temporaries(more, device_bytes)
+    return fitted
 
 
 def _other_bytes(step: StepPlan) -> int:

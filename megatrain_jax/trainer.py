@@ -14,13 +14,13 @@ from megatrain_jax.data import check_batch, check_like
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import DeviceBudget, batch_key, make_job
+from megatrain_jax.job import DeviceBudget, batch_key, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
 from megatrain_jax.optim import assemble_state
 from megatrain_jax.precision import Precision
-from megatrain_jax.stream.compiled import Templates, temporary_bytes
+from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.steps import StepPlan
 
@@ -119,10 +119,11 @@ class Trainer:
             microbatches: Into how many equal parts each training batch is split. The loss and
                 the gradient are the means over the parts.
             precision: Which dtype the masters have and which one computes.
-            device_budget: Bytes of device memory that state may occupy: more of it is moved less
-                often. "least" for the smallest number with which no step waits for room; None for
-                what the device has left beside activations and compiled functions, and the least
-                where JAX doesn't tell.
+            device_budget: Bytes of device memory that state and activations may occupy. With more,
+                less is moved, and less is computed again in backward: results may then differ in
+                the last bits. "least" for the smallest number with which no step waits for room;
+                None for what the device has left beside compiled functions, and the least where
+                JAX doesn't tell.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
 
         Raises:
@@ -146,9 +147,8 @@ class Trainer:
             hardware=hardware,
         )
         if hardware is not None:
-            needed = temporary_bytes(templates, job.first, job.layouts, job.optimizer)
             free = pool.free_device_bytes()
-            job = job.with_temporaries(needed, free)
+            job = fit_to_device(job, templates, free)
             check_device(job.plan(hardware), free)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)

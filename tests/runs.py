@@ -1,5 +1,6 @@
 """Runs the system under test on a case of the zoo, and compares runs with the oracle."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import optax
 import megatrain_jax as mt
 from megatrain_jax.adapters import adapt
 from megatrain_jax.job import DeviceBudget
+from megatrain_jax.memory.hardware import H200
 from zoo_case import Case
 
 NUM_STEPS = 5
@@ -27,6 +29,10 @@ class Run:
     params: Any
     opt_state: Any
     trainer: mt.Trainer
+
+
+# A machine so slow at arithmetic that whatever spares some pays.
+SLOW = dataclasses.replace(H200, flops_per_s=1e6)
 
 
 def recording(optimizer: Any) -> Callable[[Any], optax.GradientTransformation]:

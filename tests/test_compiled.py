@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.stream.compiled import temporary_bytes
+from megatrain_jax.stream.compiled import compile_ahead
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
@@ -20,7 +20,7 @@ FUNCTIONS = ("forward_stage", "backward_stage", "reduce_group", "update_group")
 
 def compile_all(trainer):
     engine, job = trainer._engine, trainer._job
-    return temporary_bytes(engine.templates, job.first, job.layouts, job.optimizer)
+    return compile_ahead(engine.templates, job.first, job.layouts, job.optimizer)
 
 
 def compiled_names(caplog):

@@ -25,7 +25,8 @@ class Machine:
     """Runs records on version numbers.
 
     The version of masters and optimizer state is the number of their updates, that of a gradient
-    the lap that made it and the stages summed into it, that of a value the run that made it.
+    the lap that made it and the stages summed into it, that of a value or residuals the run that
+    made them.
     """
 
     workload: Workload
@@ -38,6 +39,7 @@ class Machine:
     lap: int = 0
     runs: int = 0
     last_read: dict[int, Record] = field(default_factory=dict)  # of the lap at hand, by value
+    kept: frozenset[int] = frozenset()  # stages of the lap at hand that keep residuals
     begun: int = 0  # number of the first item of this lap
     item: int = -1  # the last item seen
     computing: int = -1  # the last item that computed
@@ -59,6 +61,8 @@ class Machine:
         self.kind = kind
         self.lap += kind in ("cold", "steady")
         self.runs += 1
+        self.workload = replace(self.workload, kept=schedule.kept)
+        self.kept = schedule.kept if kind in ("cold", "steady") else frozenset()
         self.last_read = {
             i: record
             for record in getattr(schedule, kind)
@@ -76,7 +80,7 @@ class Machine:
             actual = held + sum(self.used.values()) + sum(self.leaving.values())
             assert actual == promised if exact else actual <= promised
             assert promised <= schedule.peak_bytes
-        assert not any(key[0] == "A" for key in (*self.truth, *self.device, *self.host))
+        assert not any(key[0] in "AR" for key in (*self.truth, *self.device, *self.host))
         if kind in ("cold", "steady"):
             self.begun += schedule.num_items
             self.check_end_of_lap()
@@ -96,7 +100,7 @@ class Machine:
             assert item in freed or not exact, "nothing to wait for"
             freed.pop(item, None)
             return
-        assert self.workload.size(key)
+        assert self.workload.size(key) and key[0] != "R"
         if record.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"
@@ -134,6 +138,13 @@ class Machine:
                 for i in self.values(self.workload.makes, record.stage):
                     assert ("A", i) not in self.truth
                     self.write("A", i, self.runs)
+            if record.stage in self.kept:
+                if record.op is Op.FORWARD:
+                    assert ("R", record.stage) not in self.truth
+                    self.write("R", record.stage, self.runs)
+                else:
+                    self.read("R", record.stage, stage=True)
+                    self.consume(("R", record.stage))
             for i in self.values(self.workload.reads, record.stage):
                 if self.last_read[i] is record:
                     self.consume(("A", i))
@@ -256,20 +267,25 @@ def random_workload(seed: int) -> Workload:
         for reader in sorted({rng.randrange(maker + 1, num_stages) for _ in range(2)}):
             reads[reader] += (i,)
         values[i] = rng.randint(1, 50)
+    fused_last = rng.random() < 0.7
+    keeps = [b and not (fused_last and s == num_stages - 1) for s, b in enumerate(backward)]
+    backward_seconds = [rng.choice((0.0, 3.0, 60.0)) for _ in stages]
     return Workload(
         stages=tuple(stages),
         backward=tuple(backward),
-        fused_last=rng.random() < 0.7,
+        fused_last=fused_last,
         sizes=tuple(sizes),
         values=values,
         makes=tuple(makes),
         reads=tuple(reads),
+        residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
         deferred=rng.random() < 0.5,
         accumulate=rng.random() < 0.5,
         reduce_reads=frozenset(part for part in "PO" if rng.random() < 0.3),
         costs=Costs(
             forward=tuple(rng.choice((0.0, 1.0, 20.0)) for _ in stages),
-            backward=tuple(rng.choice((0.0, 3.0, 60.0)) for _ in stages),
+            backward=tuple(backward_seconds),
+            recompute=tuple(rng.choice((0.1, 0.3)) * seconds for seconds in backward_seconds),
             update=tuple(rng.random() for _ in sizes),
             byte=rng.choice((0.0, 0.1, 1.0)),
             dispatch=rng.choice((0.0, 0.1)),
@@ -322,14 +338,51 @@ def test_every_budget_computes_the_same_on_current_data(seed):
     assert smallest.peak_bytes <= smallest.smallest_bytes
     run_everything(workload, smallest)
     most = max(smallest.smallest_bytes, smallest.all_resident_bytes)
-    between = random.Random(seed).sample(range(smallest.smallest_bytes, most + 1), 1)
-    for budget in (smallest.smallest_bytes, *between, (smallest.smallest_bytes + most) // 2, most):
+    with_residuals = most + 2 * sum(workload.residuals)
+    between = random.Random(seed).choices(range(smallest.smallest_bytes, with_residuals + 1), k=2)
+    middle = (smallest.smallest_bytes + most) // 2
+    for budget in (smallest.smallest_bytes, *between, middle, most, with_residuals):
         schedule = plan_schedule(workload, budget)
         assert max(max(ledger, default=0) for ledger in schedule.ledger.values()) <= budget
         assert schedule.peak_bytes <= budget
         run_everything(workload, schedule)
         for name in LAPS:
             assert computing(getattr(schedule, name)) == computing(getattr(smallest, name))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
+    num, size = 8, 10
+    workload = chain(
+        num,
+        deferred=deferred,
+        residuals=(*((size,) * (num - 1)), 0),
+        costs=costs(num, num, recompute=(4.0,) * num, byte=10.0),
+    )
+    all_resident = plan_schedule(workload, None).all_resident_bytes
+    assert not plan_schedule(workload, None).kept
+    seconds = []
+    for count in range(num + 2):
+        schedule = plan_schedule(workload, all_resident + count * size)
+        seconds.append(schedule.seconds)
+        assert len(schedule.kept) <= count
+        # Of equal stages the last ones: theirs are needed for the shortest time.
+        assert schedule.kept == frozenset(range(num - 1 - len(schedule.kept), num - 1))
+        assert schedule.seconds == seconds[0] - 4.0 * len(schedule.kept)
+        run_everything(workload, schedule)
+    assert len(schedule.kept) == num - 1
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_saves_the_most_for_its_bytes_is_kept_first():
+    workload = chain(
+        4,
+        residuals=(10, 10, 5, 0),
+        costs=costs(4, 4, recompute=(4.0, 5.0, 1.0, 0.0)),
+    )
+    most = plan_schedule(workload, None).all_resident_bytes
+    found = {plan_schedule(workload, most + room).kept for room in range(0, 40)}
+    assert found == {frozenset(), frozenset({1}), frozenset({0, 1}), frozenset({0, 1, 2})}
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -351,8 +404,9 @@ def test_computing_never_waits_for_room(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_nothing_moves_once_everything_is_resident(seed):
     workload = random_workload(seed)
+    without = plan_schedule(replace(workload, residuals=()), 10**9)
+    assert without.peak_bytes <= without.all_resident_bytes
     whole = plan_schedule(workload, 10**9)
-    assert whole.peak_bytes <= whole.all_resident_bytes
     assert not COPIES & {record.op for record in whole.steady}
     # It waits once for each item that consumes gradients or values, and for no other.
     waits, consumers, last_read = [], set(), {}
@@ -364,6 +418,8 @@ def test_nothing_moves_once_everything_is_resident(seed):
             consumers.add(record.item)
         elif record.stage is not None:
             last_read.update(dict.fromkeys(workload.reads[record.stage], record.item))
+            if record.op is Op.BACKWARD and record.stage in whole.kept:
+                consumers.add(record.item)
     assert sorted(waits) == sorted(consumers.union(last_read.values()))
     cold = [record for record in whole.cold if record.op is Op.FETCH]
     assert len(cold) == len({(record.part, record.group) for record in cold})

@@ -4,7 +4,10 @@ from common import LINK_SHARE, STANDARD, Row, add_shape, parser, run_table
 
 _RESIDENT = "all state resident"
 # Clipping by the global norm defers updates to the next forward, which wants more room.
-_BUDGETS = {None: ("least", "12", "auto"), 1.0: ("least", "24", "60", "auto")}
+_BUDGETS = {
+    None: ("least", "8", "16", "32", "64", "auto"),
+    1.0: ("least", "24", "40", "60", "auto"),
+}
 
 
 def rows(shape: str) -> list[Row]:

@@ -5,7 +5,7 @@ isn't here, or a model that fits none, costs seconds; it prints as a table.
 """
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Protocol
@@ -73,6 +73,8 @@ class Plan:
         microbatches: Microbatches of a step.
         update_mode: Whether parameters are updated in the stage's own backward.
         num_stages: Stages of the forward.
+        num_kept: Those that keep the results of their matrix products for the backward, which
+            then need not compute them again.
         num_templates: Templates that are compiled for them.
         warnings: What could not be done well, in words.
         hardware: The machine that times and limits refer to.
@@ -92,6 +94,7 @@ class Plan:
     microbatches: int
     update_mode: Literal["immediate", "deferred"]
     num_stages: int
+    num_kept: int
     num_templates: int
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
@@ -190,6 +193,8 @@ def make_plan(
     stage_flops: Sequence[int],
     backward: Sequence[bool] | None = None,
     fused_last: bool = True,
+    kept: Collection[int] = (),
+    saved_flops: Sequence[int] = (),
     microbatches: int = 1,
     optimizer_flops: int = 0,
     seconds_per_step: float | None = None,
@@ -210,6 +215,7 @@ def make_plan(
     one forward, one more to recompute it, and a backward of twice a forward, as each product of
     matrices has two factors to differentiate. It is 3 for the last stage if it is fused, since
     that one's forward runs as part of its backward only, and 1 for a stage without a backward.
+    Stages that keep residuals don't do all of their forward again.
 
     Args:
         names: The groups' names; like the three arguments that follow, one entry a group.
@@ -220,6 +226,8 @@ def make_plan(
         stage_flops: Forward operations of each stage for one microbatch.
         backward: Which stages have a backward; all of them unless given.
         fused_last: Whether the last stage's forward runs only within its backward.
+        kept: The stages that keep their residuals.
+        saved_flops: For each stage, operations of one microbatch that keeping them saves.
         microbatches: Microbatches of a step.
         optimizer_flops: Operations of one update of all groups.
         seconds_per_step: The schedule's own estimate for `hardware`.
@@ -244,6 +252,7 @@ def make_plan(
     if fused_last and factors:
         factors[-1] = 3
     work = sum(factor * flops for factor, flops in zip(factors, stage_flops, strict=True))
+    work -= sum(saved_flops[stage] for stage in kept)
     return Plan(
         num_parameters=sum(num_parameters),
         groups=_fold(names, num_parameters, state, templates),
@@ -259,6 +268,7 @@ def make_plan(
         microbatches=microbatches,
         update_mode="deferred" if deferred else "immediate",
         num_stages=len(stage_flops),
+        num_kept=len(kept),
         num_templates=num_templates,
         warnings=tuple(warnings),
         hardware=hardware,
@@ -341,6 +351,8 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     known = plan.device_temporary_bytes
     temporaries = [["device memory, temporaries", _memory(known), ""]] if known is not None else []
+    kept = f"{plan.num_kept} of {plan.num_stages} stages"
+    recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
     cells = [
         ["host memory at rest", _memory(plan.host_bytes), ""],
         ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
@@ -355,6 +367,7 @@ def _total_cells(plan: Plan) -> list[list[str]]:
             _short(plan.flops_per_step, flops=True),
             _seconds(plan.seconds_compute),
         ],
+        *recompute,
     ]
     if machine is not None:
         rates = (

@@ -41,6 +41,15 @@ class Templates:
             ("forward", bound.key), lambda: template.forward(bound.stage, bound.binding)
         )
 
+    def forward_keeping(self, bound: BoundStage) -> Callable:
+        """See `template.forward_keeping`."""
+        stage, binding, residuals = bound.stage, bound.binding, bound.residuals
+        assert residuals is not None
+        return self.get(
+            ("forward keeping", bound.key, stage.active, stage.seeded),
+            lambda: template.forward_keeping(stage, binding, residuals),
+        )
+
     def backward(self, bound: BoundStage) -> Callable:
         """See `template.backward`."""
         stage, binding, mode = bound.stage, bound.binding, bound.mode
@@ -49,6 +58,16 @@ class Templates:
             ("backward", bound.key, stage.active, mode),
             lambda: template.backward(stage, binding, mode),
             donate_argnums=(3, 4),
+        )
+
+    def backward_of_kept(self, bound: BoundStage) -> Callable:
+        """See `template.backward_of_kept`."""
+        stage, binding, mode, residuals = bound.stage, bound.binding, bound.mode, bound.residuals
+        assert mode is not None and residuals is not None
+        return self.get(
+            ("backward of kept", bound.key, stage.active, mode),
+            lambda: template.backward_of_kept(stage, binding, mode, residuals),
+            donate_argnums=(4, 5),
         )
 
     def reduce(self, cut: OptimizerCut, layout: GroupLayout, group: int) -> Callable:
@@ -69,7 +88,7 @@ class Templates:
         )
 
 
-def temporary_bytes(
+def compile_ahead(
     templates: Templates, plan: StepPlan, layouts: Sequence[GroupLayout], cut: OptimizerCut
 ) -> int:
     """Compiles what a step runs and asks how much memory that needs besides state and activations.
@@ -103,11 +122,16 @@ def _calls(
     def gradient(g: int) -> jax.ShapeDtypeStruct:
         return _on_device(layouts[g].master.aval, gradients.get(g, "float32"))
 
-    for bound in plan.stages:
+    for number, bound in enumerate(plan.stages):
         stage, mode = bound.stage, bound.mode
         masters = [_on_device(layouts[g].master.aval) for g in bound.groups]
         inputs = values(stage.inputs)
-        if mode is None or not mode.give_outputs:
+        kept = None
+        if number in plan.schedule.kept and bound.residuals is not None:
+            kept = [_on_device(aval) for aval in bound.residuals.avals]
+            key = "forward keeping", bound.key, stage.active, stage.seeded
+            yield key, (templates.forward_keeping(bound), [masters, inputs], 0)
+        elif mode is None or not mode.give_outputs:
             yield ("forward", bound.key), (templates.forward(bound), [masters, inputs], 0)
         if mode is None:
             continue
@@ -116,8 +140,12 @@ def _calls(
         args = [masters, inputs, arriving, [gradient(g) for g in existing], values(bound.sent)]
         leaving = [v for v, a in zip(inputs, stage.active, strict=True) if a]
         beside = sum(map(jx.num_bytes, (*arriving * plan.microbatches, *leaving)))
-        key = "backward", bound.key, stage.active, mode
-        yield key, (templates.backward(bound), args, beside)
+        key = "backward", kept is None, bound.key, stage.active, mode
+        if kept is None:
+            yield key, (templates.backward(bound), args, beside)
+        else:
+            args.insert(2, kept)
+            yield key, (templates.backward_of_kept(bound), args, beside)
     loss = _on_device(jax.ShapeDtypeStruct((), jnp.float32))
     ok = _on_device(jax.ShapeDtypeStruct((), jnp.bool_))
     small = [_on_device(leaf) for leaf in cut.globals]

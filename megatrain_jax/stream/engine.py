@@ -23,11 +23,15 @@ from megatrain_jax.stream.steps import BoundStage, StepPlan
 
 @dataclasses.dataclass(kw_only=True)
 class _Step:
-    """The live values of the step at hand; rows have one entry a microbatch."""
+    """The live values of the step at hand; rows have one entry a microbatch.
+
+    Residuals are by stage, and have one entry a microbatch, too.
+    """
 
     plan: StepPlan
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
+    residuals: dict[int, list[list[jax.Array]]] = dataclasses.field(default_factory=dict)
     means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     squares: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -188,9 +192,10 @@ class Engine:
         elif record.op is Op.REDUCE:
             self._reduce(step, _known(record.group), item)
         else:
+            stage = _known(record.stage)
             compute = self._forward if record.op is Op.FORWARD else self._backward
-            compute(step, step.plan.stages[_known(record.stage)], item)
-            for i in step.plan.last_read.get((record.op, _known(record.stage)), ()):
+            compute(step, stage, item)
+            for i in step.plan.last_read.get((record.op, stage), ()):
                 self.host.pop(("A", i), None)
                 for row in step.rows:
                     row.pop(i, None)
@@ -225,22 +230,33 @@ class Engine:
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
         return [self.on_device["P", g][0] for g in bound.groups]
 
-    def _forward(self, step: _Step, bound: BoundStage, item: int) -> None:
-        run = self.templates.forward(bound)
+    def _forward(self, step: _Step, number: int, item: int) -> None:
+        bound = step.plan.stages[number]
+        if keeps := number in step.plan.schedule.kept:
+            run, step.residuals[number] = self.templates.forward_keeping(bound), []
+        else:
+            run = self.templates.forward(bound)
         for row in step.rows:
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
+            if keeps:
+                outputs, residuals = outputs
+                step.residuals[number].append(residuals)
             self._keep(step, bound, row, outputs, item)
 
-    def _backward(self, step: _Step, bound: BoundStage, item: int) -> None:
+    def _backward(self, step: _Step, number: int, item: int) -> None:
+        bound = step.plan.stages[number]
         stage, mode = bound.stage, bound.mode
         assert mode is not None
-        run = self.templates.backward(bound)
+        keeps = number in step.plan.schedule.kept
+        run = self.templates.backward_of_kept(bound) if keeps else self.templates.backward(bound)
+        kept = step.residuals.pop(number, [[]] * len(step.rows))
         arriving = [o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a]
         accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
-        for row, cotangents in zip(step.rows, step.cotangents, strict=True):
+        for row, cotangents, residuals in zip(step.rows, step.cotangents, kept, strict=True):
             outputs, gradients, back = run(
                 self._masters(bound),
                 [row[i] for i in stage.inputs],
+                *([residuals] if keeps else ()),
                 [cotangents.pop(o) for o in arriving],
                 [self._take_gradient(g) for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 PartKey = tuple[str, int]
-"""A part ("P" masters, "O" optimizer state, "G" gradient) and its group; or "A" and a value's id.
+"""A part and its number: of a group "P" masters, "O" optimizer state or "G" gradient; "A" and a
+value's id; "R" and a stage whose residuals are kept.
 
-A value ("activation") is what one stage hands to others, of all microbatches. Gradients and values
-are made within a lap; masters and optimizer state always exist.
+A value ("activation") is what one stage hands to others, residuals are what its forward keeps for
+its backward; of all microbatches. Gradients, values and residuals are made within a lap; masters
+and optimizer state always exist.
 """
 LASTING = "PO"
 
@@ -64,6 +66,8 @@ class Costs:
         forward: For each stage, its forward of all microbatches.
         backward: For each stage, its backward of all microbatches.
         update: For each group, its update.
+        recompute: For each stage, by how much its backward is shorter if its residuals are kept;
+            nothing unless given.
         byte: One byte over the link, in either direction.
         dispatch: What the driver needs to dispatch one record.
     """
@@ -71,6 +75,7 @@ class Costs:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     update: tuple[float, ...]
+    recompute: tuple[float, ...] = ()
     byte: float
     dispatch: float = 0.0
 
@@ -88,6 +93,9 @@ class Workload:
         values: Bytes of each value that is counted, by its id.
         makes: For each stage, the counted values it makes; none unless given.
         reads: For each stage, the counted values it reads.
+        residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
+            given.
+        kept: The stages that keep them.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
         reduce_reads: Parts that REDUCE reads besides the gradient.
@@ -101,6 +109,8 @@ class Workload:
     values: Mapping[int, int] = field(default_factory=dict)
     makes: tuple[tuple[int, ...], ...] = ()
     reads: tuple[tuple[int, ...], ...] = ()
+    residuals: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
     reduce_reads: frozenset[str] = frozenset()
@@ -116,10 +126,14 @@ class Workload:
         assert len(self.costs.update) == len(self.sizes)
         made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
         assert set(self.values) == made == read, "every value is made and read"
+        assert all(self.residuals[s] and self.backward[s] for s in self.kept)
+        assert not self.fused_last or len(self.stages) - 1 not in self.kept
 
     def size(self, key: PartKey) -> int:
-        """Bytes of one part of one group, or of one value."""
+        """Bytes of one part of one group, of one value, or of one stage's residuals."""
         part, number = key
+        if part == "R":
+            return self.residuals[number]
         return self.values[number] if part == "A" else self.sizes[number].get(part, 0)
 
 
@@ -187,7 +201,7 @@ def build_laps(workload: Workload) -> Laps:
     assert made == waiting, "a lap leaves the gradients that the next one starts from"
     flush = _as_items(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
-    evaluation = _as_items(workload, forward, set())
+    evaluation = _as_items(replace(workload, kept=frozenset()), forward, set())
     return Laps(workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation)
 
 
@@ -318,19 +332,27 @@ def _as_step(workload: Workload, record: Record, done: Iterable[int], made: set[
     given: tuple[PartKey, ...] = ()
     if record.op is Op.FORWARD and record.stage is not None and workload.makes:
         given = tuple(("A", i) for i in workload.makes[record.stage])
+    used: tuple[PartKey, ...] = ()
+    if record.stage in workload.kept:
+        residuals = (("R", record.stage),)
+        given, used = ((*given, *residuals), ()) if record.op is Op.FORWARD else (given, residuals)
     return Step(
         record=record,
-        touches=(*keys(touches[record.op]), *read, *given),
+        touches=(*keys(touches[record.op]), *read, *used, *given),
         creates=(*new, *given),
         dirties=(*keys("G" if makes else "PO" if updates else ()), *given),
-        kills=(*keys("G" if updates else ()), *(("A", i) for i in dict.fromkeys(done))),
-        seconds=_seconds(workload.costs, record),
+        kills=(*keys("G" if updates else ()), *(("A", i) for i in dict.fromkeys(done)), *used),
+        seconds=_seconds(workload, record),
     )
 
 
-def _seconds(costs: Costs, record: Record) -> float:
+def _seconds(workload: Workload, record: Record) -> float:
+    costs = workload.costs
     if record.stage is not None:
-        return (costs.forward if record.op is Op.FORWARD else costs.backward)[record.stage]
+        if record.op is Op.FORWARD:
+            return costs.forward[record.stage]
+        saved = costs.recompute[record.stage] if record.stage in workload.kept else 0.0
+        return costs.backward[record.stage] - saved
     if record.op is Op.UPDATE and record.group is not None:
         return costs.update[record.group]
     return 0.0

@@ -5,8 +5,8 @@ the engine only has to obey, so tests and plans can read a step unexecuted.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megatrain_jax.stream.clock import Clock
@@ -24,6 +24,7 @@ from megatrain_jax.stream.laps import (
 )
 
 _NUM_CANDIDATES = 8
+_NUM_KEPT_CANDIDATES = 4
 # The first laps only bring the clock into its rhythm.
 _MIN_LAPS = 3
 
@@ -47,10 +48,12 @@ class Schedule:
             laps and flushes may hold less, offload what is unchanged, and wait for items that
             left nothing: their records serve after every lap.
         peak_bytes: The largest entry of the ledgers.
-        resident: Parts that stay on the device between laps.
+        resident: Parts that stay on the device between laps, or from when they are made to their
+            last use.
+        kept: Stages whose residuals are kept from forward to backward.
         seconds: Estimate of a steady lap's time.
         smallest_bytes: The least budget with which computing need not wait for room.
-        all_resident_bytes: From here on a steady lap moves nothing.
+        all_resident_bytes: From here on a steady lap without residuals moves nothing.
     """
 
     cold: tuple[Record, ...]
@@ -61,6 +64,7 @@ class Schedule:
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
     resident: frozenset[PartKey]
+    kept: frozenset[int]
     seconds: float
     smallest_bytes: int
     all_resident_bytes: int
@@ -70,40 +74,80 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
     """Orders a training step so that what it keeps never exceeds a budget on the device.
 
     Args:
-        workload: What to compute on which bytes.
-        budget: Bytes that parameters, optimizer state, gradients and the values between stages
-            may occupy on the device. None asks for the smallest schedule.
+        workload: What to compute on which bytes; which residuals are kept is decided here.
+        budget: Bytes that parameters, optimizer state, gradients, residuals and the values between
+            stages may occupy on the device. None asks for the smallest schedule.
 
     Returns:
-        The schedule: of several with more or fewer residents the one estimated to be the fastest.
-        The order of computing records never depends on the budget.
+        The schedule: of several with more or fewer residents and residuals the one estimated to be
+        the fastest. The order of computing records never depends on the budget.
 
     Raises:
         ValueError: The budget is below the smallest schedule's peak.
     """
     laps = build_laps(workload)
-    units = _resident_units(laps)
-    everything = frozenset(key for unit in units for key in unit)
-    bounds = {
-        "smallest_bytes": least_bytes(laps, frozenset()),
-        "all_resident_bytes": least_bytes(laps, everything),
-    }
-    smallest = bounds["smallest_bytes"]
+    smallest = least_bytes(laps, frozenset())
     budget = smallest if budget is None else budget
     if budget < smallest:
         raise ValueError(
             f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
-    if budget >= bounds["all_resident_bytes"]:
-        return _lay_down(laps, bounds["all_resident_bytes"], everything, bounds)
-    most = _most_units(laps, units, budget)
+    everything = frozenset(chain.from_iterable(_resident_units(laps)))
+    bounds = {"smallest_bytes": smallest, "all_resident_bytes": least_bytes(laps, everything)}
+    candidates = [_with_residents(laps, budget, bounds)]
+    for kept in _kept_choices(workload, budget) if budget > smallest else ():
+        candidates.append(_with_residents(build_laps(kept), budget, bounds))
+    return min(candidates, key=lambda schedule: schedule.seconds)
+
+
+def _with_residents(laps: Laps, budget: int, bounds: Mapping[str, int]) -> Schedule:
+    """The fastest schedule of some with more or fewer parts that stay on the device."""
+    always = frozenset(("R", stage) for stage in laps.workload.kept)
+    units = _resident_units(laps)
+    everything = always.union(*units)
+    if budget >= (needed := least_bytes(laps, everything)):
+        return _lay_down(laps, needed, everything, bounds)
+
+    def residents(count: int) -> frozenset[PartKey]:
+        return always.union(*units[:count])
+
+    most = _most(len(units), lambda count: least_bytes(laps, residents(count)) <= budget)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    candidates = (
-        _lay_down(laps, budget, frozenset(chain.from_iterable(units[:count])), bounds)
-        for count in sorted(counts)
-    )
+    candidates = (_lay_down(laps, budget, residents(count), bounds) for count in sorted(counts))
     return min(candidates, key=lambda schedule: (schedule.seconds, len(schedule.steady)))
+
+
+def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
+    """Workloads that keep some stages' residuals, from few to as many as fit.
+
+    Those that save the most time for their bytes come first, and of equal ones the last stages,
+    whose residuals are needed for the shortest time.
+    """
+    seconds = workload.costs.recompute
+    stages = [stage for stage, size in enumerate(workload.residuals) if size]
+    stages.sort(key=lambda s: (-seconds[s] / workload.residuals[s], -s))
+
+    def keeping(count: int) -> Workload:
+        return replace(workload, kept=frozenset(stages[:count]))
+
+    def fits(count: int) -> bool:
+        always = frozenset(("R", stage) for stage in stages[:count])
+        return least_bytes(build_laps(keeping(count)), always) <= budget
+
+    most = _most(len(stages), fits)
+    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
+    for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
+        yield keeping(count)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to a limit that fits, if all smaller ones do; 0 always does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def least_bytes(laps: Laps, resident: frozenset[PartKey]) -> int:
@@ -172,16 +216,6 @@ def _resident_units(laps: Laps) -> list[tuple[PartKey, ...]]:
     return [unit for unit in sized if unit]
 
 
-def _most_units(laps: Laps, units: Sequence[tuple[PartKey, ...]], budget: int) -> int:
-    """How many units can stay, the first ones."""
-    low, high = 0, len(units)
-    while low < high:
-        middle = (low + high + 1) // 2
-        resident = frozenset(chain.from_iterable(units[:middle]))
-        low, high = (middle, high) if least_bytes(laps, resident) <= budget else (low, middle - 1)
-    return low
-
-
 def _lay_down(
     laps: Laps, limit: int, resident: frozenset[PartKey], bounds: Mapping[str, int]
 ) -> Schedule:
@@ -223,6 +257,7 @@ def _lay_down(
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
         resident=resident,
+        kept=laps.workload.kept,
         seconds=seconds,
         **bounds,
     )
@@ -239,8 +274,5 @@ def _boundary(laps: Laps, limit: int, resident: frozenset[PartKey]) -> int:
             for lap in (laps.cold, laps.steady)
         )
 
-    low, high = laps.steady[0].num_early, len(uses)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    early = laps.steady[0].num_early
+    return early + _most(len(uses) - early, lambda count: fits(early + count))

@@ -18,6 +18,7 @@ from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.flops import count_flops
 from megatrain_jax.program.stages import Program, Stage
 from megatrain_jax.stream.laps import Costs, Op, Record, Workload
+from megatrain_jax.stream.residuals import Residuals, find_residuals
 from megatrain_jax.stream.schedule import Schedule, plan_schedule
 from megatrain_jax.stream.template import Backward, Binding, Slot
 
@@ -37,6 +38,7 @@ class BoundStage:
         binding: Where its leaves lie in them.
         mode: How its backward accumulates; None without a backward.
         sent: Ids of inputs whose cotangent another stage has already sent, in input order.
+        residuals: What its forward can keep for its backward; None if there is nothing.
     """
 
     stage: Stage
@@ -44,6 +46,7 @@ class BoundStage:
     binding: Binding
     mode: Backward | None
     sent: tuple[int, ...]
+    residuals: Residuals | None
 
     @property
     def key(self) -> Hashable:
@@ -100,12 +103,13 @@ def plan_step(
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
-    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1)
+    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
     values, makes, reads = _counted_values(program, microbatches)
     workload = Workload(
         values=values,
         makes=makes,
         reads=reads,
+        residuals=tuple(microbatches * b.residuals.num_bytes if b.residuals else 0 for b in bound),
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -113,7 +117,7 @@ def plan_step(
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
-        costs=_costs(stages, sizes, microbatches, hardware),
+        costs=_costs(bound, sizes, microbatches, hardware),
     )
     schedule = plan_schedule(workload, device_budget)
     records = schedule.cold if training else schedule.evaluation
@@ -175,32 +179,38 @@ def _counted_values(
 
 
 def _costs(
-    stages: Sequence[Stage],
+    bound: Sequence[BoundStage],
     sizes: Sequence[Mapping[str, int]],
     microbatches: int,
     hardware: Hardware,
 ) -> Costs:
     """Estimates from operations, and for updates from bytes."""
+    stages = [b.stage for b in bound]
     flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
     rate = hardware.flops_per_s * hardware.sustained / microbatches
     forward = [flops[stage.key] / rate for stage in stages]
     # A backward computes its stage once more, and a product has two factors to differentiate.
     backward = [3 * seconds for seconds in forward]
+    saved = [b.residuals.saved_flops / rate if b.residuals else 0.0 for b in bound]
     moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
     return Costs(
         forward=tuple(forward),
         backward=tuple(backward),
         update=tuple(num_bytes / hardware.memory_bytes_per_s for num_bytes in moved),
+        recompute=tuple(saved),
         byte=1 / hardware.link_bytes_per_s,
         dispatch=_SECONDS_PER_RECORD,
     )
 
 
-def _bind(stages, grouping, layouts, gradients, fused, accumulate) -> tuple[BoundStage, ...]:
+def _bind(
+    stages, grouping, layouts, gradients, fused, accumulate, training
+) -> tuple[BoundStage, ...]:
     group_of = grouping.group_of
     position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
     seen_groups: set[int] = set()
     sent: set[int] = set()
+    found: dict[Hashable, Residuals | None] = {}
     bound: list[BoundStage] = []
     for s in range(len(stages) - 1, -1, -1):
         stage: Stage = stages[s]
@@ -209,7 +219,7 @@ def _bind(stages, grouping, layouts, gradients, fused, accumulate) -> tuple[Boun
             Slot(slab=groups.index(group_of[leaf]), leaf=position[leaf]) for leaf in stage.leaves
         )
         binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
-        mode, known = None, ()
+        mode, known, residuals = None, (), None
         if stage.has_backward:
             existing = tuple(
                 active and i in sent and i not in stage.inputs[:n]
@@ -225,7 +235,21 @@ def _bind(stages, grouping, layouts, gradients, fused, accumulate) -> tuple[Boun
             )
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
-        bound.append(BoundStage(stage=stage, groups=groups, binding=binding, mode=mode, sent=known))
+            if training and not mode.give_outputs:
+                like = stage.key, stage.active, stage.seeded
+                if like not in found:
+                    found[like] = find_residuals(stage)
+                residuals = found[like]
+        bound.append(
+            BoundStage(
+                stage=stage,
+                groups=groups,
+                binding=binding,
+                mode=mode,
+                sent=known,
+                residuals=residuals,
+            )
+        )
     return tuple(bound[::-1])
 
 

@@ -13,6 +13,7 @@ import jax
 from megatrain_jax.memory.layout import Layout
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.stages import Stage
+from megatrain_jax.stream.residuals import Residuals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,15 @@ def forward(stage: Stage, binding: Binding) -> Callable:
     def forward_stage(slabs, inputs):
         leaves = _unpack(stage, binding, slabs)
         return jx.evaluate(stage.jaxpr, [*stage.consts, *leaves, *inputs])
+
+    return forward_stage
+
+
+def forward_keeping(stage: Stage, binding: Binding, residuals: Residuals) -> Callable:
+    """Builds `(slabs, inputs) -> (outputs, residuals)`."""
+
+    def forward_stage(slabs, inputs):
+        return residuals.forward([*_unpack(stage, binding, slabs), *inputs])
 
     return forward_stage
 
@@ -82,17 +92,40 @@ def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
             return [o for o, a in zip(outputs, mode.arriving, strict=True) if a], outputs
 
         _, pull, outputs = jax.vjp(run, leaves, active, has_aux=True)
-        leaf_gradients, input_cotangents = pull(list(cotangents))
-        new = _pack_gradients(binding, mode, leaf_gradients, gradients)
-        earlier = iter(sent)
-        flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
-        summed = [
-            c + next(earlier) if exists else c
-            for c, exists in zip(input_cotangents, flags, strict=True)
-        ]
+        new, summed = _finish(stage, binding, mode, pull(list(cotangents)), gradients, sent)
         return (outputs if mode.give_outputs else []), new, summed
 
     return backward_stage
+
+
+def backward_of_kept(
+    stage: Stage, binding: Binding, mode: Backward, residuals: Residuals
+) -> Callable:
+    """Builds `(slabs, inputs, kept, cotangents, gradients, sent)` to what `backward` gives.
+
+    The forward has kept its residuals, so only what is elementwise is computed again.
+    """
+    assert not mode.give_outputs
+
+    def backward_stage(slabs, inputs, kept, cotangents, gradients, sent):
+        values = [*_unpack(stage, binding, slabs), *inputs]
+        pulled = residuals.backward(values, kept, cotangents)
+        return [], *_finish(stage, binding, mode, pulled, gradients, sent)
+
+    return backward_stage
+
+
+def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, sent):
+    """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
+    leaf_gradients, input_cotangents = pulled
+    new = _pack_gradients(binding, mode, leaf_gradients, gradients)
+    earlier = iter(sent)
+    flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
+    summed = [
+        c + next(earlier) if exists else c
+        for c, exists in zip(input_cotangents, flags, strict=True)
+    ]
+    return new, summed
 
 
 def _unpack(stage: Stage, binding: Binding, slabs: Sequence[jax.Array]) -> list[jax.Array]:
