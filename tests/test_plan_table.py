@@ -183,11 +183,11 @@ def test_table_of_text():
         "host memory at rest 114.00 GiB",
         "host memory at peak 114.00 GiB fits in 125.00 GiB",
         "device memory, in all 17.00 GiB fits in 140.40 GiB",
-        "to the device, a step 38.00 GiB 0.77 s",
+        "to the device, a step 38.00 GiB 0.868 s",
         "to the host, a step 0 B 0 s",
         "arithmetic, a step, 4 microbatches 588 TFLOP 0.805 s",
         "a step, estimate 1.25 s",
-        "on NVIDIA H200 53 GB/s each way, 730 TFLOP/s, measured",
+        "on NVIDIA H200 47 GB/s each way, 730 TFLOP/s, measured",
         "bound by neither: balanced",
         "warning: `while` holds 3 blocks",
         "warning: one large stage",
@@ -256,7 +256,7 @@ def test_memory_units(num_bytes, text):
 
 def test_known_cards(monkeypatch):
     class Card:
-        device_kind = "NVIDIA GeForce RTX 4090"
+        device_kind, platform = "NVIDIA GeForce RTX 4090", "gpu"
 
         def memory_stats(self):
             return {"bytes_limit": 18 * GIB}
@@ -266,7 +266,15 @@ def test_known_cards(monkeypatch):
     assert hardware.this_machine() == replace(
         hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB
     )
-    monkeypatch.setattr(Card, "device_kind", "Abacus")
+    monkeypatch.setattr(Card, "device_kind", "NVIDIA Abacus")
+    unknown = hardware.this_machine()
+    assert unknown is not None and unknown.name == "NVIDIA Abacus"
+    assert unknown.device_bytes == 18 * GIB and unknown.source.startswith("assumed")
+    monkeypatch.setattr(Card, "memory_stats", lambda self: {"bytes_limit": 0, "bytes_in_use": 7})
+    unlimited = hardware.this_machine()
+    assert unlimited is not None and unlimited.device_bytes is None
+    assert hardware.pool.free_device_bytes() is None
+    monkeypatch.setattr(Card, "platform", "cpu")
     assert hardware.this_machine() is None
 
 

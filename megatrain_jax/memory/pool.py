@@ -97,7 +97,8 @@ def cgroup_memory(
 def free_device_bytes() -> int | None:
     """Returns the device memory that JAX can still get; None where it doesn't tell, as on a CPU."""
     stats = jax.devices()[0].memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    limit = stats.get("bytes_limit")  # 0 where the allocator takes memory as it needs it
+    return limit - stats["bytes_in_use"] if limit else None
 
 
 def total_bytes(

@@ -19,6 +19,7 @@ its backward; of all microbatches. Gradients, values and residuals are made with
 and optimizer state always exist.
 """
 LASTING = "PO"
+PASSING = "AR"
 
 
 class Op(enum.Enum):

@@ -13,8 +13,10 @@ from megatrain_jax.stream.clock import Clock
 from megatrain_jax.stream.device import Device
 from megatrain_jax.stream.laps import (
     LASTING,
+    PASSING,
     Item,
     Laps,
+    Op,
     PartKey,
     Record,
     Use,
@@ -24,7 +26,9 @@ from megatrain_jax.stream.laps import (
 )
 
 _NUM_CANDIDATES = 8
-_NUM_KEPT_CANDIDATES = 4
+_NUM_KEPT_CANDIDATES = 6
+# How far apart two estimates of a lap have to be to tell which lap is faster.
+_UNCERTAINTY = 0.03
 # The first laps only bring the clock into its rhythm.
 _MIN_LAPS = 3
 
@@ -80,7 +84,8 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
 
     Returns:
         The schedule: of several with more or fewer residents and residuals the one estimated to be
-        the fastest. The order of computing records never depends on the budget.
+        the fastest, or of those that are about as fast the one that moves least. The order of
+        computing records never depends on the budget.
 
     Raises:
         ValueError: The budget is below the smallest schedule's peak.
@@ -98,7 +103,7 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
     candidates = [_with_residents(laps, budget, bounds)]
     for kept in _kept_choices(workload, budget) if budget > smallest else ():
         candidates.append(_with_residents(build_laps(kept), budget, bounds))
-    return min(candidates, key=lambda schedule: schedule.seconds)
+    return _best(workload, candidates)
 
 
 def _with_residents(laps: Laps, budget: int, bounds: Mapping[str, int]) -> Schedule:
@@ -114,8 +119,21 @@ def _with_residents(laps: Laps, budget: int, bounds: Mapping[str, int]) -> Sched
 
     most = _most(len(units), lambda count: least_bytes(laps, residents(count)) <= budget)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    candidates = (_lay_down(laps, budget, residents(count), bounds) for count in sorted(counts))
-    return min(candidates, key=lambda schedule: (schedule.seconds, len(schedule.steady)))
+    candidates = [_lay_down(laps, budget, residents(count), bounds) for count in sorted(counts)]
+    return _best(laps.workload, candidates)
+
+
+def _best(workload: Workload, candidates: Sequence[Schedule]) -> Schedule:
+    """The fastest; of those that are as fast by all that can be foretold, what moves least."""
+    enough = (1 + _UNCERTAINTY) * min(schedule.seconds for schedule in candidates)
+    good = [schedule for schedule in candidates if schedule.seconds <= enough]
+    return min(good, key=lambda schedule: (_moved(workload, schedule), schedule.seconds))
+
+
+def _moved(workload: Workload, schedule: Schedule) -> int:
+    """Bytes that a steady lap copies, both ways."""
+    copies = (r for r in schedule.steady if r.op in (Op.FETCH, Op.OFFLOAD))
+    return sum(workload.size((str(r.part), r.group or 0)) for r in copies)
 
 
 def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
@@ -159,9 +177,11 @@ def least_bytes(laps: Laps, resident: frozenset[PartKey]) -> int:
         (laps.evaluation, nothing),
     )
     return max(
-        _least_at(laps.workload, before, item, after.uses[: after.num_early], stays)
+        _least_at(laps.workload, before, item, after.uses[: after.num_early], here)
         for line, stays in lines
-        for before, item, after in _neighbours(line)
+        for (before, item, after), here in zip(
+            _neighbours(line), _residents_at(line, stays), strict=True
+        )
     )
 
 
@@ -171,6 +191,19 @@ _NOTHING = Item(steps=(), uses=(), num_early=0, last_step={})
 def _neighbours(items: Sequence[Item]) -> Iterator[tuple[Item, Item, Item]]:
     padded = (_NOTHING, *items, _NOTHING)
     return zip(padded, items, padded[2:], strict=False)
+
+
+def _residents_at(
+    items: Sequence[Item], resident: frozenset[PartKey]
+) -> Iterator[frozenset[PartKey]]:
+    """For each item, the residents that exist when it begins; some do only in a part of a lap."""
+    passing = {key for key in resident if key[0] in PASSING}
+    lasting, alive = resident - passing, set()
+    for item in items:
+        yield lasting.union(alive)
+        for step in item.steps:
+            alive.update(passing.intersection(step.creates))
+            alive.difference_update(step.kills)
 
 
 def _least_at(
@@ -266,12 +299,15 @@ def _lay_down(
 def _boundary(laps: Laps, limit: int, resident: frozenset[PartKey]) -> int:
     """How many uses of the next lap can have their room while a lap's last item computes."""
     uses = [use for item in laps.steady for use in item.uses]
+    ends = [
+        ((laps.steady + lap)[-2], lap[-1], list(_residents_at(lap, resident))[-1])
+        for lap in (laps.cold, laps.steady)
+    ]
 
     def fits(count: int) -> bool:
         return all(
-            _least_at(laps.workload, (laps.steady + lap)[-2], lap[-1], uses[:count], resident)
-            <= limit
-            for lap in (laps.cold, laps.steady)
+            _least_at(laps.workload, before, last, uses[:count], here) <= limit
+            for before, last, here in ends
         )
 
     early = laps.steady[0].num_early

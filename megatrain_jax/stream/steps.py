@@ -191,7 +191,7 @@ def _costs(
     forward = [flops[stage.key] / rate for stage in stages]
     # A backward computes its stage once more, and a product has two factors to differentiate.
     backward = [3 * seconds for seconds in forward]
-    saved = [b.residuals.saved_flops / rate if b.residuals else 0.0 for b in bound]
+    saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
     moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
     return Costs(
         forward=tuple(forward),
@@ -201,6 +201,14 @@ def _costs(
         byte=1 / hardware.link_bytes_per_s,
         dispatch=_SECONDS_PER_RECORD,
     )
+
+
+def _seconds_saved(residuals: Residuals | None, hardware: Hardware) -> float:
+    """Products run near the device's rate, and what they give is written and read once more."""
+    if residuals is None:
+        return 0.0
+    moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
+    return max(0.0, residuals.saved_flops / hardware.flops_per_s - moved)
 
 
 def _bind(
