@@ -160,6 +160,7 @@ class Job:
             device_other_bytes=_other_bytes(step),
             device_temporary_bytes=self.temporary_bytes,
             in_flight_bytes=_in_flight_bytes(step),
+            largest_slab_bytes=self.largest_slab_bytes,
             num_templates=len(templates),
             warnings=(*step.program.warnings, *self._wide_products()),
             hardware=hardware,

@@ -100,6 +100,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "planned_gib_in_and_out": [plan.bytes_in / GIB, plan.bytes_out / GIB],
         "planned_host_gib": plan.host_bytes / GIB,
         "planned_host_peak_gib": plan.host_peak_bytes / GIB,
+        "planned_process_gib": plan.host_process_bytes and plan.host_process_bytes / GIB,
         "host_bytes_per_parameter": plan.host_bytes / plan.num_parameters,
         "stages_that_keep_residuals": plan.num_kept,
         "num_stages": plan.num_stages,

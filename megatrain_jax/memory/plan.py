@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
+from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware
 
 _GIB = 2**30
@@ -60,6 +61,8 @@ class Plan:
         groups: Its parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest.
         host_peak_bytes: The same with waiting gradients, activations and arrays in flight.
+        host_process_bytes: What the process takes in all on the machine, with the pool's unused
+            ends; None without a GPU.
         device_state_bytes: Most device memory that the schedule gives to state and activations.
         device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
             small ones, and what the batch alone determines.
@@ -84,6 +87,7 @@ class Plan:
     groups: tuple[GroupRow, ...]
     host_bytes: int
     host_peak_bytes: int
+    host_process_bytes: int | None
     device_state_bytes: int
     device_other_bytes: int
     device_temporary_bytes: int | None
@@ -204,6 +208,7 @@ def make_plan(
     device_other_bytes: int,
     device_temporary_bytes: int | None = None,
     in_flight_bytes: int = 0,
+    largest_slab_bytes: int = 0,
     num_templates: int,
     warnings: Iterable[str] = (),
     hardware: Hardware | None = None,
@@ -238,6 +243,7 @@ def make_plan(
         device_temporary_bytes: Most that a compiled function needs for itself, if known.
         in_flight_bytes: Host memory for arrays in flight. Gradients and values that the schedule
             offloads are added to it here.
+        largest_slab_bytes: Bytes of the largest array of the state.
         num_templates: Templates that are compiled.
         warnings: What could not be done well, in words.
         hardware: The machine that times and limits refer to.
@@ -247,6 +253,8 @@ def make_plan(
     """
     bytes_in, bytes_out, waiting_bytes = _moved(records, sizes, values or {})
     state = [size["P"] + size["O"] for size in sizes]
+    peak = sum(state) + waiting_bytes + in_flight_bytes
+    process = hardware and pool.process_bytes(peak, largest_slab_bytes, hardware.host_bytes)
     has_backward = [True] * len(stage_flops) if backward is None else backward
     factors = [4 if differentiated else 1 for differentiated in has_backward]
     if fused_last and factors:
@@ -257,7 +265,8 @@ def make_plan(
         num_parameters=sum(num_parameters),
         groups=_fold(names, num_parameters, state, templates),
         host_bytes=sum(state),
-        host_peak_bytes=sum(state) + waiting_bytes + in_flight_bytes,
+        host_peak_bytes=peak,
+        host_process_bytes=process,
         device_state_bytes=device_state_bytes,
         device_other_bytes=device_other_bytes,
         device_temporary_bytes=device_temporary_bytes,
@@ -352,10 +361,13 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     known = plan.device_temporary_bytes
     temporaries = [["device memory, temporaries", _memory(known), ""]] if known is not None else []
     kept = f"{plan.num_kept} of {plan.num_stages} stages"
+    taken = plan.host_process_bytes
+    process = [["host memory, the process", _memory(taken), "estimate"]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
     cells = [
         ["host memory at rest", _memory(plan.host_bytes), ""],
         ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
+        *process,
         ["device memory, state and activations", _memory(plan.device_state_bytes), ""],
         ["device memory, other values", _memory(plan.device_other_bytes), "estimate"],
         *temporaries,

@@ -17,13 +17,16 @@ from jax.sharding import SingleDeviceSharding
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
-# The interpreter, CUDA and XLA were seen to need 6.7 GiB beside the pool on a one-GPU machine, and
-# its kernel 2.5 GiB more.
+# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine;
+# its kernel needs 2.5 GiB more.
+_PROCESS_BYTES = 67 * 2**30 // 10
 HEAD_ROOM_BYTES = 10 * 2**30
 
 _GIB = 2**30
 # Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
 _UNLIMITED_BYTES = 2**60
+# The ends of a fresh pool's pieces that may stay empty, in largest arrays.
+_SPARE_ARRAYS = 3
 # JAX's pool grows by regions of 2 MiB times a power of two.
 _SMALLEST_REGION_BITS = 21
 
@@ -159,8 +162,8 @@ def set_limit() -> None:
 
     Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
     """
-    if total_bytes() is not None:
-        os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes() // _GIB))
+    if (total := total_bytes()) is not None:
+        os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes(total) // _GIB))
 
 
 def reserve(num_bytes: int, array_bytes: int = 0) -> None:
@@ -189,12 +192,27 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     growth, pieces = 0, [num_bytes]
     if num_bytes > pool.likely_bytes - in_use:
         growth = _region_bytes(num_bytes, pool.likely_bytes)
-        exact = _pieces(num_bytes + 3 * array_bytes, _limit_bytes())
+        exact = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, _limit_bytes(total_bytes()))
         if not pool.likely_bytes and exact and sum(exact) < growth:
             growth, pieces = sum(exact), exact
         _check(num_bytes, growth)
     _take(pieces, num_bytes)
     _pools[where] = _Pool(proven_bytes=in_use + num_bytes, likely_bytes=pool.likely_bytes + growth)
+
+
+def process_bytes(num_bytes: int, array_bytes: int, total: int | None) -> int:
+    """Returns the host memory a process takes once `reserve` has made room in a fresh pool.
+
+    That is the pool, with the ends of its pieces that stay empty, and what the process needs
+    beside it.
+
+    Args:
+        num_bytes: See `reserve`.
+        array_bytes: See `reserve`.
+        total: The machine's host memory; None if unknown.
+    """
+    pieces = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, _limit_bytes(total)) or [num_bytes]
+    return sum(pieces) + _PROCESS_BYTES
 
 
 def _pieces(num_bytes: int, limit: int) -> list[int]:
@@ -210,9 +228,8 @@ def _pieces(num_bytes: int, limit: int) -> list[int]:
     return []
 
 
-def _limit_bytes() -> int:
-    """Returns what `set_limit` allows the pool."""
-    total = total_bytes()
+def _limit_bytes(total: int | None) -> int:
+    """Returns what `set_limit` allows the pool on a machine with so much memory."""
     return sys.maxsize if total is None else max(1, (total - HEAD_ROOM_BYTES) // _GIB) * _GIB
 
 
@@ -220,7 +237,7 @@ def _region_bytes(num_bytes: int, pool_bytes: int) -> int:
     """Returns what the pool will take from the system to serve one piece of this size."""
     region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
     # Regions double: the next is as large as all before it together, but stays in the limit.
-    return max(num_bytes, min(max(region, pool_bytes), _limit_bytes() - pool_bytes))
+    return max(num_bytes, min(max(region, pool_bytes), _limit_bytes(total_bytes()) - pool_bytes))
 
 
 def _check(num_bytes: int, growth: int) -> None:
