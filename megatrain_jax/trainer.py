@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,9 @@ import numpy as np
 import optax
 
 from megatrain_jax.adapters import adapt
+from megatrain_jax.checkpoint.contents import entries_of
+from megatrain_jax.checkpoint.restore import check, load
+from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.data import check_batch, check_like
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
@@ -156,6 +161,7 @@ class Trainer:
         self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
+        self._saving: Saving | None = None
         self.history = History()
         self.num_steps = 0
         initialise(job, self._engine, initial)
@@ -292,6 +298,72 @@ class Trainer:
     def plan(self) -> Plan:
         """What a step needs and does on this machine."""
         return self._job.plan(this_machine())
+
+    def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
+        """Writes a checkpoint that Orbax reads, too: parameters under the model's own paths.
+
+        Args:
+            path: The folder to write; must not exist.
+            params_only: Whether to leave out all that is not parameters. Training can't go on
+                from such a checkpoint.
+
+        Raises:
+            FileExistsError: If there is something at `path`.
+            CheckpointError: If it can't be written; nothing is left of it.
+        """
+        self.start_saving(Path(path), params_only=params_only).wait()
+
+    def start_saving(
+        self, path: Path, facts: Mapping[str, Any] | None = None, *, params_only: bool = False
+    ) -> Saving:
+        """Begins to write a checkpoint and returns; steps may go on meanwhile.
+
+        Args:
+            path: See `save`.
+            facts: What to keep beside the state, as JSON.
+            params_only: See `save`.
+
+        Returns:
+            What to wait for. A second save waits for the first by itself.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+        if path.exists():
+            raise FileExistsError(f"there is something at {path} already")
+        self.flush()
+        about = {"step": self.num_steps, "params_only": params_only, "history": self.history}
+        entries = entries_of(self._job)
+        about = {**about, **(facts or {})}
+        self._saving = Saving(path, self._job, self._engine, entries, about, params_only)
+        return self._saving
+
+    def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Goes on from a checkpoint of the same model and optimizer.
+
+        It may have been written with another device budget, number of microbatches or compute
+        dtype.
+
+        Args:
+            path: A folder that `save` or `fit` has written.
+
+        Returns:
+            What was kept beside the arrays.
+
+        Raises:
+            CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
+                otherwise, the training state is as it was.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+        entries = entries_of(self._job)
+        facts = check(Path(path), entries)
+        for metrics in list(self._in_flight):
+            self.read(metrics)
+        self.flush()
+        with deferred_interrupt():
+            load(Path(path), self._job, self._engine, entries)
+            self.num_steps, self.history = facts["step"], History(facts["history"])
+        return facts
 
     def _parameters(self) -> list[np.ndarray]:
         self.flush()

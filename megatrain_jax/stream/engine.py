@@ -5,7 +5,7 @@ hold the byte budget. State is kept by part and group, as tuples of slabs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.stream import functions
 from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.copies import Copies, Slabs
-from megatrain_jax.stream.laps import Op, PartKey, Record
+from megatrain_jax.stream.laps import LASTING, Op, PartKey, Record
 from megatrain_jax.stream.schedule import Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
 
@@ -50,6 +50,8 @@ class Engine:
         group_ok: For the last step, `ok` after each group's gradient.
         step: Number of the next step, on the device.
         templates: All compiled functions.
+        before_replacing: Called with a group before its state gets new arrays in the host, if
+            somebody still reads the old ones.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = templates
+        self.before_replacing: Callable[[int], None] | None = None
         self._copies = Copies()
         self.host: dict[PartKey, Slabs] = {}
         self.on_device: dict[PartKey, Slabs] = {}
@@ -207,6 +210,8 @@ class Engine:
         source = self.on_device.pop(key)
         leaving = self._leaving.setdefault(item, [])
         if op is Op.OFFLOAD:
+            if key[0] in LASTING and self.before_replacing is not None:
+                self.before_replacing(key[1])
             self.host[key] = self._copies.to_host(source)
             leaving.append((source, self.host[key]))
 

@@ -1,0 +1,1 @@
+"""The host store on disk, as ordinary Orbax checkpoints."""

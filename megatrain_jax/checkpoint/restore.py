@@ -1,0 +1,169 @@
+"""Reads a checkpoint into a store, group by group.
+
+All that can be wrong with a checkpoint is looked for before the store is touched; then each group's
+old arrays make room for the new ones, so that a full pool is large enough.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1
+
+from megatrain_jax.checkpoint import folder
+from megatrain_jax.checkpoint.contents import (
+    Entry,
+    Place,
+    flat,
+    put,
+    set_small_arrays,
+    small_arrays,
+)
+from megatrain_jax.checkpoint.contents import Path as TreePath
+from megatrain_jax.checkpoint.save import orbax_context
+from megatrain_jax.job import Job
+from megatrain_jax.memory import pool
+from megatrain_jax.memory.layout import Layout, MixedLayout
+from megatrain_jax.stream.engine import Engine
+
+_MOST_SHOWN = 10
+
+
+def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Checks that a checkpoint is whole and of this model and optimizer.
+
+    Returns:
+        What was kept beside the arrays.
+
+    Raises:
+        CheckpointError: If it is damaged, or holds other arrays; the first differences are listed.
+    """
+    facts = folder.facts_of(path)
+    if facts.get("params_only"):
+        raise folder.CheckpointError(
+            f"{path} holds parameters only, so training can't go on from it exactly"
+        )
+    found = {p: (tuple(m.shape), jnp.dtype(m.dtype).name) for p, m in _metadata(path).items()}
+    wanted = {entry.path: (entry.shape, entry.dtype) for entry in entries}
+    differences = [
+        *(f"{_name(p)} is missing" for p in wanted if p not in found),
+        *(f"{_name(p)} is not part of this run" for p in found if p not in wanted),
+        *(
+            f"{_name(p)} is {_describe(found[p])} there, but {_describe(wanted[p])} here"
+            for p in wanted
+            if p in found and found[p] != wanted[p]
+        ),
+    ]
+    if differences:
+        more = len(differences) - _MOST_SHOWN
+        shown = [*differences[:_MOST_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        raise folder.CheckpointError(
+            f"{path} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(shown)
+        )
+    return facts
+
+
+def load(path: Path, job: Job, engine: Engine, entries: Sequence[Entry]) -> None:
+    """Fills a store that is at rest with a checkpoint that was checked.
+
+    Raises:
+        CheckpointError: If the checkpoint can't be read after all; the store is then lost.
+    """
+    by_place = {place: entry for entry in entries for place in entry.places}
+    slices: dict[Place, jax.Array] = {}
+    try:
+        with orbax_context():
+            for entry in (entry for entry in entries if entry.stacked):
+                for g in entry.groups:
+                    _drop(engine, g)
+                whole = _load(path, [entry])[entry.path]
+                for place, row in zip(entry.places, whole, strict=True):
+                    slices[place] = jax.device_put(row, pool.pinned())
+                jax.block_until_ready(list(slices.values()))
+            for g, layout in enumerate(job.layouts):
+                _drop(engine, g)
+                state = _slab_positions(layout.state)
+                masters = "P", layout.master, list(range(len(layout.master.shapes)))
+                for part, slab, positions in [masters, *state]:
+                    places = [Place(part=part, group=g, position=i) for i in positions]
+                    here = [by_place[p] for p in places if p in by_place and p not in slices]
+                    loaded = _load(path, here)
+                    values = [
+                        slices.pop(p)
+                        if p in slices
+                        else loaded[by_place[p].path]
+                        if p in by_place
+                        else None
+                        for p in places
+                    ]
+                    array = jax.device_put(_slab(slab, values), pool.pinned())
+                    array.block_until_ready()
+                    engine.host[part, g] = (*engine.host.get((part, g), ()), array)
+            _load_small(path, engine, [entry for entry in entries if not entry.groups])
+    except Exception as error:
+        raise folder.CheckpointError(
+            f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
+            "memory is lost: restore another checkpoint."
+        ) from error
+
+
+def _drop(engine: Engine, group: int) -> None:
+    for part in "PO":
+        engine.host.pop((part, group), None)
+
+
+def _slab_positions(state: MixedLayout) -> list[tuple[str, Layout, list[int]]]:
+    """For each slab of optimizer state the positions of its leaves among the group's."""
+    return [
+        ("O", slab, [i for i, (at, _) in enumerate(state.places) if at == s])
+        for s, slab in enumerate(state.layouts)
+    ]
+
+
+def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
+    """Loads arrays as NumPy's; what describes them to Orbax takes no memory."""
+    tree: dict[str, Any] = {}
+    for entry in entries:
+        empty = np.broadcast_to(np.zeros((), jnp.dtype(entry.dtype)), entry.shape)
+        put(tree, entry.path, empty)
+    return flat(v1.load(str(path), tree)) if tree else {}
+
+
+def _slab(layout: Layout, values: Sequence[Any]) -> np.ndarray:
+    slab = np.zeros(layout.size, jnp.dtype(layout.dtype))
+    for value, shape, offset in zip(values, layout.shapes, layout.offsets, strict=True):
+        if value is not None:
+            slab[offset : offset + math.prod(shape)] = np.asarray(value).reshape(-1)
+    return slab
+
+
+def _load_small(path: Path, engine: Engine, entries: Sequence[Entry]) -> None:
+    arrays, loaded = small_arrays(engine), _load(path, entries)
+    for entry in entries:
+        (place,), value = entry.places, loaded[entry.path]
+        if entry.key is not None:
+            value = jax.random.wrap_key_data(value, impl=entry.key)
+        arrays[place.part][place.position] = jax.device_put(value, pool.pinned())
+    set_small_arrays(engine, arrays)
+
+
+def _metadata(path: Path) -> dict[TreePath, Any]:
+    try:
+        return flat(v1.metadata(str(path)).metadata)
+    except Exception as error:
+        raise folder.CheckpointError(
+            f"{path} is no checkpoint that Orbax can read ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _name(path: TreePath) -> str:
+    return "/".join(path)
+
+
+def _describe(row: tuple[tuple[int, ...], str]) -> str:
+    shape, dtype = row
+    return f"{dtype}[{','.join(map(str, shape))}]"

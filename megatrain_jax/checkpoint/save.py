@@ -1,0 +1,168 @@
+"""Writes a checkpoint group by group, while training goes on.
+
+The arrays of a store at rest never change: steps write new ones. So a checkpoint is written from
+the store itself, without a copy, and a step waits only before it replaces a group that is not on
+disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1
+
+from megatrain_jax.checkpoint import folder
+from megatrain_jax.checkpoint.contents import (
+    PARAMS,
+    Entry,
+    rows_of,
+    tree_of,
+)
+from megatrain_jax.job import Job
+from megatrain_jax.stream.engine import Engine
+from megatrain_jax.stream.laps import LASTING, Op
+
+# What Orbax may hold beside the arrays it writes or reads.
+CONCURRENT_BYTES = 256 << 20
+
+_Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
+
+
+class Saving:
+    """A checkpoint on its way to disk.
+
+    Attributes:
+        path: Its name once it is whole.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        job: Job,
+        engine: Engine,
+        entries: Sequence[Entry],
+        facts: Mapping[str, Any],
+        params_only: bool = False,
+    ):
+        """Starts writing.
+
+        Args:
+            path: Where to; must not exist.
+            job: What the store holds.
+            engine: The store, at rest; it will wait for this before it replaces a group.
+            entries: All arrays of the job's checkpoints.
+            facts: What to keep beside the arrays, as JSON.
+            params_only: Whether to write nothing but parameters.
+
+        Raises:
+            CheckpointError: If the folder can't be written.
+        """
+        self.path = path
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        if params_only:
+            entries = [entry for entry in entries if entry.path[0] == PARAMS]
+        self._parts = _parts(job, engine, entries)
+        with _named(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.remove_leftovers(path)
+            temporary = folder.temporary(path)
+            temporary.mkdir()  # whether it can be written shows here, before training goes on
+            temporary.rmdir()
+        self._left = Counter(g for groups, _ in self._parts for g in groups)
+        engine.before_replacing = self.wait_for
+        self._thread = threading.Thread(
+            target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return not self._thread.is_alive()
+
+    def wait_for(self, group: int) -> None:
+        """Waits until a group is on disk, or will never be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left[group])
+
+    def wait(self) -> None:
+        """Waits until the checkpoint has its name.
+
+        Raises:
+            CheckpointError: If it could not be written; nothing is left of it.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise folder.CheckpointError(
+                f"the checkpoint {self.path} could not be written: {_words(self._error)}. Older "
+                "checkpoints and the training state are as they were."
+            ) from self._error
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        written = str(folder.temporary(self.path))
+        try:
+            with orbax_context():
+                while self._parts:
+                    groups, rows = self._parts.pop(0)
+                    v1.partial.save(written, tree_of(rows))
+                    del rows
+                    self._release(groups)
+                v1.partial.finalize(written)
+            folder.publish(self.path, facts)
+        except BaseException as error:
+            self._error = error
+            with suppress(OSError):
+                folder.remove_leftovers(self.path)
+        finally:
+            self._parts.clear()
+            self._release(list(self._left.elements()))
+
+    def _release(self, groups: Iterable[int]) -> None:
+        with self._changed:
+            self._left.subtract(groups)
+            self._changed.notify_all()
+
+
+def orbax_context() -> v1.Context:
+    """Options that bound the memory Orbax needs beside the arrays; uncompressed is the faster."""
+    context = v1.Context()
+    context.array.saving.use_compression = False
+    context.memory.write_concurrent_bytes = CONCURRENT_BYTES
+    context.memory.read_concurrent_bytes = CONCURRENT_BYTES
+    context.pytree.loading.partial_load = True
+    return context
+
+
+def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
+    """What to write at a time, in the order in which steps will want to replace it."""
+    small = rows_of(job, engine, [entry for entry in entries if not entry.groups])
+    parts: list[_Part] = [((), small)] if small else []
+    offloads = (r for r in job.first.schedule.cold if r.op is Op.OFFLOAD)
+    replaced = [r.group for r in offloads if r.group is not None and str(r.part) in LASTING]
+    order = dict.fromkeys([*replaced, *range(len(job.layouts))])
+    for g in order:
+        whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]
+        if whole:
+            parts.append(((g,), rows_of(job, engine, whole)))
+    # One at a time, since each of them becomes a copy.
+    for entry in entries:
+        if entry.groups and entry.stacked:
+            parts.append((tuple(entry.groups), rows_of(job, engine, [entry])))
+    return parts
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise folder.CheckpointError(f"{path} can't be written: {_words(error)}") from error
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
