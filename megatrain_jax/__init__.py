@@ -7,7 +7,8 @@ from megatrain_jax.memory import pool
 pool.set_limit()
 compilation_cache.enable()
 
-from megatrain_jax.fit import DataRanOutError, FitResult, fit, train  # noqa: E402
+from megatrain_jax.checkpoint.folder import CheckpointError  # noqa: E402
+from megatrain_jax.fit import fit, train  # noqa: E402
 from megatrain_jax.history import History  # noqa: E402
 from megatrain_jax.memory.hardware import (  # noqa: E402
     A100_80GB,
@@ -19,6 +20,7 @@ from megatrain_jax.memory.hardware import (  # noqa: E402
 )
 from megatrain_jax.memory.plan import Plan  # noqa: E402
 from megatrain_jax.precision import Precision  # noqa: E402
+from megatrain_jax.result import DataRanOutError, FitResult  # noqa: E402
 from megatrain_jax.trainer import Trainer, plan  # noqa: E402
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "H200",
     "RTX_3080",
     "RTX_4090",
+    "CheckpointError",
     "DataRanOutError",
     "FitResult",
     "Hardware",

@@ -3,14 +3,19 @@
 A wrong batch is named here, by its path, before it can become an error from inside the compiler.
 """
 
+import base64
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm.auto import tqdm
 
+# A step or two may be drawn ahead of the one that is saved.
+_STATES_KEPT = 4
+_END = object()
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 
 
@@ -90,6 +95,60 @@ def batch_size(batch: Any) -> tuple[int, str]:
         leaf.size for leaf in leaves if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
     return (max(tokens), "tokens") if tokens else (leaves[0].shape[0], "examples")
+
+
+class Source(Iterator[Any]):
+    """The user's iterator, and how to get back to where it was.
+
+    An iterator with `get_state` and `set_state`, as Grain's have them, is asked for its state
+    after each batch; of any other one the batches are counted.
+
+    Attributes:
+        count: How many batches it gave since the data's start.
+    """
+
+    def __init__(self, data: Iterable[Any]):
+        """Starts iterating; draws nothing yet."""
+        self._iterator: Any = iter(data)
+        self.count = 0
+        self._states: dict[int, Any] = {}
+
+    def __next__(self) -> Any:
+        """Gives the next batch."""
+        batch = next(self._iterator)
+        self.count += 1
+        if hasattr(self._iterator, "get_state"):
+            self._states[self.count] = self._iterator.get_state()
+            self._states.pop(self.count - _STATES_KEPT, None)
+        return batch
+
+    def position(self, count: int) -> dict[str, Any]:
+        """Where the data was after `count` batches, one of the last few, as JSON."""
+        state = self._states.get(count)
+        if isinstance(state, bytes):
+            return {"batches": count, "bytes": base64.b64encode(state).decode()}
+        return {"batches": count, "state": state}
+
+    def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
+        """Goes to where the data was, by its state or by skipping batches.
+
+        Raises:
+            ValueError: If the data ends before.
+        """
+        state = position.get("state")
+        if "bytes" in position:
+            state = base64.b64decode(position["bytes"])
+        if state is not None and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(state)
+            self.count = position["batches"]
+            return
+        skipped = range(self.count, position["batches"])
+        for _ in tqdm(skipped, "skipping batches", unit="batch", disable=not progress):
+            if next(self, _END) is _END:
+                raise ValueError(
+                    f"`data` gave {self.count} batches, but {position['batches']} were used before "
+                    "the checkpoint: it is other data, or shorter"
+                )
 
 
 class Prefetch(Iterator[Any]):

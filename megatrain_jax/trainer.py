@@ -326,8 +326,7 @@ class Trainer:
         Returns:
             What to wait for. A second save waits for the first by itself.
         """
-        if self._saving is not None:
-            self._saving.wait()
+        self.wait_for_saving()
         if path.exists():
             raise FileExistsError(f"there is something at {path} already")
         self.flush()
@@ -336,6 +335,16 @@ class Trainer:
         about = {**about, **(facts or {})}
         self._saving = Saving(path, self._job, self._engine, entries, about, params_only)
         return self._saving
+
+    def wait_for_saving(self) -> None:
+        """Waits until a checkpoint that is being written is whole.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Goes on from a checkpoint of the same model and optimizer.
@@ -353,8 +362,7 @@ class Trainer:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
                 otherwise, the training state is as it was.
         """
-        if self._saving is not None:
-            self._saving.wait()
+        self.wait_for_saving()
         entries = entries_of(self._job)
         facts = check(Path(path), entries)
         for metrics in list(self._in_flight):

@@ -1,10 +1,7 @@
 """Checkpoints: nothing lost, nothing copied, readable by plain Orbax."""
 
-import jax
-import numpy as np
 import pytest
 
-from megatrain_jax.checkpoint.folder import CheckpointError
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
 from zoo import CASES

@@ -17,10 +17,11 @@ import optax
 import pytest
 from flax import nnx
 
-from megatrain_jax.fit import DataRanOutError, FitResult, fit, train
+from megatrain_jax.fit import fit, train
 from megatrain_jax.history import History
 from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.precision import Precision
+from megatrain_jax.result import DataRanOutError, FitResult
 from megatrain_jax.trainer import Trainer
 
 

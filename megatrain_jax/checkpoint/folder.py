@@ -16,7 +16,13 @@ _SAVING, _DELETING = ".saving", ".deleting"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that can't be written or read; the training state in memory is good."""
+    """A checkpoint that can't be written or read.
+
+    Attributes:
+        result: Of a run of `fit` that this ended, the `FitResult` of the steps done.
+    """
+
+    result: Any = None
 
 
 def temporary(path: Path) -> Path:
@@ -50,9 +56,14 @@ def remove_all_leftovers(folder: Path) -> None:
 def remove_oldest(folder: Path, keep: int) -> None:
     """Removes all but the newest checkpoints."""
     for step in steps(folder)[:-keep]:
-        dying = folder / f"{step}{_DELETING}"
-        (folder / str(step)).rename(dying)
-        shutil.rmtree(dying)
+        remove(folder / str(step))
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint; it loses its name first."""
+    dying = path.with_name(path.name + _DELETING)
+    path.rename(dying)
+    shutil.rmtree(dying)
 
 
 def publish(path: Path, facts: Mapping[str, Any]) -> None:

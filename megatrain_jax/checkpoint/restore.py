@@ -146,7 +146,7 @@ def _load_small(path: Path, engine: Engine, entries: Sequence[Entry]) -> None:
     for entry in entries:
         (place,), value = entry.places, loaded[entry.path]
         if entry.key is not None:
-            value = jax.random.wrap_key_data(value, impl=entry.key)
+            value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
         arrays[place.part][place.position] = jax.device_put(value, pool.pinned())
     set_small_arrays(engine, arrays)
 

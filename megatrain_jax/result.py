@@ -1,0 +1,61 @@
+"""What a training run leaves behind."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain_jax.history import History
+from megatrain_jax.trainer import Trainer
+
+EMPTY = (
+    "`data` gave no batch: it is empty, or an iterator that was used up before (a generator can "
+    "be iterated over only once)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a training run leaves behind; in a notebook it shows its loss curve.
+
+    Attributes:
+        trainer: The trainer, with all its state on the host. Go on with `train`.
+        history: One record a step, over the trainer's life.
+        interrupted: Whether Ctrl-C ended the run.
+    """
+
+    trainer: Trainer
+    history: History
+    interrupted: bool
+
+    @property
+    def model(self) -> Any:
+        """The user's model holding the trained parameters as host arrays."""
+        return self.trainer.model
+
+    @property
+    def params(self) -> Any:
+        """The trained parameters as host arrays, in the model's own structure."""
+        return self.trainer.params
+
+    def __repr__(self) -> str:
+        """Says how far the run came, instead of printing every record."""
+        loss = f"{self.history[-1]['loss']:.6g}" if self.history else "none"
+        return (
+            f"FitResult(steps={self.trainer.num_steps}, loss={loss}, "
+            f"interrupted={self.interrupted})"
+        )
+
+    def _repr_png_(self) -> bytes | None:
+        return self.history._repr_png_()
+
+
+class DataRanOutError(ValueError):
+    """`data` ended before `steps` steps were done.
+
+    Attributes:
+        result: The `FitResult` of the steps that were done; nothing of them is lost.
+    """
+
+    def __init__(self, message: str, result: FitResult):
+        """Holds the result, so that `fit` loses no trained state by raising."""
+        super().__init__(message)
+        self.result = result
