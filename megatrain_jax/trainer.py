@@ -330,9 +330,13 @@ class Trainer:
         if path.exists():
             raise FileExistsError(f"there is something at {path} already")
         self.flush()
-        about = {"step": self.num_steps, "params_only": params_only, "history": self.history}
         entries = entries_of(self._job)
-        about = {**about, **(facts or {})}
+        about = {
+            "step": self.num_steps,
+            "params_only": params_only,
+            "history": [dict(record) for record in self.history],  # as it is now
+            **(facts or {}),
+        }
         self._saving = Saving(path, self._job, self._engine, entries, about, params_only)
         return self._saving
 

@@ -1,7 +1,23 @@
 """Checkpoints: nothing lost, nothing copied, readable by plain Orbax."""
 
-import pytest
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from orbax.checkpoint import v1
+
+import megatrain_jax as mt
+from megatrain_jax.checkpoint.folder import CheckpointError
+from megatrain_jax.stream.laps import Op
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
 from zoo import CASES
@@ -55,3 +71,275 @@ def test_resumed_training_equals_uninterrupted_training(name, optimizer, microba
     assert second.num_steps == 3
     assert losses(second, batches[3:]) == expected[3:]
     check_same_bits(everything(second), everything(whole))
+
+
+PLAIN = """
+import json, sys
+import jax, numpy as np
+from flax import linen, nnx
+from orbax.checkpoint import v1
+from zoo import CASES
+
+path, name = sys.argv[1:]
+case = CASES[name]
+model, batch = case.build(), case.batch(7)
+context = v1.Context()
+context.pytree.loading.partial_load = True  # the optimizer's state stays where it is
+with context:
+    if isinstance(model, linen.Module):
+        abstract = model.init(jax.random.key(1), batch["tokens"][:, :-1])
+        params = v1.load(path, {"params": abstract["params"]})["params"]
+        loss = case.loss_fn(model.bind({"params": params}), batch)
+    else:
+        state = nnx.state(model, nnx.Param)
+        loaded = v1.load(path, {"params": nnx.to_pure_dict(state)})["params"]
+        nnx.replace_by_pure_dict(state, loaded)
+        nnx.update(model, state)
+        loss = case.loss_fn(model, batch)
+assert not [m for m in sys.modules if m.startswith("megatrain_jax")]
+print(float(loss).hex())
+"""
+
+
+@pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "nnx_scan"])
+@pytest.mark.parametrize("params_only", [False, True])
+def test_plain_orbax_reads_the_parameters(name, params_only, tmp_path):
+    case = CASES[name]
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    losses(trainer, [case.batch(seed) for seed in range(2)])
+    trainer.save(tmp_path / "new", params_only=params_only)
+    command = [sys.executable, "-c", PLAIN, str(tmp_path / "new"), name]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    model = jax.tree.map(jnp.asarray, trainer.model) if name == "linen_numbered" else trainer.model
+    assert float.fromhex(out.split()[-1]) == float(case.loss_fn(model, case.batch(7)))
+    if params_only:
+        with pytest.raises(CheckpointError, match="parameters only"):
+            trainer.restore(tmp_path / "new")
+
+
+@pytest.mark.parametrize("budget", ["least", 10**9])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
+def test_a_checkpoint_fits_other_budgets_microbatches_and_precisions(
+    budget, microbatches, compute, tmp_path
+):
+    case = CASES["nnx_tied"]
+    first = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    losses(first, [case.batch(0)])
+    first.save(tmp_path / "1")
+    second = make_trainer(
+        case, OPTIMIZERS["clip_adamw"], budget=budget, microbatches=microbatches, compute=compute
+    )
+    second.restore(tmp_path / "1")
+    check_same_bits(everything(second), everything(first))
+    losses(second, [case.batch(1)])
+
+
+def test_each_difference_is_named_and_nothing_is_touched(tmp_path):
+    case = CASES["nnx_tied"]
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    trainer.save(tmp_path / "0")
+    others = [
+        (CASES["linen_numbered"], "clip_adamw", r"params/Block_0/\S+ is missing"),
+        (CASES["nnx_tied"], "lion", r"opt_state/\S+ is missing"),
+        (CASES["dropout_nnx"], "clip_adamw", r"params/blocks/0/norm/scale is missing"),
+    ]
+    for other, optimizer, message in others:
+        second = make_trainer(other, OPTIMIZERS[optimizer])
+        before = jax.tree.map(np.array, everything(second)[:2])
+        with pytest.raises(CheckpointError, match=message) as caught:
+            second.restore(tmp_path / "0")
+        assert len(str(caught.value).splitlines()) <= 12
+        check_same_bits(everything(second)[:2], before)
+        losses(second, [other.batch(0)])
+    wide = mlp_trainer(width=24)
+    mlp_trainer(width=16).save(tmp_path / "narrow")
+    with pytest.raises(CheckpointError, match=r"params/0/w is float32\[8,16\] there, but float32"):
+        wide.restore(tmp_path / "narrow")
+    half = mlp_trainer(width=16, master=jnp.bfloat16)
+    with pytest.raises(CheckpointError, match=r"is float32\[8,16\] there, but bfloat16\[8,16\]"):
+        half.restore(tmp_path / "narrow")
+
+
+def mlp_trainer(width=16, master=jnp.float32):
+    params = [
+        {"w": np.ones((8, width), np.float32)},
+        {"w": np.ones((width, 1), np.float32)},
+    ]
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params[0]["w"]) @ params[1]["w"]) ** 2)
+
+    batch = {"x": np.ones((4, 8), np.float32)}
+    precision = mt.Precision(master=master, compute=jnp.float32)
+    return mt.Trainer(params, loss_fn, optax.adam(1e-2), batch, precision=precision)
+
+
+def truncate(path):
+    victim = max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-7])
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_found(tmp_path):
+    case = CASES["nnx_tied"]
+    data = [case.batch(seed) for seed in range(6)]
+
+    def run(steps):
+        return mt.fit(
+            case.build(),
+            case.loss_fn,
+            data,
+            optax.adam(1e-2),
+            steps=steps,
+            checkpoint_dir=tmp_path,
+            checkpoint_every=2,
+            progress=False,
+        )
+
+    result = run(5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4", "5"]
+    truncate(tmp_path / "5")
+    before = jax.tree.map(np.array, result.params)
+    with pytest.raises(CheckpointError, match=r"5 is damaged: 1 of its \d+ files"):
+        result.trainer.restore(tmp_path / "5")
+    check_same_bits(result.params, before)
+    with pytest.warns(UserWarning, match="Resumed from step 4 instead"):
+        again = run(6)
+    assert [row["step"] for row in again.history] == list(range(1, 7))
+    assert [row["loss"] for row in again.history][:5] == [row["loss"] for row in result.history]
+    assert (
+        sorted(p.name for p in tmp_path.iterdir()) == ["2", "4", "6"] or (tmp_path / "6").is_dir()
+    )
+
+
+class Resumable:
+    """An iterator with a state, as Grain's are."""
+
+    def __init__(self, case):
+        self.case, self.at, self.drawn = case, 0, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at, self.drawn = self.at + 1, self.drawn + 1
+        return self.case.batch(self.at)
+
+    def get_state(self):
+        return b"%d" % self.at
+
+    def set_state(self, state):
+        self.at = int(state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, every, tmp_path):
+    case = CASES["dropout_nnx"]
+    sources = []
+
+    def run(steps, folder):
+        data = Resumable(case) if stateful else (case.batch(1 + i) for i in itertools.count())
+        sources.append(data)
+        return mt.fit(
+            case.build(),
+            case.loss_fn,
+            data,
+            OPTIMIZERS[optimizer](None),
+            steps=steps,
+            checkpoint_dir=folder,
+            checkpoint_every=every if folder else None,
+            keep=2,
+            progress=False,
+        )
+
+    whole = run(7, None if every == 1 else tmp_path / "whole")
+    for steps in (2, 5, 7, 7):
+        parts = run(steps, tmp_path / "parts")
+        assert parts.trainer.num_steps == steps
+        assert len(list((tmp_path / "parts").iterdir())) <= 2
+    assert [r["loss"] for r in parts.history] == [r["loss"] for r in whole.history]
+    check_same_bits(everything(parts.trainer)[:2], everything(whole.trainer)[:2])
+    if stateful:
+        assert sources[-2].drawn <= 4  # nothing was skipped over
+
+
+def test_checkpoint_options_are_checked(tmp_path):
+    case = CASES["nnx_tied"]
+    choices: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"checkpoint_every": 2}, "needs a `checkpoint_dir`"),
+        ({"checkpoint_dir": tmp_path, "checkpoint_every": 0}, "`checkpoint_every` must be"),
+        ({"checkpoint_dir": tmp_path, "keep": 0}, "`keep` must be"),
+    )
+    for options, message in choices:
+        with pytest.raises(ValueError, match=message):
+            mt.fit(case.build(), case.loss_fn, [case.batch(0)], optax.sgd(0.1), **options)
+    trainer = make_trainer(case, OPTIMIZERS["adam"])
+    trainer.save(tmp_path / "there")
+    with pytest.raises(FileExistsError):
+        trainer.save(tmp_path / "there")
+
+
+def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
+    case = CASES["nnx_tied"]
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    trainer.save(tmp_path / "0")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="can't be written"):
+        trainer.save(tmp_path / "file" / "1")
+    save, calls = v1.partial.save, []
+
+    def full_disk(path, tree):
+        calls.append(path)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        save(path, tree)
+
+    monkeypatch.setattr(v1.partial, "save", full_disk)
+    saving = trainer.start_saving(tmp_path / "1")
+    expected = losses(trainer, [case.batch(1)])
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        saving.wait()
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "file"]
+    second = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    second.restore(tmp_path / "0")
+    assert losses(second, [case.batch(1)]) == expected
+    trainer.wait_for_saving = lambda: None  # its error was read
+    trainer.save(tmp_path / "1")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch):
+    """While a checkpoint is held up, no group has two sets of arrays in the host."""
+    case = CASES["nnx_tied"]
+    trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
+    losses(trainer, [case.batch(0)])
+    engine, write, events, computed_before = trainer._engine, v1.partial.save, [], []
+    gate = threading.Semaphore(0)
+
+    def slowly(path, tree):
+        gate.acquire()
+        write(path, tree)
+
+    monkeypatch.setattr(v1.partial, "save", slowly)
+    saving = trainer.start_saving(tmp_path / "1")
+    wait = saving.wait_for
+
+    def watched(group):
+        if saving._left[group]:
+            events.append(group)
+            computed_before.append(obeyed.count(Op.FORWARD))
+            gate.release(100)  # a step that waits without need would never get here
+        wait(group)
+
+    engine.before_replacing = watched
+    obeyed, obey = [], engine.obey
+    monkeypatch.setattr(engine, "obey", lambda r, s: (obeyed.append(r.op), obey(r, s)))
+    trainer.step(case.batch(1))
+    trainer.flush()
+    assert events and computed_before[0] >= 4
+    saving.wait()
+    assert not saving.wait_for(0)
