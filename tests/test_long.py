@@ -46,7 +46,7 @@ batches = ({"x": (x := rng.normal(size=(8, 32)).astype(np.float32)), "y": x} for
            itertools.count())
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 mt.fit(lambda: Model(nnx.Rngs(0)), loss_fn, batches, tx, steps=2000, progress=False,
-       checkpoint_dir=sys.argv[1], checkpoint_every=50, callbacks=[look])
+       checkpoint_dir=sys.argv[1], checkpoint_every=100, callbacks=[look])
 print(json.dumps(rows))
 """
 

@@ -52,8 +52,14 @@ def draw_memory(results: list[Result]) -> Figure:
         memory, rates, names = zip(*points, strict=True)
         axes.plot(memory, rates, "o-", color=_COLOURS[kind], label=label)
         for x, y, name in points:
+            # One curve's names below it, the other's above.
             axes.annotate(
-                name, (x, y), xytext=(4, -11), textcoords="offset points", fontsize=8, color="#444"
+                name,
+                (x, y),
+                xytext=(4, -12 if clipped else 6),
+                textcoords="offset points",
+                fontsize=8,
+                color="#444",
             )
     for result in results:
         if result["device_budget"] == "all" and result["clip"] is None:
