@@ -8,8 +8,8 @@ from typing import Any
 import optax
 from tqdm.auto import tqdm
 
+from megatrain_jax.batches import Source, check_batch
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.data import Source, check_batch
 from megatrain_jax.job import DeviceBudget
 from megatrain_jax.loop import Callback, EvalData, Run
 from megatrain_jax.precision import Precision

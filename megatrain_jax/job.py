@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from megatrain_jax.adapters import AdaptedModel
-from megatrain_jax.data import check_batch
+from megatrain_jax.batches import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax.memory.hardware import H200, Hardware
 from megatrain_jax.memory.plan import Plan, make_plan

@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from megatrain_jax.batches import Prefetch, Source, batch_size
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.data import Prefetch, Source, batch_size
 from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.result import EMPTY, DataRanOutError, FitResult
 from megatrain_jax.trainer import Trainer

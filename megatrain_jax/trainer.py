@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from megatrain_jax.adapters import adapt
+from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
 from megatrain_jax.checkpoint.restore import check, load
 from megatrain_jax.checkpoint.save import Saving
-from megatrain_jax.data import check_batch, check_like
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt

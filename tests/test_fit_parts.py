@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax.data import Prefetch, batch_size, check_batch, check_like
+from megatrain_jax.batches import Prefetch, batch_size, check_batch, check_like
 from megatrain_jax.history import History
 from megatrain_jax.interrupt import deferred_interrupt
 
