@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
+from megatrain_jax import store
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
@@ -23,7 +23,6 @@ from megatrain_jax.job import DeviceBudget, batch_key, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
-from megatrain_jax.optim import assemble_state
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.engine import Engine
@@ -272,18 +271,14 @@ class Trainer:
         They share memory with the store and stay as they are when training goes on. Only a
         parameter stacked over layers, which the store keeps layer by layer, is a copy.
         """
-        return self._job.adapted.params_tree(self._parameters())
+        self.flush()
+        return self._job.adapted.params_tree(store.parameters(self._job, self._engine))
 
     @property
     def opt_state(self) -> Any:
         """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
         self.flush()
-        engine = self._engine
-        groups = [
-            layout.state.views(engine.host.get(("O", g), ()))
-            for g, layout in enumerate(self._job.layouts)
-        ]
-        return assemble_state(self._job.optimizer, groups, _on_host(engine.globals))
+        return store.optimizer_state(self._job, self._engine)
 
     @property
     def model(self) -> Any:
@@ -291,8 +286,9 @@ class Trainer:
 
         They share memory with the store, as those of `params` do.
         """
-        leaves = self._parameters()
-        return self._job.adapted.rebuild(leaves, _on_host(self._engine.variables))
+        self.flush()
+        variables = store.on_host(self._engine.variables)
+        return self._job.adapted.rebuild(store.parameters(self._job, self._engine), variables)
 
     @property
     def plan(self) -> Plan:
@@ -377,32 +373,8 @@ class Trainer:
             self.num_steps, self.history = facts["step"], History(facts["history"])
         return facts
 
-    def _parameters(self) -> list[np.ndarray]:
-        self.flush()
-        rows: list[list[np.ndarray]] = [[] for _ in self._job.adapted.shapes]
-        views: dict[int, np.ndarray] = {}
-        for g, leaves in enumerate(self._job.grouping.leaves):
-            (slab,) = self._engine.host["P", g]
-            views.update(zip(leaves, self._job.layouts[g].master.views(slab), strict=True))
-        stacked = set()
-        for i, leaf in enumerate(self._job.leaves):
-            rows[leaf.parameter].append(views[i])
-            if leaf.index is not None:
-                stacked.add(leaf.parameter)
-        return [np.stack(row) if p in stacked else row[0] for p, row in enumerate(rows)]
-
     def _step_plan(self, batch, *, train: bool, loss_fn) -> StepPlan:
         key = (batch_key(batch), train, loss_fn)
         if key not in self._plans:
             self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
         return self._plans[key]
-
-
-def _on_host(arrays: Iterable[jax.Array]) -> list[Any]:
-    """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
-    return [
-        jax.device_put(x, pool.device())
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        else np.asarray(x)
-        for x in arrays
-    ]

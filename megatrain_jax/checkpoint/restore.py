@@ -12,25 +12,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1
 
 from megatrain_jax.checkpoint import folder
 from megatrain_jax.checkpoint.contents import (
     Entry,
     Place,
-    flat,
-    put,
     set_small_arrays,
     small_arrays,
 )
 from megatrain_jax.checkpoint.contents import Path as TreePath
+from megatrain_jax.checkpoint.foreign import load_arrays, metadata
 from megatrain_jax.checkpoint.save import orbax_context
+from megatrain_jax.differences import described, listed
 from megatrain_jax.job import Job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.layout import Layout, MixedLayout
 from megatrain_jax.stream.engine import Engine
-
-_MOST_SHOWN = 10
 
 
 def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -47,22 +44,20 @@ def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         raise folder.CheckpointError(
             f"{path} holds parameters only, so training can't go on from it exactly"
         )
-    found = {p: (tuple(m.shape), jnp.dtype(m.dtype).name) for p, m in _metadata(path).items()}
+    found = {p: (tuple(m.shape), jnp.dtype(m.dtype).name) for p, m in metadata(path).items()}
     wanted = {entry.path: (entry.shape, entry.dtype) for entry in entries}
     differences = [
         *(f"{_name(p)} is missing" for p in wanted if p not in found),
         *(f"{_name(p)} is not part of this run" for p in found if p not in wanted),
         *(
-            f"{_name(p)} is {_describe(found[p])} there, but {_describe(wanted[p])} here"
+            f"{_name(p)} is {described(*found[p])} there, but {described(*wanted[p])} here"
             for p in wanted
             if p in found and found[p] != wanted[p]
         ),
     ]
     if differences:
-        more = len(differences) - _MOST_SHOWN
-        shown = [*differences[:_MOST_SHOWN], *([f"and {more} more"] if more > 0 else [])]
         raise folder.CheckpointError(
-            f"{path} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(shown)
+            f"{path} is a checkpoint of another model or optimizer:{listed(differences)}"
         )
     return facts
 
@@ -125,12 +120,7 @@ def _slab_positions(state: MixedLayout) -> list[tuple[str, Layout, list[int]]]:
 
 
 def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
-    """Loads arrays as NumPy's; what describes them to Orbax takes no memory."""
-    tree: dict[str, Any] = {}
-    for entry in entries:
-        empty = np.broadcast_to(np.zeros((), jnp.dtype(entry.dtype)), entry.shape)
-        put(tree, entry.path, empty)
-    return flat(v1.load(str(path), tree)) if tree else {}
+    return load_arrays(path, {entry.path: entry for entry in entries})
 
 
 def _slab(layout: Layout, values: Sequence[Any]) -> np.ndarray:
@@ -151,19 +141,5 @@ def _load_small(path: Path, engine: Engine, entries: Sequence[Entry]) -> None:
     set_small_arrays(engine, arrays)
 
 
-def _metadata(path: Path) -> dict[TreePath, Any]:
-    try:
-        return flat(v1.metadata(str(path)).metadata)
-    except Exception as error:
-        raise folder.CheckpointError(
-            f"{path} is no checkpoint that Orbax can read ({type(error).__name__}: {error})"
-        ) from error
-
-
 def _name(path: TreePath) -> str:
     return "/".join(path)
-
-
-def _describe(row: tuple[tuple[int, ...], str]) -> str:
-    shape, dtype = row
-    return f"{dtype}[{','.join(map(str, shape))}]"

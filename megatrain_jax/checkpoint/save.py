@@ -26,7 +26,7 @@ from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.laps import LASTING, Op
 
 # What Orbax may hold beside the arrays it writes or reads.
-CONCURRENT_BYTES = 256 << 20
+CONCURRENT_BYTES = 512 << 20
 
 _Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
 

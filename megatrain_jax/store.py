@@ -1,0 +1,46 @@
+"""What a store at rest holds, as arrays in host memory that share its bytes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax.job import Job
+from megatrain_jax.memory import pool
+from megatrain_jax.optim import assemble_state
+from megatrain_jax.stream.engine import Engine
+
+
+def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
+    """The parameters in the order of the model's; only those stacked over layers are copies."""
+    rows: list[list[np.ndarray]] = [[] for _ in job.adapted.shapes]
+    views: dict[int, np.ndarray] = {}
+    for g, leaves in enumerate(job.grouping.leaves):
+        (slab,) = engine.host["P", g]
+        views.update(zip(leaves, job.layouts[g].master.views(slab), strict=True))
+    stacked = set()
+    for i, leaf in enumerate(job.leaves):
+        rows[leaf.parameter].append(views[i])
+        if leaf.index is not None:
+            stacked.add(leaf.parameter)
+    return [np.stack(row) if p in stacked else row[0] for p, row in enumerate(rows)]
+
+
+def optimizer_state(job: Job, engine: Engine) -> Any:
+    """Optax's state in Optax's own structure."""
+    groups = [
+        layout.state.views(engine.host.get(("O", g), ())) for g, layout in enumerate(job.layouts)
+    ]
+    return assemble_state(job.optimizer, groups, on_host(engine.globals))
+
+
+def on_host(arrays: Iterable[jax.Array]) -> list[Any]:
+    """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
+    return [
+        jax.device_put(x, pool.device())
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else np.asarray(x)
+        for x in arrays
+    ]
