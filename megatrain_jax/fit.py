@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax.batches import Source, check_batch
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.job import DeviceBudget
+from megatrain_jax.job import DeviceBudget, OnNonfinite
 from megatrain_jax.loop import Callback, EvalData, Run
 from megatrain_jax.precision import Precision
 from megatrain_jax.result import EMPTY, FitResult
@@ -29,6 +29,8 @@ def fit(
     microbatches: int = 1,
     precision: Precision = _DEFAULT_PRECISION,
     device_budget: DeviceBudget = None,
+    params: Any = None,
+    on_nonfinite: OnNonfinite = "raise",
     seed: int = 0,
     eval_data: EvalData | None = None,
     eval_every: int | None = None,
@@ -59,6 +61,10 @@ def fit(
         precision: Which dtype the masters have and which one computes.
         device_budget: Bytes of device memory that state may occupy, "least", or None for what the
             device has left; see `Trainer`.
+        params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
+            A run that resumes has its own.
+        on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" the step,
+            which leaves parameters and optimizer state as they were; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
         eval_data: Batches to evaluate on, or a function that returns them; they are iterated over
             anew each time.
@@ -84,7 +90,7 @@ def fit(
         ValueError: If `data` is empty, a batch does not fit, or the options contradict each other.
         TypeError: If `data` or `eval_data` is not what it should be.
         DataRanOutError: If `data` ends before `steps` steps; it holds the result of those done.
-        FloatingPointError: If a loss or a gradient is not finite.
+        FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise".
         CheckpointError: If a checkpoint can't be written, or none of those there can be read; it
             holds the result of the steps done.
     """
@@ -104,8 +110,11 @@ def fit(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
+        params=params,
+        on_nonfinite=on_nonfinite,
         seed=seed,
     )
+    del params
     facts = series.resume(trainer) if series is not None and resume else None
     batches: Iterator[Any] = chain([sample], source)
     if series is not None and facts is not None:

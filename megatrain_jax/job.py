@@ -6,7 +6,7 @@ from the same object.
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ _ITEMS_IN_FLIGHT = 3
 _RESERVED, _SPARE_SLABS = 0.05, 2
 
 DeviceBudget = int | Literal["least"] | None
+OnNonfinite = Literal["raise", "skip"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +192,7 @@ def make_job(
     microbatches: int,
     precision: Precision,
     device_budget: DeviceBudget,
+    on_nonfinite: OnNonfinite,
     hardware: Hardware | None,
 ) -> Job:
     """Cuts model and optimizer and lays everything out, on shapes alone."""
@@ -199,6 +201,8 @@ def make_job(
             f'device_budget={device_budget!r} must be a number of bytes, "least", or None for '
             "what the device has left"
         )
+    if on_nonfinite not in get_args(OnNonfinite):
+        raise ValueError(f'on_nonfinite={on_nonfinite!r} must be "raise" or "skip"')
     hardware = hardware or H200  # some machine has to be assumed to order a step
     budget = None if device_budget in (None, "least") else int(device_budget)
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
@@ -216,6 +220,8 @@ def make_job(
         grouping.group_of,
         len(grouping.names),
     )
+    if on_nonfinite == "skip":
+        cut = dataclasses.replace(cut, deferred=True, guarded=True, skips=True)
     layouts = tuple(
         layout_group(
             leaves,

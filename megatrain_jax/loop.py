@@ -225,7 +225,9 @@ class Loop:
                 record.update(self._evaluate())
                 self.clock = time.perf_counter()
             rate = f"{pending.size / seconds:,.0f} {pending.unit}/s"
-            self.bar.set_postfix_str(f"loss {record['loss']:.4g}, {rate}", refresh=False)
+            skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
+            shown = f"loss {record['loss']:.4g}, {rate}{skipped}"
+            self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
             for callback in self.callbacks:
                 # One that stops the run does so again for the steps that were still in flight.

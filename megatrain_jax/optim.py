@@ -45,9 +45,11 @@ class OptimizerCut:
     """An Optax transformation cut by group. A group's arrays are in ascending order of its leaves.
 
     Attributes:
-        deferred: Whether an update needs a scalar that depends on the gradients of several groups.
+        deferred: Whether updates wait until all gradients are known: they need a scalar that
+            depends on the gradients of several groups, or the run's decision to skip the step.
         guarded: Whether a step with non-finite gradients should be dropped; not if the optimizer
             tests for that itself.
+        skips: Whether a dropped step does not end the run.
         state_def: Tree structure of the whole Optax state.
         state_shapes: Shape and dtype of its leaves.
         state: For each group the state it owns.
@@ -66,6 +68,7 @@ class OptimizerCut:
 
     deferred: bool
     guarded: bool
+    skips: bool
     state_def: Any
     state_shapes: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[tuple[StateLeaf, ...], ...]
@@ -221,6 +224,7 @@ class _Cutter:
         return OptimizerCut(
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
+            skips=False,
             state_def=form.traced.state_def,
             state_shapes=form.traced.state_shapes,
             state=tuple(tuple(form.tokens[t] for t in owned[g]) for g in groups),

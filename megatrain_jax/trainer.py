@@ -19,10 +19,11 @@ from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import DeviceBudget, batch_key, fit_to_device, make_job
+from megatrain_jax.job import DeviceBudget, OnNonfinite, batch_key, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
+from megatrain_jax.parameters import starting_from
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.engine import Engine
@@ -56,6 +57,7 @@ def plan(
     microbatches: int = 1,
     precision: Precision = _DEFAULT_PRECISION,
     device_budget: DeviceBudget = None,
+    on_nonfinite: OnNonfinite = "raise",
     seed: int = 0,
     hardware: Hardware | None = None,
 ) -> Plan:
@@ -70,6 +72,7 @@ def plan(
         precision: See `Trainer`.
         device_budget: See `Trainer`. What a device has left beside activations and compiled
             functions is known only once they are compiled there: None counts the least here.
+        on_nonfinite: See `Trainer`.
         seed: See `Trainer`.
         hardware: The machine to plan for; None leaves out what depends on it.
 
@@ -85,6 +88,7 @@ def plan(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
+        on_nonfinite=on_nonfinite,
         hardware=hardware,
     )
     return job.plan(hardware)
@@ -96,6 +100,7 @@ class Trainer:
     Attributes:
         history: One record a step; `fit` and `train` write it.
         num_steps: Training steps dispatched so far.
+        num_skipped: How many of them were skipped, of those that were read.
     """
 
     def __init__(
@@ -108,6 +113,8 @@ class Trainer:
         microbatches: int = 1,
         precision: Precision = _DEFAULT_PRECISION,
         device_budget: DeviceBudget = None,
+        params: Any = None,
+        on_nonfinite: OnNonfinite = "raise",
         seed: int = 0,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
@@ -128,11 +135,19 @@ class Trainer:
                 the last bits. "least" for the smallest number with which no step waits for room;
                 None for what the device has left beside compiled functions, and the least where
                 JAX doesn't tell.
+            params: Parameters to start from instead of the model's own: a tree of arrays under the
+                model's paths (anything with a shape, a dtype and `__array__`, such as a file
+                mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
+                can read. Their dtype may be narrower than the masters', not wider.
+            on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" to
+                leave everything but the number of the step as it was and go on. To skip is a
+                decision over all gradients, so no parameter is updated before all are known.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
 
         Raises:
             TypeError: If the model or the optimizer is of no supported kind.
-            ValueError: If model, loss, batch and options don't fit together.
+            ValueError: If model, loss, batch, parameters and options don't fit together.
+            CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
         if microbatches < 1:
@@ -148,8 +163,12 @@ class Trainer:
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
+            on_nonfinite=on_nonfinite,
             hardware=hardware,
         )
+        if params is not None:
+            initial = starting_from(params, initial, adapted, precision.master)
+            del params
         if hardware is not None:
             free = pool.free_device_bytes()
             job = fit_to_device(job, templates, free)
@@ -162,7 +181,7 @@ class Trainer:
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
         self.history = History()
-        self.num_steps = 0
+        self.num_steps = self.num_skipped = 0
         initialise(job, self._engine, initial)
 
     def step(self, batch: Any) -> StepMetrics:
@@ -198,14 +217,22 @@ class Trainer:
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step and returns its metrics as Python numbers.
 
+        Where steps may be skipped, a metric "skipped" tells whether this one was.
+
         Raises:
-            FloatingPointError: If its loss or a gradient was not finite. The message says what was
-                updated nevertheless; training can go on with the next batch.
+            FloatingPointError: If its loss or a gradient was not finite, and such steps are not
+                skipped. The message says what was updated nevertheless; training can go on with
+                the next batch.
         """
         values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
         if isinstance(metrics, StepMetrics):
+            first_time = any(m is metrics for m in self._in_flight)
             self._in_flight = deque(m for m in self._in_flight if m.step > metrics.step)
-            if not jax.device_get(metrics.healthy):
+            healthy = bool(jax.device_get(metrics.healthy))
+            if self._job.optimizer.skips:
+                values["skipped"] = float(not healthy)
+                self.num_skipped += first_time and not healthy
+            elif not healthy:
                 self._fail(metrics, values["loss"])
         return values
 
@@ -329,6 +356,7 @@ class Trainer:
         entries = entries_of(self._job)
         about = {
             "step": self.num_steps,
+            "skipped": self.num_skipped,
             "params_only": params_only,
             "history": [dict(record) for record in self.history],  # as it is now
             **(facts or {}),
@@ -370,7 +398,8 @@ class Trainer:
         self.flush()
         with deferred_interrupt():
             load(Path(path), self._job, self._engine, entries)
-            self.num_steps, self.history = facts["step"], History(facts["history"])
+            self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
+            self.history = History(facts["history"])
         return facts
 
     def _step_plan(self, batch, *, train: bool, loss_fn) -> StepPlan:

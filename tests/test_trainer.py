@@ -10,6 +10,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from optimizers import OPTIMIZERS
+from poison import poisoned
 from runs import check_same_bits, make_trainer
 from zoo import CASES
 
@@ -28,22 +29,6 @@ class Net(nnx.Module):
             if i == 1:
                 x = poisoned(x, poison)
         return x
-
-
-@jax.custom_vjp
-def poisoned(x, poison):
-    return x
-
-
-def _forward(x, poison):
-    return x, poison
-
-
-def _backward(poison, cotangent):
-    return cotangent * jnp.mean(poison), jnp.zeros_like(poison)
-
-
-poisoned.defvjp(_forward, _backward)
 
 
 def build() -> Net:

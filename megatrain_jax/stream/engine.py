@@ -46,7 +46,8 @@ class Engine:
         on_device: Slabs on the device by the same keys.
         variables: Non-parameter state of the model.
         globals: Optimizer state that belongs to no group.
-        ok: Whether all numbers have been finite so far; updates do nothing once it is false.
+        ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
+            updates do nothing where it is false.
         group_ok: For the last step, `ok` after each group's gradient.
         step: Number of the next step, on the device.
         templates: All compiled functions.
@@ -75,6 +76,8 @@ class Engine:
         self.ok = jax.device_put(jnp.array(True), pinned())
         self.step = jax.device_put(jnp.array(0, jnp.int32), pinned())
         self.key = jax.device_put(key, pinned())
+        self._true = jax.device_put(jnp.array(True), device())
+        self._combined_ok = self.ok  # of the step whose updates are pending
         self._leaving: dict[int, list[tuple[Slabs, Slabs]]] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the laps since the state was last at rest
@@ -89,7 +92,10 @@ class Engine:
             self.flush()
         records = schedule.steady if self._running is not None else schedule.cold
         self._wake()
+        if self.optimizer.skips:
+            self.ok = self._true
         self._running = schedule
+        variables = self.variables
         step, seed, self.variables = self._begin(plan, batch)
         for cotangents in step.cotangents:
             cotangents[plan.program.outputs[0]] = seed
@@ -97,9 +103,11 @@ class Engine:
             self.obey(record, step)
         self._begun += schedule.num_items
         late = plan.program.outputs[1 + len(plan.metrics) :]
-        self.variables = [
-            step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)
-        ]
+        new = [step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)]
+        if self.optimizer.skips:
+            keep = self.templates.get("keep", functions.keep)
+            new = keep(new, variables, self.ok)
+        self.variables = new
         self.group_ok = step.group_ok
         end = self.templates.get("end", functions.end)
         metrics, self.step = end(self._means(step), step.squares, self.step)
@@ -319,6 +327,7 @@ class Engine:
         scalars = [x for g in range(len(self.layouts)) for x in step.scalars.get(g, ())]
         loss = self._means(step)["loss"]
         self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
+        self._combined_ok = self.ok
 
     def _update(self, group: int, item: int) -> None:
         cut, layout = self.optimizer, self.layouts[group]
@@ -329,7 +338,9 @@ class Engine:
         messages = [self.messages[i] for i in cut.messages[group]]
         self.host.pop(("P", group), None)  # stale from here on
         self.host.pop(("O", group), None)
-        masters, state = run(masters, state, gradient, messages, self.ok)
+        # In another step than its gradients, if updates are deferred.
+        ok = self._combined_ok if cut.deferred else self.ok
+        masters, state = run(masters, state, gradient, messages, ok)
         self.on_device["P", group] = (masters,)
         self._tokens[item] = masters
         if state:

@@ -74,6 +74,15 @@ def end() -> Callable:
     return end_step
 
 
+def keep() -> Callable:
+    """Builds `(new, old, ok) -> new where ok, else old`, of lists of arrays."""
+
+    def keep_if_ok(new, old, ok):
+        return [jnp.where(ok, n, o) for n, o in zip(new, old, strict=True)]
+
+    return keep_if_ok
+
+
 def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool) -> Callable:
     """Builds `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 

@@ -1,0 +1,128 @@
+"""Steps that are skipped because a number is not finite: as if they had never been."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from poison import poisoned
+from runs import check_same_bits
+
+WIDTH, EXAMPLES = 8, 4
+
+
+class Normed(nnx.Module):
+    """Blocks with statistics that a NaN would spoil for ever."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3))
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x, poison):
+        for layer in self.layers[:2]:
+            x = x + nnx.relu(layer(x))
+        return self.layers[2](poisoned(self.drop(self.norm(x)), poison))
+
+
+def loss_fn(model, batch):
+    return ((model(batch["x"], batch["poison"]) - batch["y"][:, None]) ** 2).mean()
+
+
+def batch(seed, **changes):
+    rng = np.random.default_rng(seed)
+    made = {
+        "x": rng.normal(size=(EXAMPLES, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=EXAMPLES).astype(np.float32),
+        "poison": np.ones(EXAMPLES, np.float32),
+    }
+    for name, value in changes.items():
+        made[name][0] = value
+    return made
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "schedule": optax.sgd(optax.linear_schedule(1e-2, 0.0, 5), momentum=0.9),
+}
+GOOD = [batch(seed) for seed in range(4)]
+# The loss; activations, and statistics with them; some gradients, where no loss shows it.
+BAD = [batch(10, y=np.nan), batch(11, x=np.inf), batch(12, poison=np.inf)]
+
+
+def make(optimizer, on_nonfinite: Any = "skip"):
+    return mt.Trainer(
+        lambda: Normed(nnx.Rngs(0)),
+        loss_fn,
+        optimizer,
+        GOOD[0],
+        precision=mt.Precision(compute=jnp.float32),
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def everything(trainer):
+    return [trainer.params, trainer.opt_state, trainer._engine.variables]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_skipped_steps_leave_everything_as_it_was(optimizer):
+    plain, skipping = make(OPTIMIZERS[optimizer]), make(OPTIMIZERS[optimizer])
+    expected = [plain.read(plain.step(b))["loss"] for b in GOOD]
+    assert plain.num_skipped == 0
+    mixed = [BAD[0], GOOD[0], BAD[1], BAD[2], GOOD[1], GOOD[2], BAD[0], GOOD[3], BAD[1]]
+    metrics = [skipping.step(b) for b in mixed]
+    read = [skipping.read(m) for m in metrics]
+    assert [r["skipped"] for r in read] == [float(any(b is bad for bad in BAD)) for b in mixed]
+    assert [r["loss"] for r in read if not r["skipped"]] == expected
+    assert skipping.num_skipped == 5
+    check_same_bits(everything(skipping), everything(plain))
+    skipping.read(metrics[0])
+    assert skipping.num_skipped == 5  # a step counts once
+
+
+def test_a_skipping_run_without_bad_steps_is_an_ordinary_one():
+    plain, skipping = make(OPTIMIZERS["adamw"], "raise"), make(OPTIMIZERS["adamw"])
+    for b in GOOD:
+        plain.step(b)
+        skipping.step(b)
+    check_same_bits(everything(skipping), everything(plain))
+    assert plain.plan.update_mode == "immediate"
+    assert skipping.plan.update_mode == "deferred"
+
+
+def test_fit_counts_what_it_skipped_and_resumes_the_count(tmp_path):
+    data = [GOOD[0], BAD[0], GOOD[1], BAD[2], GOOD[2], GOOD[3]]
+
+    def run(steps, folder):
+        return mt.fit(
+            lambda: Normed(nnx.Rngs(0)),
+            loss_fn,
+            data,
+            OPTIMIZERS["adamw"],
+            steps=steps,
+            precision=mt.Precision(compute=jnp.float32),
+            on_nonfinite="skip",
+            checkpoint_dir=folder,
+            checkpoint_every=2,
+            progress=False,
+        )
+
+    whole = run(6, tmp_path / "whole")
+    assert [r["skipped"] for r in whole.history] == [0, 1, 0, 1, 0, 0]
+    assert whole.trainer.num_skipped == 2
+    run(4, tmp_path / "parts")
+    resumed = run(6, tmp_path / "parts")
+    assert resumed.trainer.num_skipped == 2
+    check_same_bits(everything(resumed.trainer), everything(whole.trainer))
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ValueError, match='on_nonfinite=\'ignore\' must be "raise" or "skip"'):
+        make(OPTIMIZERS["adamw"], "ignore")

@@ -1,0 +1,168 @@
+"""Starting from given parameters: trees, checkpoints of others, and what does not fit."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from orbax.checkpoint import v1
+
+import megatrain_jax as mt
+from optimizers import OPTIMIZERS
+from runs import check_same_bits, make_trainer
+from zoo import CASES
+
+
+def start(case, **options):
+    return mt.Trainer(
+        case.build(),
+        case.loss_fn,
+        optax.adamw(1e-2),
+        case.batch(0),
+        precision=mt.Precision(compute=jnp.float32),
+        **options,
+    )
+
+
+def trained(case):
+    trainer = make_trainer(case, OPTIMIZERS["adamw_schedule"])
+    for seed in range(2):
+        trainer.step(case.batch(seed))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "name", ["nnx_tied", "nnx_scan", "linen_scan_remat", "batchnorm_linen", "equinox"]
+)
+def test_a_run_starts_from_another_runs_parameters(name, tmp_path):
+    case = CASES[name]
+    other = trained(case)
+    params = other.params
+    other.save(tmp_path / "whole")
+    other.save(tmp_path / "params", params_only=True)
+    for source in (params, tmp_path / "whole", str(tmp_path / "params")):
+        check_same_bits(start(case, params=source).params, params)
+
+
+def save_v0(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+def save_with_manager(path, tree):
+    with ocp.CheckpointManager(path.parent / "steps") as manager:
+        manager.save(7, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+    (path.parent / "steps" / "7").rename(path)
+
+
+@pytest.mark.parametrize("save", [v1.save, save_v0, save_with_manager])
+def test_checkpoints_of_plain_orbax_are_read(save, tmp_path):
+    case = CASES["dropout_nnx"]
+    model = case.build()
+    model = model() if callable(model) and not isinstance(model, nnx.Module) else model
+    whole = nnx.state(model)  # with the state of random numbers, which is nobody's parameter
+    changed = jax.tree.map(lambda x: x + 1 if jnp.issubdtype(x.dtype, jnp.floating) else x, whole)
+    keys_as_data = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+        changed,
+    )
+    save(tmp_path / "state", keys_as_data)
+    expected = nnx.filter_state(changed, nnx.Param)
+    check_same_bits(start(case, params=tmp_path / "state").params, expected)
+    save(
+        tmp_path / "nested", {"model": {"params": nnx.to_pure_dict(expected)}, "step": jnp.int32(3)}
+    )
+    check_same_bits(start(case, params=tmp_path / "nested").params, expected)
+
+
+@dataclass
+class Lazy:
+    """An array that is made when it is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    log: list[Any] = field(default_factory=list)
+
+    def __array__(self, dtype=None, copy=None):
+        self.log.append(self)
+        return np.full(self.shape, 0.25, self.dtype)
+
+
+def test_arrays_are_asked_for_once_and_widened_to_masters():
+    case = CASES["nnx_tied"]
+    log: list[Any] = []
+    params = nnx.to_pure_dict(start(case).params)
+    lazy = jax.tree.map(lambda x: Lazy(x.shape, jnp.bfloat16, log), params)
+    trainer = start(case, params=lazy)
+    leaves = jax.tree.leaves(trainer.params)
+    assert len(log) == len({id(x) for x in log}) == len(leaves)
+    assert all(x.dtype == np.float32 and (x == 0.25).all() for x in leaves)
+
+
+def test_what_does_not_fit_is_listed_before_anything_is_read():
+    case = CASES["nnx_tied"]
+    params = nnx.to_pure_dict(start(case).params)
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    ((*first,), kernel), ((*second,), wide) = paths[0], paths[1]
+
+    def change(tree, keys, value):
+        for key in keys[:-1]:
+            tree = tree[key.key]
+        if value is None:
+            del tree[keys[-1].key]
+        else:
+            tree[keys[-1].key] = value
+
+    def name(keys):
+        return "/".join(str(key.key) for key in keys)
+
+    cases = [
+        (first, None, f"{name(first)} is missing"),
+        (first, Lazy((3, 5), np.float32), rf"{name(first)} is float32[3,5] there, but has shape"),
+        (second, np.asarray(wide, np.float64), f"{name(second)} is float64 there, which masters"),
+        (second, np.asarray(wide, np.int32), f"{name(second)} is int32 there, which masters"),
+        ([*first[:-1], jax.tree_util.DictKey("odd")], kernel, "odd is not part of the model"),
+        (first, "kernel", f"{name(first)} is of type str"),
+    ]
+    for keys, value, message in cases:
+        changed = jax.tree.map(lambda x: x, params)
+        change(changed, keys, value)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            start(case, params=changed)
+    empty = {}
+    with pytest.raises(ValueError, match=rf"and {len(paths) - 10} more"):
+        start(case, params=empty)
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(mt.CheckpointError, match="no checkpoint that Orbax can read"):
+        start(CASES["nnx_tied"], params=tmp_path / "nothing")
+
+
+def test_fit_passes_parameters_on_and_a_resumed_run_has_its_own(tmp_path):
+    case = CASES["nnx_tied"]
+    params = trained(case).params
+
+    def run(steps):
+        return mt.fit(
+            case.build(),
+            case.loss_fn,
+            [case.batch(0)] * 4,
+            optax.sgd(0.0),
+            steps=steps,
+            params=params,
+            checkpoint_dir=tmp_path,
+            precision=mt.Precision(compute=jnp.float32),
+            progress=False,
+        )
+
+    check_same_bits(run(1).params, params)
+    params = jax.tree.map(lambda x: x * 0, params)
+    assert any(np.any(x) for x in jax.tree.leaves(run(2).params))
