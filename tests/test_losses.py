@@ -1,0 +1,151 @@
+"""The loss in chunks against full logits, and that full logits never exist."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import losses
+from megatrain_jax.program import jaxpr as jx
+
+WIDTH, VOCAB = 16, 53
+
+
+def full_logits(hidden, head, labels, mask=None, z_loss=0.0, softcap=None):
+    """The same loss as everybody writes it."""
+    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    weights = (labels >= 0).astype(jnp.float32) * (1 if mask is None else mask)
+    rows = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    rows += z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    return (rows * weights).sum() / weights.sum()
+
+
+def arrays(shape, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return (
+        jnp.asarray(rng.normal(size=(*shape, WIDTH)), dtype),
+        jnp.asarray(rng.normal(size=(VOCAB, WIDTH)), dtype),
+        jnp.asarray(rng.integers(-3, VOCAB, shape), jnp.int32),
+        jnp.asarray(rng.uniform(size=shape), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
+@pytest.mark.parametrize(
+    ("masked", "z_loss", "softcap"),
+    [(False, 0.0, None), (True, 0.0, None), (False, 0.1, None), (True, 0.01, 5.0)],
+)
+def test_loss_and_gradients_equal_those_of_full_logits(chunk, masked, z_loss, softcap):
+    hidden, head, labels, mask = arrays((3, 37))
+    options = {"mask": mask if masked else None, "z_loss": z_loss, "softcap": softcap}
+
+    def ours(hidden, head):
+        return losses.next_token(hidden, head, labels, chunk=chunk, **options)
+
+    def theirs(hidden, head):
+        return full_logits(hidden, head, labels, **options)
+
+    loss, gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(hidden, head)
+    expected, wanted = jax.value_and_grad(theirs, (0, 1))(hidden, head)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(ours(hidden, head), loss, rtol=1e-6)  # without gradients
+    for gradient, other in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(gradient, other, atol=2e-6 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_loses_no_more_than_its_own_rounding(dtype):
+    hidden, head, labels, _ = arrays((4096,), dtype)
+    wide = hidden.astype(jnp.float32), head.astype(jnp.float32)
+    loss, gradients = jax.value_and_grad(losses.next_token, (0, 1))(
+        hidden, head, labels, chunk=1000
+    )
+    expected, wanted = jax.value_and_grad(full_logits, (0, 1))(*wide, labels)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for gradient, other in zip(gradients, wanted, strict=True):
+        assert gradient.dtype == dtype
+        rounding = float(jnp.finfo(dtype).eps)
+        error = np.abs(np.asarray(gradient, np.float32) - other)
+        assert error.max() <= 2 * rounding * np.abs(other).max()
+
+
+def test_nothing_as_large_as_the_logits_exists():
+    hidden, head, labels, _ = arrays((512,))
+    gradient = jax.grad(lambda h, w: losses.next_token(h, w, labels, chunk=32), (0, 1))
+    traced = jax.make_jaxpr(gradient)(hidden, head)
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (jx.num_elements(v.aval) for v in eqn.outvars)
+            for sub in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from sizes(sub)
+
+    assert max(sizes(traced.jaxpr)) <= 32 * VOCAB + 512 * WIDTH
+
+
+def test_tokens_that_do_not_count_change_nothing():
+    hidden, head, labels, _ = arrays((64,))
+    counted = labels >= 0
+    loss = losses.next_token(hidden, head, labels, chunk=8)
+    np.testing.assert_allclose(
+        loss, losses.next_token(hidden[counted], head, labels[counted]), rtol=1e-6
+    )
+    nothing, gradients = jax.value_and_grad(losses.next_token, (0, 1))(
+        hidden, head, jnp.full_like(labels, -100)
+    )
+    assert nothing == 0 and not any(np.any(g) for g in gradients)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+        self.layers = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3))
+
+    def hidden(self, tokens):
+        x = self.embedding[...][tokens]
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def test_a_tied_model_trains_alike_with_both_losses():
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 9)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def train(loss):
+        def loss_fn(model, batch):
+            hidden = model.hidden(batch["tokens"])
+            return loss(hidden, model.embedding[...], batch["labels"])
+
+        trainer = mt.Trainer(
+            lambda: Model(nnx.Rngs(0)),
+            loss_fn,
+            optax.adamw(1e-2),
+            batch,
+            microbatches=2,
+            precision=mt.Precision(compute=jnp.float32),
+        )
+        assert trainer.plan.num_stages == 5
+        return [trainer.read(trainer.step(batch))["loss"] for _ in range(4)]
+
+    ours = train(lambda h, w, y: losses.next_token(h, w, y, chunk=5))
+    np.testing.assert_allclose(ours, train(full_logits), rtol=1e-5)
+    assert ours[-1] < ours[0]
+
+
+def test_arguments_that_do_not_fit_are_named():
+    hidden, head, labels, mask = arrays((3, 5))
+    for arguments, options, message in [
+        ((hidden, head, labels[:2]), {}, "`hidden` has shape"),
+        ((hidden, head.T, labels), {}, "`head` has shape"),
+        ((hidden, head, labels), {"mask": mask[0]}, "`mask` has shape"),
+        ((hidden, head, labels), {"chunk": 0}, "`chunk` must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            losses.next_token(*arguments, **options)
