@@ -1,0 +1,196 @@
+"""What was read, what was left out and why: counted, and shown with its file and line.
+
+Nothing in this package drops a row without writing it down here.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_PLACES_SHOWN = 5
+_REASONS_SHOWN = 20
+
+
+class DataError(ValueError):
+    """Data that can't be trained on as it is; the message names files and lines."""
+
+
+class InvalidRow(ValueError):
+    """One row that can't be used.
+
+    Attributes:
+        reason: What is wrong, in words that rows of the same fault share.
+        detail: What is wrong with this one.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        """Says what is wrong."""
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+class TooLong(InvalidRow):
+    """A row that would do if there were more room."""
+
+
+class Place(NamedTuple):
+    """Where a row comes from.
+
+    Attributes:
+        path: The file, as the user named it.
+        number: Its line or row, counted from 1; 0 stands for the whole file.
+        unit: "line" or "row".
+    """
+
+    path: str
+    number: int = 0
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        """Reads ``chats.jsonl, line 7``."""
+        return f"{self.path}, {self.unit} {self.number}" if self.number else self.path
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Counts while files are read.
+
+    Attributes:
+        num_rows: Rows read, those left out included.
+        left_out: How many rows were left out, by reason.
+        file_faults: How many files were faulty as a whole (an empty one), by reason.
+        ignored: In how many rows a field appeared that nothing reads.
+        num_cut: Documents that lost their end.
+        num_split: Documents that were split.
+        num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
+        num_blurred: Assistant turns whose first or last token also holds text of the prompt.
+        errors: How many of the faults the user did not allow, by their class.
+    """
+
+    num_rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    file_faults: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    num_cut: int = 0
+    num_split: int = 0
+    num_pieces_left_out: int = 0
+    num_blurred: int = 0
+    errors: Counter[type[InvalidRow]] = field(default_factory=Counter)
+    _examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def leave_out(self, place: Place, fault: InvalidRow, error: bool) -> None:
+        """Writes down a row (or, where `place` has no number, a file) that is not used.
+
+        Args:
+            place: Where it is.
+            fault: What is wrong with it.
+            error: Whether `check` shall raise for it.
+        """
+        counts = self.left_out if place.number else self.file_faults
+        counts[fault.reason] += 1
+        if error:
+            self.errors[type(fault)] += 1
+        examples = self._examples.setdefault(fault.reason, [])
+        if len(examples) < _PLACES_SHOWN:
+            examples.append(f"{place}: {fault}")
+
+    def check(self, advice: Mapping[type[InvalidRow], str]) -> None:
+        """Raises if there was a fault that the user did not allow.
+
+        Args:
+            advice: What the user can do about faults of a class.
+
+        Raises:
+            DataError: With the places of the first faults of each kind.
+        """
+        if self.errors:
+            hints = [advice[kind] for kind in self.errors]
+            raise DataError("\n".join([f"{self._total()}:", *self.examples(), *hints]))
+
+    def examples(self) -> list[str]:
+        """The first places of each reason, and how many more there are, most frequent first."""
+        lines = []
+        counts = self.left_out + self.file_faults
+        for reason, count in counts.most_common(_REASONS_SHOWN):
+            shown = self._examples[reason]
+            lines += [f"  {text}" for text in shown]
+            if count > len(shown):
+                lines.append(f"  ... and {count - len(shown):,} more: {reason}")
+        if len(counts) > _REASONS_SHOWN:
+            lines.append(f"  ... and {len(counts) - _REASONS_SHOWN:,} other reasons")
+        return lines
+
+    def _total(self) -> str:
+        rows, files = self.left_out.total(), self.file_faults.total()
+        parts = [f"{rows:,} of {self.num_rows:,} rows"] if rows else []
+        parts += [f"{files:,} whole file{'s' * (files > 1)}"] if files else []
+        return f"{' and '.join(parts)} can't be used"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a dataset was made from; its string is what is printed.
+
+    Attributes:
+        num_rows: Rows read.
+        num_documents: Rows that are trained on: `num_rows` less those in `left_out`.
+        num_pieces: What they became where long ones were split.
+        num_tokens: Tokens of them all.
+        num_learned: Tokens among them that the loss counts.
+        longest: Tokens of the longest document, as it was read, among those of any length.
+        num_bytes: Host memory that holds them.
+        left_out: How many rows were left out, by reason.
+        num_cut: Documents that lost their end.
+        num_split: Documents that were split.
+        num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
+        num_blurred: Assistant turns whose first or last token also holds text of the prompt, and
+            is not learned.
+        ignored: In how many rows a field appeared that nothing reads.
+        file_faults: How many files held nothing to read, by reason.
+        examples: The first places of what was left out.
+    """
+
+    num_rows: int
+    num_documents: int
+    num_pieces: int
+    num_tokens: int
+    num_learned: int
+    longest: int
+    num_bytes: int
+    left_out: dict[str, int]
+    num_cut: int
+    num_split: int
+    num_pieces_left_out: int
+    num_blurred: int
+    ignored: dict[str, int]
+    file_faults: dict[str, int]
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A few lines: rows, tokens, memory, and all that is not trained on."""
+        lines = [
+            f"{self.num_documents:,} of {self.num_rows:,} rows: {self.num_tokens:,} tokens, "
+            f"{self.num_learned:,} of them learned ({self.num_learned / self.num_tokens:.0%}), "
+            f"the longest of {self.longest:,}; {self.num_bytes / 2**20:,.1f} MiB in host memory "
+            f"({self.num_bytes / self.num_tokens:.1f} bytes a token)"
+        ]
+        lines += [f"left out: {count:,} × {reason}" for reason, count in self.left_out.items()]
+        lines += [f"files: {count:,} × {reason}" for reason, count in self.file_faults.items()]
+        lines += self.examples
+        if self.num_cut:
+            lines.append(f"cut at the end: {self.num_cut:,} documents")
+        if self.num_split:
+            lines.append(f"split: {self.num_split:,} documents; {self.num_pieces:,} pieces in all")
+        if self.num_pieces_left_out:
+            lines.append(f"pieces with nothing to learn, left out: {self.num_pieces_left_out:,}")
+        if self.num_blurred:
+            lines.append(
+                f"assistant turns that share a token with the prompt, which is not learned: "
+                f"{self.num_blurred:,}"
+            )
+        if self.ignored:
+            fields = (f"{name} ({count:,} rows)" for name, count in self.ignored.items())
+            lines.append(f"fields that nothing reads: {', '.join(fields)}")
+        return "\n".join(lines)
