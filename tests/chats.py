@@ -25,7 +25,11 @@ SPECIAL = (
     "<|assistant|>",
     "<|end|>",
 )
-WORDS = "the cat sat on a mat, while rain fell; naïve façade 🙂 日本 42 x=1\nand then two\nlines".split(" ")
+WORDS = (
+    "the cat sat on a mat, while rain fell; naïve façade 🙂 日本 42 x=1\nand then two\nlines".split(
+        " "
+    )
+)
 
 CHATML = (
     "{% for m in messages %}"
