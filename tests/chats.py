@@ -42,7 +42,7 @@ CHATML_MARKED = (
     "{% for m in messages %}"
     "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -165,7 +165,10 @@ def openai(messages: list[dict[str, str]]) -> dict[str, Any]:
 def write(path: Path, rows: list[Any]) -> Path:
     """Writes rows as the path's suffix says."""
     if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        # Or it would have the columns of the first row only.
+        columns = {name: None for row in rows for name in row}
+        table = pyarrow.Table.from_pylist([{**columns, **row} for row in rows])
+        pyarrow.parquet.write_table(table, path)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
     else:

@@ -222,6 +222,8 @@ class _Scanner:
                 if not self._more():
                     raise self._broken(caught.msg, caught.pos) from None
                 continue
+            except RecursionError:
+                raise self._broken("it is nested too deeply") from None
             # A number may go on in the next chunk.
             if end < len(self._text) or not self._more():
                 break

@@ -1,0 +1,350 @@
+"""Files of every form and kind, and what is wrong with them, with its file and line."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+for needed in ("grain", "pyarrow", "transformers"):
+    pytest.importorskip(needed)
+
+from chats import alpaca, conversations, openai, sharegpt, tokenizer, write  # noqa: E402
+from megatrain_jax import data  # noqa: E402
+from megatrain_jax.data import reading  # noqa: E402
+from megatrain_jax.data.forms import to_conversation  # noqa: E402
+from megatrain_jax.data.report import InvalidRow, Report  # noqa: E402
+
+GOOD = openai(conversations(1)[0])
+FORMS = {"openai": openai, "sharegpt": sharegpt, "alpaca": alpaca}
+Q, A = {"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}
+
+
+def load(path: Any, **options: Any) -> data.Dataset:
+    options = {"length": 512, "batch_size": 2, "progress": False, **options}
+    return data.chat(path, tokenizer(), **options)
+
+
+def assert_same(ours: data.Dataset, theirs: data.Dataset) -> None:
+    assert ours.num_documents == theirs.num_documents
+    for one, other in zip(ours, theirs, strict=True):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def lines(path: Path, *rows: bytes | str | dict[str, Any]) -> Path:
+    made = [json.dumps(row) if isinstance(row, dict) else row for row in rows]
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in made) + b"\n")
+    return path
+
+
+def error_of(path: Any, **options: Any) -> str:
+    with pytest.raises(data.DataError) as caught:
+        load(path, **options)
+    return str(caught.value)
+
+
+# Forms and kinds of files
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "ndjson", "parquet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_and_kinds_give_the_same_batches(tmp_path: Path, form: str, kind: str):
+    messages = conversations(40)
+    reference = load(write(tmp_path / "reference.jsonl", [openai(m) for m in messages]))
+    rows = [FORMS[form](one) for one in messages]
+    assert_same(load(write(tmp_path / f"a.{kind}", rows)), reference)
+
+
+def test_several_files_and_mixed_forms_are_read_in_order(tmp_path: Path):
+    messages = conversations(30)
+    rows = [list(FORMS.values())[i % 3](one) for i, one in enumerate(messages)]
+    reference = load(write(tmp_path / "reference.jsonl", [openai(m) for m in messages]))
+    paths = [write(tmp_path / "a.json", rows[:10]), write(tmp_path / "b.jsonl", rows[10:])]
+    assert_same(load(paths), reference)
+    assert_same(load([str(path) for path in paths]), reference)
+
+
+def test_a_json_file_may_hold_lines_or_objects_one_after_the_other(tmp_path: Path):
+    rows = [openai(messages) for messages in conversations(10)]
+    reference = load(write(tmp_path / "reference.jsonl", rows))
+    text = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "lines.json").write_text("\ufeff" + text, encoding="utf-8")
+    assert_same(load(tmp_path / "lines.json"), reference)
+    text = "\n".join(json.dumps(row, indent=2) for row in rows)
+    (tmp_path / "objects.json").write_text(text)
+    assert_same(load(tmp_path / "objects.json"), reference)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_json_is_read_in_chunks_with_the_lines_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+):
+    monkeypatch.setattr(reading, "_CHUNK", chunk)
+    rows = [{"text": f"{i} ü\n" * i, "n": [i, {"x": None}]} for i in range(12)]
+    text = json.dumps(rows, indent=3, ensure_ascii=False)
+    path = tmp_path / "a.json"
+    path.write_text(text, encoding="utf-8")
+    read = list(reading.rows(str(path), Report(), True))
+    assert [row for _, row in read] == rows
+    starts = [number for number, line in enumerate(text.split("\n"), 1) if line == "   {"]
+    assert [place.number for place, _ in read] == starts
+
+
+def test_parquet_is_read_across_row_groups(tmp_path: Path):
+    rows = [{"text": str(i)} for i in range(600)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=70)
+    read = list(reading.rows(str(path), Report(), True))
+    assert [row for _, row in read] == rows
+    assert [place.number for place, _ in read] == list(range(1, 601))
+    assert str(read[4][0]) == f"{path}, row 5"
+
+
+def test_forms_in_detail():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "all of it"}
+    messages, learned, tools, ignored = to_conversation(row)
+    assert [m["content"] for m in messages] == ["Add.\n\n1 2", "3"]
+    assert (learned, tools, ignored) == ([False, True], None, {"text"})
+    row = {
+        "id": 7,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "x": 1},
+            {"role": "assistant", "content": "c", "weight": 1, "name": None},
+        ],
+    }
+    messages, learned, _, ignored = to_conversation(row)
+    assert messages == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    assert ignored == {"id", "messages[].x"}
+
+
+# Rows that can't be used
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "unknown fields": ({"prompt": "a", "answer": "b"}, "unknown form: .*fields prompt, answer"),
+    "no fields": ({}, r"unknown form: .*\(none\)"),
+    "plain text": ({"text": "a"}, r"unknown form: .*plain text is for `data.text`"),
+    "no output": ({"instruction": "a"}, "an instruction without an output"),
+    "an array": ("[1, 2]", "a row is no object of fields: it is of type list"),
+    "not json": ('{"messages": [', "no valid JSON: .* at column"),
+    "deep": ("[" * 100_000, "no valid JSON"),
+    "not utf-8": (b'{"instruction": "caf\xe9", "output": "b"}', "invalid UTF-8: byte 0xe9"),
+    "half a pair": ('{"instruction": "\\ud83d", "output": "b"}', "invalid Unicode"),
+    "ends with user": (openai([Q, A, Q]), "does not have the last turn: message 3.*role user"),
+    "only system": (openai([{"role": "system", "content": "a"}]), "does not have the last turn"),
+    "two questions": (openai([Q, Q, A]), "roles out of order: message 2.*after user"),
+    "answer first": (openai([A, Q, A]), "roles out of order: message 1.*at the start"),
+    "late system": (openai([Q, A, {"role": "system", "content": "x"}]), "roles out of order"),
+    "unknown role": (openai([{"role": "narrator", "content": "x"}, A]), "unknown role: 'narrator'"),
+    "no role": (openai([{"content": "x"}, A]), "unknown role: None in turn 1"),
+    "no turns": (openai([]), "no turns"),
+    "turns as text": ({"messages": "x"}, "no turns"),
+    "a turn as text": ({"messages": ["x"]}, "turn 1 is no object"),
+    "empty answer": (openai([Q, {"role": "assistant", "content": " "}]), "an empty turn: turn 2"),
+    "empty output": ({"instruction": "a", "output": ""}, "an empty turn: assistant"),
+    "an image": (
+        openai([{"role": "user", "content": [{"image": "x"}]}, A]),
+        "content that is no text",
+    ),
+    "a number": (openai([{"role": "user", "content": 3}, A]), "content that is no text: turn 1"),
+    "weights": (openai([Q, {**A, "weight": 0}]), "nothing to learn"),
+    "tools": ({**openai([Q, A]), "tools": "{"}, "tools that are no valid JSON"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_row_is_named_with_file_and_line(tmp_path: Path, fault: str):
+    row, message = FAULTS[fault]
+    path = lines(tmp_path / "a.jsonl", GOOD, "", row, GOOD)
+    with pytest.raises(data.DataError, match=f"line 3: .*{message}") as caught:
+        load(path)
+    assert "1 of 3 rows can't be used" in str(caught.value)
+    assert str(path) in str(caught.value) and '`invalid="drop"`' in str(caught.value)
+    dropped = load(path, invalid="drop").summary
+    assert (dropped.num_rows, dropped.num_documents, sum(dropped.left_out.values())) == (3, 2, 1)
+    assert "line 3" in str(dropped)
+
+
+def test_counts_add_up_and_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    chosen = list(FAULTS)
+    rows = [r for name in chosen for r in (FAULTS[name][0], GOOD)] + [FAULTS["not utf-8"][0]] * 9
+    path = lines(tmp_path / "a.jsonl", *rows, {**GOOD, "id": 3})
+    message = error_of(path)
+    assert f"{len(chosen) + 9} of {2 * len(chosen) + 10} rows" in message
+    assert "... and 5 more: invalid UTF-8" in message
+    capfd.readouterr()
+    dataset = load(path, invalid="drop", progress=True)
+    summary = dataset.summary
+    assert summary.num_documents == len(chosen) + 1
+    assert summary.num_rows == summary.num_documents + sum(summary.left_out.values())
+    assert summary.left_out["invalid UTF-8"] == 10
+    assert summary.ignored == {"id": 1}
+    shown = capfd.readouterr().err
+    assert str(summary) in shown and "left out: 10 × invalid UTF-8" in shown
+    assert "fields that nothing reads: id (1 rows)" in shown
+    assert "bytes a token" in shown
+    load(path, invalid="drop")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_faults_of_an_array_are_named_with_their_lines(tmp_path: Path):
+    path = tmp_path / "a.json"
+    text = json.dumps([GOOD, openai([Q]), GOOD], indent=1).encode()
+    number = text[: text.index(b"a question")].count(b"\n") + 1
+    path.write_bytes(text.replace(b"a question", b"a \xff question"))
+    message = error_of(path)
+    assert f"{path}, line {number - 4}: invalid UTF-8: byte 0xff" in message
+    path.write_bytes(text[:-20])
+    # A broken array can't be read around, and so is an error whatever is asked for.
+    for option in ("error", "drop"):
+        message = error_of(path, invalid=option)
+        assert str(path) in message and "line" in message and "no valid JSON" in message
+    path.write_bytes(text + b"\n[]")
+    assert "text after the end of the array" in error_of(path)
+    path.write_bytes(text.replace(b"\n },\n", b"\n }\n", 1))
+    assert "expected ','" in error_of(path)
+
+
+def test_invalid_utf8_of_parquet_is_named_with_its_row(tmp_path: Path):
+    texts = pyarrow.array([b"good", b"bad \xe9", b"fine"], pyarrow.binary())
+    texts = pyarrow.StringArray.from_buffers(3, *texts.buffers()[1:])
+    table = pyarrow.table({"instruction": texts, "output": ["a", "b", "c"]})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path)
+    assert f"{path}, row 2: invalid UTF-8: byte 0xe9" in error_of(path)
+    assert load(path, invalid="drop").summary.left_out == {"invalid UTF-8": 1}
+    path.write_bytes(b"no parquet")
+    assert "can't be read as Parquet" in error_of(path)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_an_empty_file_is_named(tmp_path: Path, kind: str):
+    full = write(tmp_path / "full.jsonl", [GOOD])
+    empty = tmp_path / f"empty.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), empty)
+    else:
+        empty.write_text("\n")
+    assert f"{empty}: the file is empty" in error_of([full, empty])
+    dataset = load([full, empty], invalid="drop")
+    assert dataset.summary.file_faults == {"the file is empty": 1}
+    assert dataset.summary.num_rows == dataset.num_documents == 1
+    message = error_of(empty, invalid="drop")
+    assert "there is nothing to train on" in message and str(empty) in message
+
+
+def test_paths_and_options_that_make_no_sense_are_named(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [GOOD])
+    with pytest.raises(FileNotFoundError, match="no file .*b.jsonl"):
+        load(tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match="is a folder"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="names no file"):
+        load([])
+    (tmp_path / "a.csv").write_text("a")
+    with pytest.raises(ValueError, match="a.csv is none of .json"):
+        load(tmp_path / "a.csv")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="use `data.text`"):
+        load(tmp_path / "a.txt")
+    for options in ({"too_long": "x"}, {"invalid": "x"}, {"train_on": "x"}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be"):
+            load(path, **options)
+    with pytest.raises(TypeError, match="`tokenizer` must be the folder of one"):
+        data.chat(path, 3, length=8, batch_size=1)
+
+
+def test_a_tokenizer_is_loaded_from_its_folder(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [openai(messages) for messages in conversations(5)])
+    tokenizer().save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {"length": 512, "batch_size": 2, "progress": False}
+    assert_same(data.chat(path, tmp_path / "model", **options), load(path))
+
+
+# Plain text
+
+
+def texts_of(dataset: data.Dataset) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for batch in dataset:
+        for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True):
+            for number in range(1, segments.max() + 1):
+                found[str(tokenizer().decode(tokens[segments == number].tolist()))] += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet", "txt"])
+def test_texts_end_with_the_end_of_text_and_are_learned_whole(tmp_path: Path, kind: str):
+    texts = ["the cat sat\n\non a mat", "naïve 🙂\n", "日本"]
+    if kind == "txt":
+        paths = [tmp_path / f"{i}.txt" for i in range(3)]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text, encoding="utf-8")
+    else:
+        paths = [write(tmp_path / f"a.{kind}", [{"text": text} for text in texts])]
+    dataset = data.text(paths, tokenizer(), length=64, batch_size=1, progress=False)
+    assert texts_of(dataset) == Counter(f"{text}<|endoftext|>" for text in texts)
+    assert dataset.summary.num_learned == dataset.summary.num_tokens - 3
+
+
+def test_a_long_text_is_read_in_parts_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "the cat\n\n sat on\na mat \n naïve 🙂 日本\n" * 40
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    options: dict[str, Any] = {"length": 50, "batch_size": 1, "shuffle": False, "progress": False}
+    whole = data.text(path, tokenizer(), **options)
+    expected = tokenizer(None)(text, add_special_tokens=False)["input_ids"]
+    tokens = np.concatenate([b["tokens"][b["segments"] > 0] for b in whole])
+    assert tokens.tolist() == [*expected, tokenizer().eos_token_id]
+    labels = np.concatenate([b["labels"][b["mask"]] for b in whole])
+    np.testing.assert_array_equal(labels, tokens[1:])
+    monkeypatch.setattr(reading, "_CHUNK", 30)
+    assert_same(data.text(path, tokenizer(), **options), whole)
+    assert len(list(reading.blocks(str(path), Report(), True))) > 20
+
+
+def test_faulty_texts_are_named(tmp_path: Path):
+    bad, empty = tmp_path / "bad.txt", tmp_path / "empty.txt"
+    bad.write_bytes(b"fine\nnot \xff fine\n")
+    empty.write_text("\n")
+    rows = lines(tmp_path / "a.jsonl", {"text": "good"}, {"content": "a"}, {"text": " "})
+    with pytest.raises(data.DataError) as caught:
+        data.text([bad, empty, rows], tokenizer(), length=64, batch_size=1, progress=False)
+    for part in (
+        f"{bad}, line 2: invalid UTF-8: byte 0xff",
+        f"{empty}: the file is empty",
+        f"{rows}, line 2: unknown form: no text among the fields content",
+        f"{rows}, line 3: empty text",
+        "3 of 4 rows and 1 whole file can't be used",
+    ):
+        assert part in str(caught.value)
+    made = tokenizer()
+    made.eos_token = None
+    with pytest.raises(data.DataError, match="no `eos_token`"):
+        data.text(rows, made, length=64, batch_size=1, invalid="drop", progress=False)
+
+
+# Imports
+
+
+def test_the_library_does_not_import_what_only_data_needs():
+    code = (
+        "import sys, megatrain_jax\n"
+        "assert not {'transformers', 'pyarrow'} & set(sys.modules), 'imported'\n"
+        "sys.modules['grain'] = None\n"
+        "from megatrain_jax import data\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert 'pip install "megatrain-jax[finetune]"' in ran.stderr
+    assert "needs grain" in ran.stderr
+
+
+def test_a_faulty_row_says_what_is_wrong():
+    fault = InvalidRow("a reason", "a detail")
+    assert str(fault) == "a reason: a detail" and str(InvalidRow("a reason")) == "a reason"

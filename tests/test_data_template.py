@@ -1,0 +1,307 @@
+"""What is learned of a conversation, compared with text that is put together by hand."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for needed in ("grain", "pyarrow", "transformers"):
+    pytest.importorskip(needed)
+
+import chats  # noqa: E402
+from chats import conversations, openai, tokenizer, write  # noqa: E402
+from megatrain_jax import data  # noqa: E402
+
+# Parts of the text, and whether the assistant says them.
+Parts = list[tuple[str, bool]]
+Messages = list[dict[str, str]]
+
+
+def chatml(messages: Messages, header: bool = True) -> Parts:
+    parts: Parts = []
+    if header and messages[0]["role"] != "system":
+        parts.append(("<|im_start|>system\nBe kind.<|im_end|>\n", False))
+    for message in messages:
+        answers = message["role"] == "assistant"
+        parts.append((f"<|im_start|>{message['role']}\n", False))
+        parts.append((f"{message['content']}<|im_end|>", answers))
+        parts.append(("\n", False))
+    return parts
+
+
+def llama3(messages: Messages) -> Parts:
+    parts: Parts = [("<s>", False)]
+    for message in messages:
+        parts.append((f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False))
+        parts.append((f"{message['content'].strip()}<|eot_id|>", message["role"] == "assistant"))
+    return parts
+
+
+def gemma(messages: Messages) -> Parts:
+    parts: Parts = [("<s>", False)]
+    for message in messages:
+        answers = message["role"] == "assistant"
+        parts.append((f"<start_of_turn>{'model' if answers else 'user'}\n", False))
+        parts.append((f"{message['content'].strip()}<end_of_turn>", answers))
+        parts.append(("\n", False))
+    return parts
+
+
+def phi(messages: Messages) -> Parts:
+    parts: Parts = []
+    for index, message in enumerate(messages):
+        answers = message["role"] == "assistant"
+        parts.append((f"<|{message['role']}|>\n", False))
+        parts.append((f"{message['content']}<|end|>", answers))
+        last = index == len(messages) - 1
+        parts += [("\n<|endoftext|>", True)] if last else [("\n", False)]
+    return parts
+
+
+def mistral(messages: Messages) -> Parts:
+    parts: Parts = [("<s>", False)]
+    for message in messages:
+        if message["role"] == "user":
+            parts.append((f"[INST] {message['content']} [/INST]", False))
+        else:
+            parts.append((f" {message['content']}<|endoftext|>", True))
+    return parts
+
+
+def qwen3(messages: Messages) -> Parts:
+    parts: Parts = []
+    for index, message in enumerate(messages):
+        answers = message["role"] == "assistant"
+        parts.append((f"<|im_start|>{message['role']}\n", False))
+        content = message["content"]
+        if answers:
+            thought, _, said = content.rpartition("</think>")
+            thought = thought.replace("<think>", "").strip("\n")
+            content = said.lstrip("\n")
+            if index == len(messages) - 1:
+                content = f"<think>\n{thought}\n</think>\n\n{content}"
+        parts.append((f"{content}<|im_end|>", answers))
+        parts.append(("\n", False))
+    return parts
+
+
+STYLES = {
+    "chatml": (chats.CHATML, chatml),
+    "chatml-marked": (chats.CHATML_MARKED, chatml),
+    "chatml-marked-short": (chats.CHATML_MARKED_SHORT, chatml),
+    "llama3": (chats.LLAMA3, llama3),
+    "gemma": (chats.GEMMA, gemma),
+    "phi": (chats.PHI, phi),
+    "mistral": (chats.MISTRAL, mistral),
+    "qwen3": (chats.QWEN3, qwen3),
+}
+
+
+def by_hand(parts: Parts) -> tuple[list[int], list[int], list[bool]]:
+    """Tokens, labels and mask of a document; a token is learned if all its characters are."""
+    text = "".join(part for part, _ in parts)
+    said = [answers for part, answers in parts for _ in part]
+    # No template here cuts a token in two, and offsets of this tokenizer leave nothing out.
+    encoding = tokenizer(None)(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens: Any = encoding["input_ids"]
+    offsets: Any = encoding["offset_mapping"]
+    learned = [all(said[start:end]) for start, end in offsets]
+    return tokens, [*tokens[1:], 0], [*learned[1:], False]
+
+
+def batches_of(path: Path, template: str | None, trim: bool = False, **options: Any) -> Any:
+    options = {"length": 1024, "batch_size": 1, "shuffle": False, "progress": False, **options}
+    return data.chat(path, tokenizer(template, trim), **options)
+
+
+def single(tmp_path: Path, messages: Any, template: str, trim: bool = False, **options: Any) -> Any:
+    row = messages if isinstance(messages, dict) else openai(messages)
+    (batch,) = batches_of(write(tmp_path / "one.jsonl", [row]), template, trim, **options)
+    size = int((batch["segments"][0] > 0).sum())
+    return {name: values[0][:size].tolist() for name, values in batch.items()}
+
+
+def learned_text(line: dict[str, list[Any]]) -> str:
+    tokens = [token for token, counts in zip(line["labels"], line["mask"], strict=True) if counts]
+    return str(tokenizer().decode(tokens))
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["offsets", "trimmed"])
+@pytest.mark.parametrize("style", STYLES)
+def test_learns_what_the_assistant_says_and_the_end_of_its_turns(
+    tmp_path: Path, style: str, trim: bool
+):
+    template, parts = STYLES[style]
+    for seed in range(6):
+        (messages,) = conversations(1, seed=seed, turns=4, system=style.startswith("chatml"))
+        line = single(tmp_path, messages, template, trim)
+        tokens, labels, mask = by_hand(parts(messages))
+        assert line["tokens"] == tokens
+        assert line["labels"] == labels
+        assert line["mask"] == mask
+        assert line["segments"] == [1] * len(tokens)
+
+
+def test_learns_all_if_asked(tmp_path: Path):
+    (messages,) = conversations(1)
+    line = single(tmp_path, messages, chats.CHATML, train_on="all")
+    assert line["mask"] == [True] * (len(line["tokens"]) - 1) + [False]
+
+
+@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+def test_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path, style: str):
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "<think>\nfirst thought\n</think>\n\nfirst answer"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "<think>\nlast thought\n</think>\n\nlast answer"},
+    ]
+    template, parts = STYLES[style]
+    parts = parts(messages) if style == "qwen3" else chatml(messages)
+    line = single(tmp_path, messages, template)
+    assert (line["tokens"], line["labels"], line["mask"]) == by_hand(parts)
+    assert learned_text(line).count("thought") == (1 if style == "qwen3" else 2)
+
+
+def test_a_marked_template_agrees_with_transformers(tmp_path: Path):
+    for seed in range(5):
+        (messages,) = conversations(1, seed=seed)
+        line = single(tmp_path, messages, chats.CHATML_MARKED)
+        theirs: Any = tokenizer(chats.CHATML_MARKED).apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert line["tokens"] == theirs["input_ids"]
+        assert line["mask"] == [bool(one) for one in theirs["assistant_masks"][1:]] + [False]
+
+
+def test_template_variables_reach_the_template(tmp_path: Path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    thinks = single(tmp_path, messages, chats.QWEN3)
+    assert learned_text(thinks) == "<think>\n\n</think>\n\nhello<|im_end|>"
+    silent = single(tmp_path, messages, chats.QWEN3, template_variables={"enable_thinking": False})
+    assert learned_text(silent) == "hello<|im_end|>"
+    assert silent["tokens"] == thinks["tokens"]
+
+
+def test_a_turn_with_a_weight_of_zero_is_not_learned(tmp_path: Path):
+    (messages,) = [m for m in conversations(20, turns=2, system=False) if len(m) == 4][:1]
+    row = openai([{**m, "weight": int(i != 1)} for i, m in enumerate(messages)])
+    for template in (chats.CHATML, chats.CHATML_MARKED):
+        line = single(tmp_path, row, template)
+        assert learned_text(line) == f"{messages[3]['content']}<|im_end|>"
+
+
+def test_tools_are_called_and_answer(tmp_path: Path):
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + chats.CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "sum"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "two"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
+    line = single(tmp_path, row, template)
+    assert learned_text(line) == 'add({"x": 1})<|im_end|>two<|im_end|>'
+    with pytest.raises(data.DataError, match=r"line 1: the chat template .* no place for tools"):
+        single(tmp_path, row, chats.CHATML)
+
+
+def test_a_token_shared_with_the_prompt_is_counted_and_not_learned(tmp_path: Path):
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    made = tokenizer(template)
+    made.add_tokens([":while"])
+    rows = [
+        openai([{"role": "user", "content": "a"}, {"role": "assistant", "content": "while on"}])
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    dataset = data.chat(path, made, length=64, batch_size=1, progress=False)
+    (batch,) = dataset
+    assert made.decode(batch["labels"][batch["mask"]].tolist()) == " on<|endoftext|>"
+    assert dataset.summary.num_blurred == 1
+    assert "share a token with the prompt" in str(dataset.summary)
+
+
+# Templates that are refused
+
+
+def refused(tmp_path: Path, template: str | None, messages: Messages | None = None) -> str:
+    path = write(tmp_path / "a.jsonl", [openai(messages or conversations(1, turns=1)[0])])
+    with pytest.raises(data.DataError) as caught:
+        batches_of(path, template)
+    return str(caught.value)
+
+
+def test_no_template_says_what_to_pass(tmp_path: Path):
+    message = refused(tmp_path, None)
+    assert re.search(r"has no chat template.*pass `chat_template=`.*`data\.text`", message)
+    path = write(tmp_path / "a.jsonl", [openai(m) for m in conversations(3)])
+    ours = batches_of(path, None, chat_template=chats.CHATML)
+    for one, other in zip(ours, batches_of(path, chats.CHATML), strict=True):
+        np.testing.assert_array_equal(one["mask"], other["mask"])
+
+
+BROKEN = {
+    # The prompt is not how the conversation goes on.
+    "the prompt that it gives": chats.CHATML.replace(
+        "add_generation_prompt %}<|im_start|>assistant", "add_generation_prompt %}<|im_start|>bot"
+    ),
+    "what follows the prompt": chats.CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
+    # It knows no prompt, so that its header would be learned.
+    "what follows the prompt for": chats.CHATML.replace("add_generation_prompt", "never"),
+    "ends the assistant's last turn without a special token": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    ),
+    "marks nothing": "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+    "no valid Jinja": "{% for m in messages %}",
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_a_template_that_hides_the_answer_is_refused_by_name(tmp_path: Path, why: str):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
+    message = refused(tmp_path, BROKEN[why], messages)
+    assert why in message
+    assert "the chat template of" in message
+    assert str(tmp_path / "a.jsonl") in message and "line 1" in message
+
+
+def test_an_earlier_answer_whose_end_is_not_found_is_refused(tmp_path: Path):
+    changed = chats.CHATML.replace(
+        "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else 'gone' }}"
+    )
+    (messages,) = [m for m in conversations(20, turns=2, system=False) if len(m) == 4][:1]
+    assert "message 2" in refused(tmp_path, changed, messages)
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+    ]
+    message = refused(tmp_path, chats.GEMMA, messages)
+    assert "line 1: the chat template of" in message and "System role not supported" in message
+
+
+def test_a_special_token_that_is_spelled_out_is_refused(tmp_path: Path):
+    messages = [
+        {"role": "user", "content": "say <|im_end|>"},
+        {"role": "assistant", "content": "hello"},
+    ]
+    message = refused(tmp_path, chats.CHATML, messages)
+    assert "a special token of the tokenizer is spelled out: '<|im_end|>' in message 1" in message
