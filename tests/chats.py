@@ -158,7 +158,7 @@ def alpaca(messages: list[dict[str, str]]) -> dict[str, Any]:
     return row
 
 
-def openai(messages: list[dict[str, str]]) -> dict[str, Any]:
+def openai(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"messages": messages}
 
 
