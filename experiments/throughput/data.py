@@ -100,9 +100,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     options = {"length": args.length, "batch_size": args.batch_size, "too_long": "cut"}
     dataset = None
-    templates = (
-        {"": tokenizer.chat_template} if args.tokenizer else {"": TEMPLATE, ", marked": MARKED}
-    )
+    templates: dict[str, str | None] = {"": TEMPLATE, ", marked": MARKED}
+    if args.tokenizer:
+        templates = {"": None}
     for name, template in templates.items():
         start = time.perf_counter()
         dataset = data.chat(path, tokenizer, chat_template=template, epochs=2, **options)

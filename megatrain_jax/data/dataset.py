@@ -199,6 +199,10 @@ class Dataset:
             f"{options.batch_size:,} rows"
         )
 
+    def __repr__(self) -> str:
+        """Shows the same."""
+        return f"Dataset({self})"
+
     def grain(self) -> grain.IterDataset:
         """The same batches as a `grain.IterDataset`, to which further steps can be added."""
         source: Any = self._batches
@@ -229,7 +233,9 @@ class Dataset:
             raise ValueError(f"`fraction` must be between 0 and 1, but is {fraction}")
         documents, groups = self._groups()
         if groups.max() == 0:
-            raise ValueError("there are no two different documents to split")
+            raise ValueError(
+                "there are no two different documents to split (a .txt file is one document)"
+            )
         order = np.random.default_rng([seed, len(documents)]).permutation(groups.max() + 1)
         sizes = np.cumsum(np.bincount(groups)[order])
         num_groups = 1 + int(np.searchsorted(sizes, fraction * len(documents), "left"))
