@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax.batches import Source, check_batch
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.job import DeviceBudget, OnNonfinite
+from megatrain_jax.job import DeviceBudget, OnNonfinite, Trainable
 from megatrain_jax.loop import Callback, EvalData, Run
 from megatrain_jax.precision import Precision
 from megatrain_jax.result import EMPTY, FitResult
@@ -30,6 +30,7 @@ def fit(
     precision: Precision = _DEFAULT_PRECISION,
     device_budget: DeviceBudget = None,
     params: Any = None,
+    trainable: Trainable = None,
     on_nonfinite: OnNonfinite = "raise",
     seed: int = 0,
     eval_data: EvalData | None = None,
@@ -63,6 +64,8 @@ def fit(
             device has left; see `Trainer`.
         params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
             A run that resumes has its own.
+        trainable: Which parameters are trained, as a regular expression on their paths or a
+            function of the path; None trains all. See `Trainer`.
         on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state as they were; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
@@ -111,6 +114,7 @@ def fit(
         precision=precision,
         device_budget=device_budget,
         params=params,
+        trainable=trainable,
         on_nonfinite=on_nonfinite,
         seed=seed,
     )

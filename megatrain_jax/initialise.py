@@ -37,7 +37,8 @@ def _unstacked(job: Job, initial: Initial) -> dict[int, jax.Array]:
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
-            slices[i] = jax.device_put(whole[index].astype(job.precision.master), pool.pinned())
+            dtype = job.precision.stored(job.leaves[i].trainable)
+            slices[i] = jax.device_put(whole[index].astype(dtype), pool.pinned())
         jax.block_until_ready(list(slices.values()))
     return slices
 

@@ -5,19 +5,20 @@ from the same object.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from megatrain_jax.adapters import AdaptedModel
 from megatrain_jax.batches import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax.memory.hardware import H200, Hardware
 from megatrain_jax.memory.plan import Plan, make_plan
-from megatrain_jax.model_kinds import path_name
+from megatrain_jax.model_kinds import chosen, path_name
 from megatrain_jax.optim import OptimizerCut, cut_optimizer
 from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
@@ -38,6 +39,7 @@ _RESERVED, _SPARE_SLABS = 0.05, 2
 
 DeviceBudget = int | Literal["least"] | None
 OnNonfinite = Literal["raise", "skip"]
+Trainable = str | Callable[[str], bool] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,8 @@ class Job:
             templates=[template_of.get(g, "-") for g in range(len(sizes))],
             stage_flops=[count_flops(bound.stage.jaxpr) for bound in step.stages],
             backward=step.workload.backward,
+            learned=[bound.stage.learned_share for bound in step.stages],
+            frozen=self.grouping.frozen,
             fused_last=step.workload.fused_last,
             kept=step.schedule.kept,
             saved_flops=[b.residuals.saved_flops if b.residuals else 0 for b in step.stages],
@@ -192,6 +196,7 @@ def make_job(
     microbatches: int,
     precision: Precision,
     device_budget: DeviceBudget,
+    trainable: Trainable,
     on_nonfinite: OnNonfinite,
     hardware: Hardware | None,
 ) -> Job:
@@ -206,20 +211,13 @@ def make_job(
     hardware = hardware or H200  # some machine has to be assumed to order a step
     budget = None if device_budget in (None, "least") else int(device_budget)
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
-    leaves = leaves_of(traced, adapted.paths, adapted.shapes)
+    trained = chosen(trainable, adapted.paths)
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained)
     program = cut_loss(traced, leaves)
     if microbatches > 1:
         _refuse_batch_statistics(adapted, program, len(traced.metrics))
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    shapes = [jax.ShapeDtypeStruct(s.shape, precision.master) for s in adapted.shapes]
-    cut = cut_optimizer(
-        optimizer,
-        adapted.params_tree,
-        shapes,
-        leaves,
-        grouping.group_of,
-        len(grouping.names),
-    )
+    cut = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, precision)
     if on_nonfinite == "skip":
         cut = dataclasses.replace(cut, deferred=True, guarded=True, skips=True)
     layouts = tuple(
@@ -227,9 +225,9 @@ def make_job(
             leaves,
             rows,
             [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
-            precision.master,
+            precision.stored(g not in grouping.frozen),
         )
-        for rows, state in zip(grouping.leaves, cut.state, strict=True)
+        for g, (rows, state) in enumerate(zip(grouping.leaves, cut.state, strict=True))
     )
     first = _plan_step(
         (batch_key(sample_batch), True, loss_fn),
@@ -257,6 +255,32 @@ def make_job(
         layouts=layouts,
         optimizer=cut,
         first=first,
+    )
+
+
+def _cut_optimizer(
+    optimizer: optax.GradientTransformation,
+    adapted: AdaptedModel,
+    leaves: Sequence[Leaf],
+    grouping: Grouping,
+    trained: Sequence[bool],
+    precision: Precision,
+) -> OptimizerCut:
+    """Cuts the update of what is trained; to Optax the rest is masked, as with `optax.masked`."""
+    parameters = [p for p, trains in enumerate(trained) if trains]
+    number = {p: n for n, p in enumerate(parameters)}
+
+    def params_tree(arrays: Sequence[Any]) -> Any:
+        return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
+
+    rows = [(leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.trainable]
+    return cut_optimizer(
+        optimizer,
+        params_tree,
+        [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.master) for p in parameters],
+        [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows],
+        [g for _, g in rows],
+        len(grouping.names),
     )
 
 
@@ -290,6 +314,16 @@ def _in_flight_bytes(step: StepPlan) -> int:
     groups = {r.group for r in lasting if r.group is not None}
     moving = sorted((sizes[g]["P"] + sizes[g]["O"] for g in groups), reverse=True)
     return sum(moving[:_ITEMS_IN_FLIGHT])
+
+
+def exact_dtypes(job: Job) -> list[DTypeLike | None]:
+    """For each parameter the dtype of its master; None where `precision.frozen` may round it."""
+    rounds = job.precision.frozen is not None
+    trained = {leaf.parameter: leaf.trainable for leaf in job.leaves}
+    return [
+        None if rounds and not trained[p] else job.precision.master
+        for p in range(len(job.adapted.paths))
+    ]
 
 
 def batch_key(batch: Any) -> Hashable:

@@ -77,7 +77,7 @@ def next_token(
     options = _Options(chunk, z_loss, softcap)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Divided outside, so that gradients of single tokens are large enough for half precision.
-    total = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
+    total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
     return total / jnp.maximum(weights.sum(), jnp.finfo(jnp.float32).tiny)
 
 

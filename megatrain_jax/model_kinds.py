@@ -4,6 +4,7 @@ One function per kind splits a model into parameters, state that isn't trained, 
 rest; all of them also work on tracers, so that a model can be split without being allocated.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,42 @@ def flatten(tree: Any) -> tuple[tuple[Path, ...], list[Any], Any]:
     paths = tuple(_path(keys, is_nnx=is_nnx) for keys, _ in flat)
     assert len(set(paths)) == len(paths), "two leaves have one path"
     return paths, [leaf for _, leaf in flat], treedef
+
+
+def chosen(trainable: Any, paths: Sequence[Path]) -> tuple[bool, ...]:
+    """Tells which parameters are to be trained.
+
+    Args:
+        trainable: a regular expression to be found in a parameter's path, a function of the path
+            that tells, or None for all.
+        paths: the paths of all parameters.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is no regular expression, or chooses no parameter.
+    """
+    names = [path_name(path) for path in paths]
+    if trainable is None:
+        return (True,) * len(names)
+    if isinstance(trainable, str):
+        try:
+            pattern = re.compile(trainable)
+        except re.error as error:
+            raise ValueError(
+                f"`trainable`={trainable!r} is no regular expression: {error}"
+            ) from error
+        found = tuple(pattern.search(name) is not None for name in names)
+    elif callable(trainable):
+        found = tuple(bool(trainable(name)) for name in names)
+    else:
+        raise TypeError(
+            "`trainable` must be a regular expression or a function of a parameter's path, but is "
+            f"of type {type(trainable).__name__}"
+        )
+    if not any(found):
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        raise ValueError(f"`trainable`={trainable!r} chooses no parameter; the model has {shown}")
+    return found
 
 
 def check_same_paths(what: str, expected: Sequence[Path], tree: Any) -> None:

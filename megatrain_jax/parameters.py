@@ -24,7 +24,7 @@ _Names = tuple[str, ...]
 
 
 def starting_from(
-    params: Any, initial: Initial, adapted: AdaptedModel, master: DTypeLike
+    params: Any, initial: Initial, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
 ) -> Initial:
     """Puts given parameters in the place of a model's own.
 
@@ -33,7 +33,7 @@ def starting_from(
             Orbax can read. What has a shape, a dtype and `__array__` is an array.
         initial: The model's own values; its state that isn't trained stays.
         adapted: The model.
-        master: The dtype that parameters are stored in.
+        dtypes: For each parameter the dtype that has to hold it exactly; None if none has to.
 
     Raises:
         ValueError: If `params` is not of this model; the differences are listed.
@@ -42,6 +42,7 @@ def starting_from(
     is_folder = isinstance(params, str | PathLike)
     given = saved_arrays(params) if is_folder else _arrays(params)
     wanted = {_names(p): s for p, s in zip(adapted.paths, adapted.shapes, strict=True)}
+    dtype_of = dict(zip(wanted, dtypes, strict=True))
     known = {_names(path) for path in adapted.variable_paths}
     found = _below(_prefix(given, wanted), given, {name[0] for name in wanted if name})
     lines = [
@@ -54,7 +55,8 @@ def starting_from(
         *(
             line
             for name, shape in wanted.items()
-            if name in found and (line := _difference(name, found[name], shape.shape, master))
+            if name in found
+            and (line := _difference(name, found[name], shape.shape, dtype_of[name]))
         ),
     ]
     if lines:
@@ -107,13 +109,17 @@ def _without_value(name: _Names) -> _Names:
     return name[:-1] if len(name) > 1 and name[-1] == "value" else name
 
 
-def _difference(name: _Names, array: Any, shape: tuple[int, ...], master: DTypeLike) -> str | None:
+def _difference(
+    name: _Names, array: Any, shape: tuple[int, ...], kept: DTypeLike | None
+) -> str | None:
     there, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     if there != shape:
         return f"{_text(name)} is {described(there, dtype)} there, but has shape {list(shape)} here"
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.promote_types(dtype, master) != master:
-        kept = jnp.dtype(master).name
-        return f"{_text(name)} is {dtype.name} there, which masters in {kept} can't hold exactly"
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return f"{_text(name)} is {dtype.name} there, but parameters are real floating numbers"
+    if kept is not None and jnp.promote_types(dtype, kept) != kept:
+        narrow = jnp.dtype(kept).name
+        return f"{_text(name)} is {dtype.name} there, which masters in {narrow} can't hold exactly"
     return None
 
 

@@ -19,7 +19,15 @@ from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import DeviceBudget, OnNonfinite, batch_key, fit_to_device, make_job
+from megatrain_jax.job import (
+    DeviceBudget,
+    OnNonfinite,
+    Trainable,
+    batch_key,
+    exact_dtypes,
+    fit_to_device,
+    make_job,
+)
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
@@ -57,6 +65,7 @@ def plan(
     microbatches: int = 1,
     precision: Precision = _DEFAULT_PRECISION,
     device_budget: DeviceBudget = None,
+    trainable: Trainable = None,
     on_nonfinite: OnNonfinite = "raise",
     seed: int = 0,
     hardware: Hardware | None = None,
@@ -72,6 +81,7 @@ def plan(
         precision: See `Trainer`.
         device_budget: See `Trainer`. What a device has left beside activations and compiled
             functions is known only once they are compiled there: None counts the least here.
+        trainable: See `Trainer`.
         on_nonfinite: See `Trainer`.
         seed: See `Trainer`.
         hardware: The machine to plan for; None leaves out what depends on it.
@@ -88,6 +98,7 @@ def plan(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
+        trainable=trainable,
         on_nonfinite=on_nonfinite,
         hardware=hardware,
     )
@@ -114,6 +125,7 @@ class Trainer:
         precision: Precision = _DEFAULT_PRECISION,
         device_budget: DeviceBudget = None,
         params: Any = None,
+        trainable: Trainable = None,
         on_nonfinite: OnNonfinite = "raise",
         seed: int = 0,
     ):
@@ -139,6 +151,11 @@ class Trainer:
                 model's paths (anything with a shape, a dtype and `__array__`, such as a file
                 mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
                 can read. Their dtype may be narrower than the masters', not wider.
+            trainable: Which parameters are trained: a regular expression to be found in their
+                paths, such as ``"layers/.*/(q|v)_proj"``, a function of the path, or None for all.
+                The others have neither gradients nor optimizer state and are only copied to the
+                device, in `precision.frozen` if that is given; the optimizer sees
+                `optax.MaskedNode` in their place.
             on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the number of the step as it was and go on. To skip is a
                 decision over all gradients, so no parameter is updated before all are known.
@@ -163,11 +180,12 @@ class Trainer:
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
+            trainable=trainable,
             on_nonfinite=on_nonfinite,
             hardware=hardware,
         )
         if params is not None:
-            initial = starting_from(params, initial, adapted, precision.master)
+            initial = starting_from(params, initial, adapted, exact_dtypes(job))
             del params
         if hardware is not None:
             free = pool.free_device_bytes()

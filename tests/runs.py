@@ -51,6 +51,8 @@ def make_trainer(
     microbatches: int = 1,
     budget: DeviceBudget = None,
     compute: Any = jnp.float32,
+    frozen: Any = None,
+    **options: Any,
 ) -> mt.Trainer:
     """A trainer; the optimizer is made from the tree of the parameters' shapes."""
     model = case.build()
@@ -64,7 +66,8 @@ def make_trainer(
         batch,
         microbatches=microbatches,
         device_budget=budget,
-        precision=mt.Precision(compute=compute),
+        precision=mt.Precision(compute=compute, frozen=frozen),
+        **options,
     )
 
 

@@ -76,14 +76,15 @@ def entries_of(job: Job) -> tuple[Entry, ...]:
 
 def _parameters(job: Job) -> Iterable[Entry]:
     places: dict[int, list[tuple[int | None, Place]]] = defaultdict(list)
+    dtypes: dict[int, str] = {}
     for g, rows in enumerate(job.grouping.leaves):
         for position, i in enumerate(rows):
             leaf = job.leaves[i]
+            dtypes[leaf.parameter] = job.layouts[g].master.dtype
             place = Place(part="P", group=g, position=position)
             places[leaf.parameter].append((leaf.index, place))
     for p, (path, shape) in enumerate(zip(job.adapted.paths, job.adapted.shapes, strict=True)):
-        dtype = jnp.dtype(job.precision.master).name
-        yield _entry((PARAMS, *map(str, path)), shape.shape, dtype, places[p])
+        yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
 
 
 def _state(job: Job) -> Iterable[Entry]:

@@ -17,10 +17,12 @@ class Grouping:
     Attributes:
         names: Name of each group.
         leaves: For each group its leaves, ascending.
+        frozen: The groups that are only read.
     """
 
     names: tuple[str, ...]
     leaves: tuple[tuple[int, ...], ...]
+    frozen: frozenset[int] = frozenset()
 
     @property
     def group_of(self) -> tuple[int, ...]:
@@ -41,12 +43,15 @@ class GroupLayout:
         """The layouts of all slabs that last."""
         return (self.master, *self.state.layouts)
 
-    def sizes(self, gradient: jax.typing.DTypeLike) -> dict[str, int]:
-        """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype."""
+    def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[str, int]:
+        """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype.
+
+        Without a dtype there are no gradients.
+        """
         return {
             "P": self.master.num_bytes,
             "O": self.state.num_bytes,
-            "G": self.master.size * jnp.dtype(gradient).itemsize,
+            "G": self.master.size * jnp.dtype(gradient).itemsize if gradient is not None else 0,
         }
 
 
@@ -54,6 +59,7 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
     """Groups leaves by block; those outside blocks by the stages that read them.
 
     A tied embedding, which two stages read, so doesn't drag along what only one of them needs.
+    Frozen leaves have groups of their own, since they travel one way only.
 
     Args:
         leaves: All leaves.
@@ -65,14 +71,22 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
             uses[i].append(s)
     members: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        members.setdefault((leaf.block,) if leaf.block else (None, *uses[i]), []).append(i)
+        place = (leaf.block,) if leaf.block else (None, *uses[i])
+        members.setdefault((leaf.trainable, *place), []).append(i)
 
     def first_use(item):
         return min((uses[i][0] for i in item[1] if uses[i]), default=len(stages)), item[1][0]
 
     ordered = sorted(members.items(), key=first_use)
-    names = [".".join(map(str, key[0] or ())) or _name(leaves, rows) for key, rows in ordered]
-    return Grouping(names=tuple(names), leaves=tuple(tuple(rows) for _, rows in ordered))
+    names = [
+        (".".join(map(str, key[1] or ())) or _name(leaves, rows)) + ("" if key[0] else " (frozen)")
+        for key, rows in ordered
+    ]
+    return Grouping(
+        names=tuple(names),
+        leaves=tuple(tuple(rows) for _, rows in ordered),
+        frozen=frozenset(g for g, (key, _) in enumerate(ordered) if not key[0]),
+    )
 
 
 def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:

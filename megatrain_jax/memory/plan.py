@@ -58,6 +58,8 @@ class Plan:
 
     Attributes:
         num_parameters: Parameters of the model.
+        num_frozen: Those of them that are not trained.
+        frozen_bytes: Host memory that these take.
         groups: Its parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest.
         host_peak_bytes: The same with waiting gradients, activations and arrays in flight.
@@ -84,6 +86,8 @@ class Plan:
     """
 
     num_parameters: int
+    num_frozen: int
+    frozen_bytes: int
     groups: tuple[GroupRow, ...]
     host_bytes: int
     host_peak_bytes: int
@@ -196,6 +200,8 @@ def make_plan(
     templates: Sequence[int | str],
     stage_flops: Sequence[int],
     backward: Sequence[bool] | None = None,
+    learned: Sequence[float] | None = None,
+    frozen: Collection[int] = (),
     fused_last: bool = True,
     kept: Collection[int] = (),
     saved_flops: Sequence[int] = (),
@@ -220,6 +226,7 @@ def make_plan(
     one forward, one more to recompute it, and a backward of twice a forward, as each product of
     matrices has two factors to differentiate. It is 3 for the last stage if it is fused, since
     that one's forward runs as part of its backward only, and 1 for a stage without a backward.
+    Where parameters are frozen, products for their gradients don't count.
     Stages that keep residuals don't do all of their forward again.
 
     Args:
@@ -230,6 +237,8 @@ def make_plan(
         templates: The template that each group's stage uses.
         stage_flops: Forward operations of each stage for one microbatch.
         backward: Which stages have a backward; all of them unless given.
+        learned: For each stage the part of its parameters that is trained; all unless given.
+        frozen: The groups that are not trained.
         fused_last: Whether the last stage's forward runs only within its backward.
         kept: The stages that keep their residuals.
         saved_flops: For each stage, operations of one microbatch that keeping them saves.
@@ -256,14 +265,20 @@ def make_plan(
     peak = sum(state) + waiting_bytes + in_flight_bytes
     process = hardware and pool.process_bytes(peak, largest_slab_bytes, hardware.host_bytes)
     has_backward = [True] * len(stage_flops) if backward is None else backward
-    factors = [4 if differentiated else 1 for differentiated in has_backward]
+    shares = [1.0] * len(stage_flops) if learned is None else learned
+    factors = [
+        3 + share if differentiated else 1.0
+        for differentiated, share in zip(has_backward, shares, strict=True)
+    ]
     if fused_last and factors:
-        factors[-1] = 3
-    work = sum(factor * flops for factor, flops in zip(factors, stage_flops, strict=True))
+        factors[-1] -= 1
+    work = sum(round(factor * f) for factor, f in zip(factors, stage_flops, strict=True))
     work -= sum(saved_flops[stage] for stage in kept)
     return Plan(
         num_parameters=sum(num_parameters),
-        groups=_fold(names, num_parameters, state, templates),
+        num_frozen=sum(num_parameters[g] for g in frozen),
+        frozen_bytes=sum(state[g] for g in frozen),
+        groups=_fold(names, num_parameters, state, templates, frozen),
         host_bytes=sum(state),
         host_peak_bytes=peak,
         host_process_bytes=process,
@@ -304,8 +319,12 @@ def _fold(
     num_parameters: Sequence[int],
     state: Sequence[int],
     templates: Sequence[int | str],
+    frozen: Collection[int],
 ) -> tuple[GroupRow, ...]:
     entries = list(zip(names, num_parameters, state, templates, strict=True))
+    # A block may have a group of each kind: those of one kind are next to each other here.
+    order = sorted(range(len(entries)), key=lambda g: g in frozen)
+    entries = [entries[g] for g in order]
     rows = []
     for (count, host_bytes, template), run in groupby(entries, key=lambda entry: entry[1:]):
         alike = [name for name, *_ in run]
@@ -364,7 +383,15 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     taken = plan.host_process_bytes
     process = [["host memory, the process", _memory(taken), "estimate"]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
+    if plan.num_frozen:
+        trained = plan.num_parameters - plan.num_frozen
+        whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
+        saved = f"{_memory(plan.frozen_bytes)}; at rest all trained takes {_memory(whole)}"
+        frozen = [["parameters not trained", _short(plan.num_frozen), saved]]
+    else:
+        frozen = []
     cells = [
+        *frozen,
         ["host memory at rest", _memory(plan.host_bytes), ""],
         ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
         *process,

@@ -28,6 +28,7 @@ class Leaf:
         shape: Shape of this array, without the stacked axis.
         dtype: Dtype that the model declares.
         block: Key of the block it belongs to, or None.
+        trainable: Whether it gets a gradient.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
     block: Path | None
+    trainable: bool = True
 
     @property
     def name(self) -> str:

@@ -53,6 +53,8 @@ class Dataflow:
         self.producer: dict[Any, int] = {}
         self.eqn_kind: list[int] = []
         self.floating: dict[int, frozenset[int]] = {}
+        pairs = zip(self.parameters, leaves, strict=True)
+        self.learned = {v for v, leaf in pairs if leaf.trainable}  # and what depends on these
         self.kind |= {v: PARAM for v in self.parameters} | {v: DATA for v in self.data}
         self.reads |= {v: frozenset((i,)) for i, v in enumerate(self.parameters)}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -67,6 +69,8 @@ class Dataflow:
             # A scalar made of one block's parameters (an L2 term) is a value of that block's stage.
             kind, self.floating[i] = MAIN, reads
         self.eqn_kind.append(kind)
+        if not self.learned.isdisjoint(ins):
+            self.learned.update(eqn.outvars)
         for v in eqn.outvars:
             self.kind[v], self.producer[v] = kind, i
             if kind == PARAM:

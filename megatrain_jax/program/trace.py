@@ -60,10 +60,14 @@ def trace_loss(
 
 
 def leaves_of(
-    traced: TracedLoss, paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStruct]
+    traced: TracedLoss,
+    paths: Sequence[Path],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    trainable: Sequence[bool],
 ) -> tuple[Leaf, ...]:
     """The leaves of the model, with stacked parameters split as the traced loss reads them."""
-    return find_leaves(paths, shapes, find_scanned(traced.traced, traced.num_parameters))
+    found = find_leaves(paths, shapes, find_scanned(traced.traced, traced.num_parameters))
+    return tuple(dataclasses.replace(leaf, trainable=trainable[leaf.parameter]) for leaf in found)
 
 
 def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:

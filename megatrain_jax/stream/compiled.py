@@ -46,7 +46,7 @@ class Templates:
         stage, binding, residuals = bound.stage, bound.binding, bound.residuals
         assert residuals is not None
         return self.get(
-            ("forward keeping", bound.key, stage.active, stage.seeded),
+            ("forward keeping", bound.key, stage.learned, stage.active, stage.seeded),
             lambda: template.forward_keeping(stage, binding, residuals),
         )
 
@@ -114,6 +114,7 @@ def _calls(
         for bound in plan.stages
         if bound.mode is not None
         for g, dtype in zip(bound.groups, bound.mode.gradients, strict=True)
+        if dtype is not None
     }
 
     def values(ids: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
@@ -129,7 +130,7 @@ def _calls(
         kept = None
         if number in plan.schedule.kept and bound.residuals is not None:
             kept = [_on_device(aval) for aval in bound.residuals.avals]
-            key = "forward keeping", bound.key, stage.active, stage.seeded
+            key = "forward keeping", bound.key, stage.learned, stage.active, stage.seeded
             yield key, (templates.forward_keeping(bound), [masters, inputs], 0)
         elif mode is None or not mode.give_outputs:
             yield ("forward", bound.key), (templates.forward(bound), [masters, inputs], 0)
@@ -151,6 +152,8 @@ def _calls(
     small = [_on_device(leaf) for leaf in cut.globals]
     messages = [_on_device(v.aval) for v in cut.combine.jaxpr.outvars[: cut.num_messages]]
     for g, layout in enumerate(layouts):
+        if g in plan.workload.frozen:
+            continue
         masters = _on_device(layout.master.aval)
         state = tuple(_on_device(slab.aval) for slab in layout.state.layouts)
         reads = [

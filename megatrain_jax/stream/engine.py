@@ -274,7 +274,7 @@ class Engine:
                 [self._take_gradient(g) for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],
             )
-            for g, gradient in zip(bound.groups, gradients, strict=True):
+            for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.on_device["G", g] = (gradient,)
             self._tokens[item] = (back or gradients)[0]
             if mode.give_outputs:

@@ -97,6 +97,7 @@ class Workload:
         residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
             given.
         kept: The stages that keep them.
+        frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
         reduce_reads: Parts that REDUCE reads besides the gradient.
@@ -112,6 +113,7 @@ class Workload:
     reads: tuple[tuple[int, ...], ...] = ()
     residuals: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+    frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
     reduce_reads: frozenset[str] = frozenset()
@@ -123,6 +125,7 @@ class Workload:
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
         assert self.reduce_reads <= {"P", "O"}
+        assert not any(self.size((part, g)) for g in self.frozen for part in "OG")
         assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
         assert len(self.costs.update) == len(self.sizes)
         made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
@@ -225,7 +228,7 @@ def _immediate_lap(workload: Workload) -> list[list[Record]]:
 def _deferred_lap(workload: Workload) -> list[list[Record]]:
     """Each group is updated before its first use in the next lap."""
     unused = _unused_groups(workload)
-    pending = [group for group in range(len(workload.sizes)) if group not in unused]
+    pending = [group for group in _trained_groups(workload) if group not in unused]
     items = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
         fresh = [group for group in pending if group in groups]
@@ -246,11 +249,12 @@ def _for_each(groups: Iterable[int], op: Op) -> list[Record]:
 def gradient_items(workload: Workload) -> list[tuple[list[Record], list[int]]]:
     """The items that make gradients, each with the groups whose gradients it completes."""
     stages = [stage for stage, reached in enumerate(workload.backward) if reached]
-    latest = {group: stage for stage in stages for group in workload.stages[stage]}
-    earliest = {group: stage for stage in reversed(stages) for group in workload.stages[stage]}
+    trained = [[g for g in groups if g not in workload.frozen] for groups in workload.stages]
+    latest = {group: stage for stage in stages for group in trained[stage]}
+    earliest = {group: stage for stage in reversed(stages) for group in trained[stage]}
     items = []
     for stage in reversed(stages):
-        groups = dict.fromkeys(workload.stages[stage])
+        groups = dict.fromkeys(trained[stage])
         begun = [group for group in groups if latest[group] == stage and workload.accumulate]
         complete = [group for group in groups if earliest[group] == stage]
         backward = Record(op=Op.BACKWARD, stage=stage)
@@ -263,7 +267,11 @@ def _unused_groups(workload: Workload) -> list[int]:
     """Groups that the loss does not depend on; Optax still updates them, with zeros."""
     reached = zip(workload.stages, workload.backward, strict=True)
     used = {group for stage, backward in reached if backward for group in stage}
-    return [group for group in range(len(workload.sizes)) if group not in used]
+    return [group for group in _trained_groups(workload) if group not in used]
+
+
+def _trained_groups(workload: Workload) -> list[int]:
+    return [group for group in range(len(workload.sizes)) if group not in workload.frozen]
 
 
 def _as_items(

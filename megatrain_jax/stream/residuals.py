@@ -38,7 +38,7 @@ class Residuals:
         traced: `(leaves, inputs) -> (outputs, all that the pullback needs)`.
         num_outputs: How many of its outputs are the stage's.
         pullback: Structure of the function that maps cotangents of the outputs that have some to
-            those of leaves and active inputs.
+            those of learned leaves and active inputs.
         sources: For each array in the pullback, which one it is of the traced constants, leaves,
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals.
@@ -68,7 +68,7 @@ class Residuals:
     def backward(
         self, values: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
     ) -> Any:
-        """Computes the cotangents of leaves and active inputs."""
+        """Computes the cotangents of learned leaves and active inputs."""
         known = [*self.traced.consts, *values, *residuals]
         pull = jax.tree.unflatten(self.pullback, [known[s] for s in self.sources])
         return pull(list(cotangents))
@@ -84,16 +84,18 @@ def find_residuals(stage: Stage) -> Residuals | None:
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
 
     def halves(leaves, inputs):
+        learned, frozen = jx.split(stage.learned, leaves)
         active, passive = jx.split(stage.active, inputs)
 
-        def run(leaves, active):
+        def run(learned, active):
+            leaves = jx.merge(stage.learned, learned, frozen)
             values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
             outputs = jx.evaluate(stage.jaxpr, values)
             return [o for o, s in zip(outputs, stage.seeded, strict=True) if s], outputs
 
         # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
         run = jax.checkpoint(run, policy=is_kept, prevent_cse=False)
-        _, pull, outputs = jax.vjp(run, leaves, active, has_aux=True)
+        _, pull, outputs = jax.vjp(run, learned, active, has_aux=True)
         return outputs, pull
 
     traced = jx.trace(halves, leaves, inputs)

@@ -53,6 +53,14 @@ class BoundStage:
         """Equal for bound stages that share a compiled forward."""
         return self.stage.key, self.binding
 
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Its groups that get gradients from it; in a stage without a backward there are none."""
+        if self.mode is None:
+            return ()
+        pairs = zip(self.groups, self.mode.gradients, strict=True)
+        return tuple(group for group, dtype in pairs if dtype is not None)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
@@ -114,6 +122,7 @@ def plan_step(
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
         sizes=sizes,
+        frozen=grouping.frozen,
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
@@ -135,11 +144,11 @@ def plan_step(
 
 def _gradient_dtypes(
     stages: Sequence[Stage], grouping: Grouping, microbatches: int
-) -> tuple[str, ...]:
+) -> tuple[str | None, ...]:
     """The dtype of each group's gradient: fp32 for sums, else what the backward computes it in.
 
     A gradient that is complete after one backward is as exact in the stage's own dtype as in
-    fp32, and half as large where that is bf16.
+    fp32, and half as large where that is bf16. Frozen groups have none.
     """
     group_of = grouping.group_of
     dtypes: list[set[str]] = [set() for _ in grouping.leaves]
@@ -152,10 +161,12 @@ def _gradient_dtypes(
         for group in {group_of[leaf] for leaf in stage.leaves}:
             readers[group] += 1
     return tuple(
-        min([*rows, "float32"], key=lambda name: np.dtype(name).itemsize)
+        None
+        if g in grouping.frozen
+        else min([*rows, "float32"], key=lambda name: np.dtype(name).itemsize)
         if microbatches == 1 and number == 1 and len(rows) == 1
         else "float32"
-        for rows, number in zip(dtypes, readers, strict=True)
+        for g, (rows, number) in enumerate(zip(dtypes, readers, strict=True))
     )
 
 
@@ -189,8 +200,11 @@ def _costs(
     flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
     rate = hardware.flops_per_s * hardware.sustained / microbatches
     forward = [flops[stage.key] / rate for stage in stages]
-    # A backward computes its stage once more, and a product has two factors to differentiate.
-    backward = [3 * seconds for seconds in forward]
+    # A backward computes its stage once more, and a product has two factors to differentiate, of
+    # which one may be frozen.
+    backward = [
+        (2 + stage.learned_share) * seconds for stage, seconds in zip(stages, forward, strict=True)
+    ]
     saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
     moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
     return Costs(
@@ -236,7 +250,9 @@ def _bind(
             known = tuple(i for i, e in zip(stage.inputs, existing, strict=True) if e)
             mode = Backward(
                 gradients=tuple(gradients[g] for g in groups),
-                accumulate=tuple(accumulate or g in seen_groups for g in groups),
+                accumulate=tuple(
+                    g not in grouping.frozen and (accumulate or g in seen_groups) for g in groups
+                ),
                 arriving=stage.seeded,
                 existing=existing,
                 give_outputs=fused and s == len(stages) - 1,
@@ -244,7 +260,7 @@ def _bind(
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
             if training and not mode.give_outputs:
-                like = stage.key, stage.active, stage.seeded
+                like = stage.key, stage.learned, stage.active, stage.seeded
                 if like not in found:
                     found[like] = find_residuals(stage)
                 residuals = found[like]

@@ -61,14 +61,14 @@ class Backward:
     """What one backward of a stage takes besides slabs and inputs.
 
     Attributes:
-        gradients: For each slab, the dtype of its gradient.
+        gradients: For each slab, the dtype of its gradient; None if it is frozen.
         accumulate: For each slab, whether a gradient exists to be added to.
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
         give_outputs: Whether to return the outputs, too: the stage has no separate forward.
     """
 
-    gradients: tuple[str, ...]
+    gradients: tuple[str | None, ...]
     accumulate: tuple[bool, ...]
     arriving: tuple[bool, ...]
     existing: tuple[bool, ...]
@@ -78,20 +78,23 @@ class Backward:
 def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
     """Builds `(slabs, inputs, cotangents, gradients, sent) -> (outputs, gradients, cotangents)`.
 
-    It computes the stage again and differentiates it. Gradients lie in slabs laid out like the
-    masters; `gradients` and `sent` hold what exists already, in order.
+    It computes the stage again and differentiates it. Gradients, of the slabs that are not frozen,
+    lie in slabs laid out like the masters; `gradients` and `sent` hold what exists already, in
+    order.
     """
 
     def backward_stage(slabs, inputs, cotangents, gradients, sent):
         leaves = _unpack(stage, binding, slabs)
+        learned, frozen = jx.split(stage.learned, leaves)
         active, passive = jx.split(stage.active, inputs)
 
-        def run(leaves, active):
+        def run(learned, active):
+            leaves = jx.merge(stage.learned, learned, frozen)
             values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
             outputs = jx.evaluate(stage.jaxpr, values)
             return [o for o, a in zip(outputs, mode.arriving, strict=True) if a], outputs
 
-        _, pull, outputs = jax.vjp(run, leaves, active, has_aux=True)
+        _, pull, outputs = jax.vjp(run, learned, active, has_aux=True)
         new, summed = _finish(stage, binding, mode, pull(list(cotangents)), gradients, sent)
         return (outputs if mode.give_outputs else []), new, summed
 
@@ -118,7 +121,8 @@ def backward_of_kept(
 def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, sent):
     """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
     leaf_gradients, input_cotangents = pulled
-    new = _pack_gradients(binding, mode, leaf_gradients, gradients)
+    slots = [slot for slot, learns in zip(binding.slots, stage.learned, strict=True) if learns]
+    new = _pack_gradients(binding, slots, mode, leaf_gradients, gradients)
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
     summed = [
@@ -138,14 +142,17 @@ def _unpack(stage: Stage, binding: Binding, slabs: Sequence[jax.Array]) -> list[
 
 
 def _pack_gradients(
-    binding: Binding, mode: Backward, leaf_gradients: Sequence[jax.Array], gradients
+    binding: Binding, slots: Sequence[Slot], mode: Backward, leaf_gradients, gradients
 ) -> list[jax.Array]:
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
-    for slot, gradient in zip(binding.slots, leaf_gradients, strict=True):
+    for slot, gradient in zip(slots, leaf_gradients, strict=True):
         rows[slot.slab][slot.leaf] = gradient
     earlier = iter(gradients)
-    packed = [
-        dataclasses.replace(layout, dtype=dtype).pack(row)
-        for layout, dtype, row in zip(binding.layouts, mode.gradients, rows, strict=True)
-    ]
-    return [p + next(earlier) if a else p for p, a in zip(packed, mode.accumulate, strict=True)]
+    packed = []
+    for layout, dtype, row, adds in zip(
+        binding.layouts, mode.gradients, rows, mode.accumulate, strict=True
+    ):
+        if dtype is not None:
+            slab = dataclasses.replace(layout, dtype=dtype).pack(row)
+            packed.append(slab + next(earlier) if adds else slab)
+    return packed

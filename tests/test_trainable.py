@@ -1,0 +1,178 @@
+"""Frozen parameters: exact results for the others, and neither gradients nor state nor way back."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+from megatrain_jax.adapters import adapt
+from megatrain_jax.model_kinds import path_name
+from megatrain_jax.stream.laps import Op
+from optimizers import OPTIMIZERS
+from oracle import train_plain
+from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, train
+from zoo import CASES
+
+TOLERANCE = 2e-5
+
+RUNS = [
+    ("nnx_tied", r"attention|attn|mlp/up", "clip_adamw", 1),
+    ("nnx_tied", r"blocks/[12]/", "adamw_schedule", 2),
+    ("nnx_tied", r"embed", "clip_adamw", 2),
+    ("nnx_scan", r"bias", "adamw_schedule", 1),
+    ("linen_scan_remat", r"kernel", "clip_adamw", 1),
+    ("linen_numbered", r"head", "adamw_schedule", 1),
+    ("shared_block", r"bias|norm", "clip_adamw", 1),
+    ("moe", r"expert|router", "adafactor", 1),
+    ("dropout_nnx", r"kernel", "adamw_schedule", 1),
+    ("unused", r"blocks/0/|spare", "clip_adamw", 1),
+]
+
+
+def names_of(case):
+    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    return [path_name(path) for path in adapted.paths]
+
+
+def masked(optimizer, pattern, names):
+    """The same optimizer for the parameters that are trained; the others get no update."""
+
+    def make(params):
+        trained = [re.search(pattern, name) is not None for name in names]
+        mask = jax.tree.unflatten(jax.tree.structure(params), trained)
+        return optax.chain(
+            optax.masked(optimizer(params), mask),
+            optax.masked(optax.set_to_zero(), jax.tree.map(lambda x: not x, mask)),
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "pattern", "optimizer", "microbatches"), RUNS)
+def test_training_a_part_agrees_with_masked_optax(name, pattern, optimizer, microbatches):
+    case = CASES[name]
+    names = names_of(case)
+    trained = [re.search(pattern, n) is not None for n in names]
+    assert any(trained) and not all(trained), names
+    batches = [case.batch(seed) for seed in range(NUM_STEPS)]
+    plain = train_plain(
+        case, masked(OPTIMIZERS[optimizer], pattern, names), batches, microbatches=microbatches
+    )
+    trainer = make_trainer(
+        case, OPTIMIZERS[optimizer], microbatches=microbatches, trainable=pattern
+    )
+    before = [np.array(x) for x in jax.tree.leaves(trainer.params)]
+    run = train(trainer, batches, gradients=False)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+    check_close(run.params, plain.params, TOLERANCE, "parameter")
+    check_close(run.opt_state, plain.opt_state[0].inner_state, 2 * TOLERANCE, "optimizer state")
+    for old, new, trains in zip(before, jax.tree.leaves(run.params), trained, strict=True):
+        assert trains or np.array_equal(old, new)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+def test_every_budget_and_residuals_give_the_same_results(optimizer, monkeypatch):
+    case = CASES["nnx_tied"]
+    batches = [case.batch(seed) for seed in range(NUM_STEPS)]
+
+    def make(budget):
+        return make_trainer(
+            case, OPTIMIZERS[optimizer], budget=budget, trainable=r"blocks/\d/mlp/down"
+        )
+
+    smallest = make("least")
+    reference = train(smallest, batches, gradients=False)
+    schedule = smallest._job.first.schedule
+    for budget in ((schedule.smallest_bytes + schedule.all_resident_bytes) // 2, 10**9):
+        run = train(make(budget), batches, gradients=False)
+        check_same_bits(run.params, reference.params)
+    monkeypatch.setattr("megatrain_jax.job.H200", SLOW)
+    keeping = make(10**9)
+    assert keeping._job.first.schedule.kept
+    check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-5, "kept")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(optimizer):
+    case = CASES["nnx_tied"]
+    last = max(int(m.group(1)) for n in names_of(case) if (m := re.match(r"blocks/(\d)", n)))
+    trainer = make_trainer(
+        case, OPTIMIZERS[optimizer], budget="least", trainable=rf"blocks/{last}/mlp"
+    )
+    job = trainer._job
+    frozen = job.grouping.frozen
+    assert len(frozen) == len(job.grouping.names) - 1
+    schedule = job.first.schedule
+    for records in (schedule.cold, schedule.steady, schedule.flush):
+        ops = {(r.op, r.part) for r in records if r.group in frozen and r.part != "A"}
+        assert ops <= {(Op.FETCH, "P"), (Op.RELEASE, "P")}
+    backwards = {r.stage for r in schedule.steady if r.op is Op.BACKWARD}
+    first = next(s for s, b in enumerate(job.first.stages) if b.trained)
+    assert backwards == set(range(first, len(job.first.stages))) and first > 1
+    assert not any(job.first.stages[first].stage.active)  # nothing goes back further
+    sizes = [layout.sizes(None) for layout in job.layouts]
+    assert not any(sizes[g]["O"] for g in frozen)
+    train(trainer, [case.batch(0)], gradients=False)
+    assert {g for part, g in trainer._engine.host if part == "O"}.isdisjoint(frozen)
+
+
+def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):
+    case = CASES["nnx_tied"]
+    pattern = "norm"
+    whole = make_trainer(case, OPTIMIZERS["clip_adamw"], trainable=pattern)
+    small = make_trainer(case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16)
+    trained = [re.search(pattern, name) is not None for name in names_of(case)]
+    for trains, exact, kept in zip(
+        trained, jax.tree.leaves(whole.params), jax.tree.leaves(small.params), strict=True
+    ):
+        assert kept.dtype == (np.float32 if trains else jnp.bfloat16)
+        np.testing.assert_array_equal(kept, exact.astype(kept.dtype))
+    assert small.plan.frozen_bytes * 2 == whole.plan.frozen_bytes
+    assert small.plan.num_frozen == whole.plan.num_frozen > 0
+    assert "parameters not trained" in str(small.plan)
+    everything = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    assert whole.plan.host_bytes < 0.5 * everything.plan.host_bytes
+    assert whole.plan.flops_per_step < everything.plan.flops_per_step
+    # A checkpoint has them as they are kept, and the run goes on from it to the bit.
+    losses = [small.read(small.step(case.batch(s)))["loss"] for s in range(2)]
+    small.save(tmp_path / "2")
+    other = make_trainer(case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16)
+    other.restore(tmp_path / "2")
+    for seed in (2, 3):
+        losses.append(small.read(small.step(case.batch(seed)))["loss"])
+        assert other.read(other.step(case.batch(seed)))["loss"] == losses[-1]
+    check_same_bits(other.params, small.params)
+    # Given parameters may be rounded where that was asked for, and only there.
+    exact = make_trainer(case, OPTIMIZERS["clip_adamw"], trainable=pattern, params=whole.params)
+    rounded = make_trainer(
+        case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16, params=exact.params
+    )
+    assert {x.dtype.name for x in jax.tree.leaves(rounded.params)} == {"float32", "bfloat16"}
+    with pytest.raises(mt.CheckpointError, match="another model or optimizer"):
+        whole.restore(tmp_path / "2")
+
+
+def test_a_function_chooses_and_mistakes_are_named():
+    case = CASES["nnx_tied"]
+    seen = []
+
+    def choose(path):
+        seen.append(path)
+        return path.endswith("bias")
+
+    chosen = make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=choose)
+    assert seen == names_of(case)
+    assert chosen.plan.num_frozen
+    for bad, error, message in [
+        ("layers/q_proj", ValueError, "chooses no parameter; the model has"),
+        ("(", ValueError, "is no regular expression"),
+        (3, TypeError, "must be a regular expression or a function"),
+    ]:
+        with pytest.raises(error, match=message):
+            make_trainer(case, OPTIMIZERS["adamw_schedule"], trainable=bad)
+    with pytest.raises(ValueError, match="depend on any parameter that is `trainable`"):
+        make_trainer(CASES["unused"], OPTIMIZERS["adamw_schedule"], trainable="spare")
