@@ -1,0 +1,23 @@
+"""Open-weights language models as Flax modules: built, loaded, saved.
+
+A user of the core's public names only. Loading needs `pip install "megatrain-jax[finetune]"`.
+"""
+
+from megatrain_jax.models.attention import attention
+from megatrain_jax.models.config import DecoderConfig
+from megatrain_jax.models.decoder import Decoder
+from megatrain_jax.models.export import save_pretrained
+from megatrain_jax.models.moe import Experts
+from megatrain_jax.models.pretrained import Pretrained, load_pretrained
+from megatrain_jax.models.rotary import Rope
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Experts",
+    "Pretrained",
+    "Rope",
+    "attention",
+    "load_pretrained",
+    "save_pretrained",
+]

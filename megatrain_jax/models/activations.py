@@ -1,0 +1,15 @@
+"""The activations of gated MLPs, by the names that configurations give them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+Activation = Callable[[jax.Array], jax.Array]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}

@@ -1,0 +1,141 @@
+"""Causal attention with windows, packed documents and capped logits, never T × T in memory.
+
+cuDNN computes what its API takes without a mask. It can't cap logits, and for packed documents
+`jax.nn.dot_product_attention` would want a mask of T × T; both are computed here, some queries at a
+time.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Bytes of fp32 scores that one piece of the queries may take.
+_PIECE_BYTES = 2**28
+# Into how many spans of queries, with keys of their own, a text is cut at most. Eight leave 56% of
+# the products of a full square, where an endless number would leave half.
+_MAX_SPANS = 8
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    piece: int | None = None,
+) -> jax.Array:
+    """Attends from each token to itself and those before it.
+
+    Args:
+        q: (rows, length, heads, head_dim).
+        k: (rows, length, kv_heads, head_dim); kv_heads divides heads.
+        v: As `k`.
+        segments: The document of each token, integers (rows, length): tokens attend within theirs.
+        window: How many tokens one attends to, with itself; None for all.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        scale: What scores are multiplied by; None for 1 / sqrt(head_dim).
+        piece: How many queries are computed at a time where cuDNN isn't used; None for what a
+            quarter of a GiB holds the scores of.
+
+    Returns:
+        The shape and dtype of `q`; softmax is in fp32.
+    """
+    length, head_dim = q.shape[1], q.shape[3]
+    scale = head_dim**-0.5 if scale is None else scale
+    if window is not None and window >= length:
+        window = None
+    if segments is None and softcap is None and _fits_cudnn(q):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    piece = min(piece or _piece(q.shape), length)
+    spans = []
+    for start, stop in _spans(length, piece):
+        first = 0 if window is None else max(0, start - window + 1)
+        keys = k[:, first:stop], v[:, first:stop]
+        owners = None if segments is None else (segments[:, start:stop], segments[:, first:stop])
+
+        def attend(rows, owners, at, keys=keys, first=first):
+            return _attend(rows, keys, owners, at - first, window, softcap, scale)
+
+        spans.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
+    return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=1)
+
+
+def _fits_cudnn(q: jax.Array) -> bool:
+    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    head_dim = q.shape[-1]
+    capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
+    return head_dim % 8 == 0 and head_dim <= (256 if capability >= 9 else 128)
+
+
+def _piece(shape: tuple[int, ...]) -> int:
+    rows, length, heads, _ = shape
+    fitting = max(16, _PIECE_BYTES // (4 * rows * heads * length))
+    return min(length, 1 << (fitting.bit_length() - 1))
+
+
+def _spans(length: int, piece: int) -> list[tuple[int, int]]:
+    pieces = -(-length // piece)
+    step = piece * -(-pieces // _MAX_SPANS)
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _by_piece(attend, q: jax.Array, owners, start: int, piece: int) -> jax.Array:
+    """Calls `attend` for `piece` queries at a time; backward computes the scores again."""
+    rows, length = q.shape[:2]
+    count = -(-length // piece)
+    own, others = owners if owners is not None else (None, None)
+    if count == 1:
+        call = attend if start == 0 and piece >= length else jax.checkpoint(attend)
+        return call(q, owners, start)
+    # Queries behind the end are cut off again below.
+    split = [(0, 0), (0, count * piece - length)]
+
+    def pieces(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, split + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(rows, count, piece, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def step(item):
+        part, own, at = item
+        return attend(part, None if own is None else (own, others), at)
+
+    starts = start + piece * jnp.arange(count, dtype=jnp.int32)
+    out = jax.lax.map(step, (pieces(q), None if own is None else pieces(own), starts))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, count * piece, *q.shape[2:])[:, :length]
+
+
+def _attend(q, keys, owners, offset, window, softcap, scale) -> jax.Array:
+    """Attends from queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
+
+    Query i stands where key `offset + i` stands.
+    """
+    k, v = keys
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bmkgh,bnkh->bkgmn", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    here = offset + jnp.arange(q.shape[1])[:, None]
+    there = jnp.arange(k.shape[1])
+    seen = there <= here
+    if window is not None:
+        seen &= there > here - window
+    if owners is not None:
+        own, others = owners
+        seen = seen & (own[:, :, None] == others[:, None, :])
+        seen = seen[:, None, None]
+    # Finite, since a query behind the end may see nothing.
+    scores = jnp.where(seen, scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgmn,bnkh->bmkgh", weights, v).reshape(q.shape)

@@ -1,0 +1,178 @@
+"""Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
+
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from megatrain_jax import Trainer
+from megatrain_jax.models.config import DecoderConfig
+from megatrain_jax.models.decoder import Decoder
+from megatrain_jax.models.names import entries, leaves
+from megatrain_jax.models.tensors import DTYPES, INDEX, SINGLE
+
+_CODES = {dtype.name: (code, dtype) for code, dtype in DTYPES.items()}
+# What is converted at a time; a whole embedding would need half of itself again.
+_CHUNK = 2**24
+# What a tokenizer and a generation loop read.
+_COMPANIONS = (
+    "tokenizer*",
+    "*.model",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    name: str
+    array: np.ndarray
+
+
+def save_pretrained(
+    trainer: Trainer | Decoder,
+    folder: str | PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Tokenizer and generation settings are copied from the checkpoint that training began with.
+
+    Args:
+        trainer: A trainer of a `Decoder`, or the decoder itself.
+        folder: What to write: must not exist, or be empty.
+        dtype: "float32", "float16" or "bfloat16"; None for that of the checkpoint that training
+            began with (of most of its tensors), or of the parameters where there was none.
+        max_shard_bytes: How large a file may become, unless one tensor is larger.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TypeError: If the trainer trains another model.
+        ValueError: If the decoder's configuration didn't come from Hugging Face, or the dtype is
+            another.
+        FileExistsError: If there is something in `folder`.
+    """
+    model = trainer if isinstance(trainer, Decoder) else trainer.model
+    if not isinstance(model, Decoder):
+        raise TypeError(f"the trainer trains a {type(model).__qualname__}, not a models.Decoder")
+    config = model.config
+    if config.original is None:
+        raise ValueError(
+            "the decoder's configuration has no Hugging Face form; make it with "
+            "DecoderConfig.from_hf or load_pretrained"
+        )
+    items = _items(model)
+    dtype = dtype or config.saved_dtype or np.dtype(items[0].array.dtype).name
+    if dtype not in _CODES:
+        raise ValueError(f"`dtype` must be one of {', '.join(_CODES)}, but is {dtype!r}")
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"there is something at {folder} already")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
+    try:
+        unfinished.chmod(0o755)  # mkdtemp lets nobody else in
+        _write_all(unfinished, items, dtype, max_shard_bytes)
+        _write_config(unfinished, config, dtype)
+        _copy_companions(config, unfinished)
+        unfinished.replace(folder)  # an empty folder gives way
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return folder
+
+
+def _items(model: Decoder) -> list[_Item]:
+    """Returns the tensors to write, as views of the parameters."""
+    arrays = {path: np.asarray(value) for path, value in leaves(model)}
+    items = []
+    for entry in entries(model.config):
+        array = arrays[entry.path]
+        parts = list(array) if entry.stacked else [array]
+        pairs = zip(entry.names, parts, strict=True)
+        items += [_Item(name=name, array=part) for name, part in pairs]
+    return items
+
+
+def _write_all(folder: Path, items: Sequence[_Item], dtype: str, max_shard_bytes: int) -> None:
+    itemsize = _CODES[dtype][1].itemsize
+    shards: list[list[_Item]] = [[]]
+    room = max_shard_bytes
+    for item in items:
+        size = item.array.size * itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(item)
+        room -= size
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, shards[0], dtype)
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard, dtype)
+        weight_map |= {item.name: name for item in shard}
+    total = sum(item.array.size for item in items)
+    about = {"total_parameters": total, "total_size": total * itemsize}
+    index = {"metadata": about, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_file(path: Path, items: Sequence[_Item], dtype: str) -> None:
+    """Writes one file.
+
+    The library's own writer wants all tensors of a file in memory, in their final dtype. The
+    format is a length in 8 bytes, a header in JSON, and the numbers:
+    https://huggingface.co/docs/safetensors.
+    """
+    code, to = _CODES[dtype]
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item in items:
+        start, end = end, end + item.array.size * to.itemsize
+        shape = list(item.array.shape)
+        header[item.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for item in items:
+            flat = item.array.reshape(-1)
+            for at in range(0, flat.size, _CHUNK):
+                piece = np.ascontiguousarray(flat[at : at + _CHUNK].astype(to, copy=False))
+                file.write(piece.view(np.uint8).data)
+
+
+def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
+    assert config.original is not None
+    values = json.loads(config.original)
+    names = [name for name in ("torch_dtype", "dtype") if name in values]
+    values |= dict.fromkeys(names or ["dtype"], dtype)
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _copy_companions(config: DecoderConfig, folder: Path) -> None:
+    if config.source is None:
+        return
+    source = Path(config.source)
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}, whose tokenizer belongs to the model, is gone")
+    found = {path for pattern in _COMPANIONS for path in source.glob(pattern)}
+    for path in sorted(found):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, folder / path.name)

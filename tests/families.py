@@ -1,0 +1,131 @@
+"""Small random checkpoints of every family, made by Transformers with the options that matter."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 96
+LENGTH = 24
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
+_YARN |= {"original_max_position_embeddings": 16}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.5,
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_SWA = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+_GEMMA = {
+    "head_dim": 16,
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+}
+
+# Name: family, what differs from the sizes, kinds of layers.
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("Llama", {"rope_parameters": _LLAMA3}, 1),
+    "llama-bias-tied": (
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+        },
+        1,
+    ),
+    "llama-dynamic": ("Llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}, 1),
+    "mistral": ("Mistral", {"sliding_window": 5}, 1),
+    "qwen2": ("Qwen2", _SWA | {"rope_parameters": _YARN, "tie_word_embeddings": True}, 2),
+    "qwen3": ("Qwen3", _SWA | {"head_dim": 16}, 2),
+    "qwen3-moe": ("Qwen3Moe", _MOE | {"norm_topk_prob": True}, 1),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        _MOE | {"norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},
+        2,
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 1),
+    "gemma2": (
+        "Gemma2",
+        _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        2,
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+            },
+        },
+        2,
+    ),
+    "phi3": (
+        "Phi3",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 16, "sliding_window": 9},
+        1,
+    ),
+}
+_CLASSES = {"Gemma3Text": "Gemma3"}
+
+
+def make_torch(name: str, **changes: Any) -> Any:
+    """Returns a random model in eval mode, the norms' weights and biases random, too."""
+    family, options, _ = FAMILIES[name]
+    values = _SIZES | options | changes
+    config = getattr(transformers, f"{family}Config")(**values)
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{_CLASSES.get(family, family)}ForCausalLM")
+    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save(model: Any, folder: Path, dtype: Any = None, **options: Any) -> Path:
+    """Writes a checkpoint as Transformers does."""
+    (model if dtype is None else model.to(dtype)).save_pretrained(folder, **options)
+    return folder
+
+
+def random_tokens(rows: int = 2, length: int = LENGTH, seed: int = 0) -> np.ndarray:
+    """Returns random tokens (rows, length)."""
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, length)).astype(np.int32)
