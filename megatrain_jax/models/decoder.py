@@ -40,9 +40,9 @@ class Layer(nnx.Module):
             self.mlp = MLP(config, make)
 
     def __call__(
-        self, x: jax.Array, turns: Tables, segments: jax.Array | None, tallies: jax.Array | None
+        self, x: jax.Array, turns: Tables, segments: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Maps x (rows, length, width) to the same shape and adds to the tallies (3, experts)."""
+        """Maps x (rows, length, width) to the same shape, and what experts tally (3, num)."""
         y = self.self_attn(self.input_layernorm(x), turns, segments)
         if self.sandwich:
             x = x + self.post_attention_layernorm(y)
@@ -52,10 +52,9 @@ class Layer(nnx.Module):
             y = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MixtureOfExperts):
             y, tally = self.mlp(y, segments)
-            tallies = tally if tallies is None else tallies + tally
         else:
-            y = self.mlp(y)
-        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tallies
+            y, tally = self.mlp(y), None
+        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
 
 
 class Embedding(nnx.Module):
@@ -146,14 +145,14 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
         turns = {rope: tables(rope, positions) for rope in dict.fromkeys(ropes)}
-        tallies = None
-        # Layers hand the tallies on, so that equal layers also give equal results.
-        if self.config.experts:
-            tallies = jnp.zeros((3, self.config.experts.num), jnp.float32)
+        tallies = []
         for layer, rope in zip(self.layers, ropes, strict=True):
-            x, tallies = layer(x, turns[rope], segments, tallies)
-        balance = jnp.float32(0) if tallies is None else balancing_loss(tallies)
-        return self.norm(x), balance
+            x, tally = layer(x, turns[rope], segments)
+            tallies += [] if tally is None else [tally]
+        x = self.norm(x)
+        # In one go behind the norm, so that no layer has a part in it that others don't have.
+        balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
+        return x, balance
 
     def head_weight(self) -> jax.Array:
         """Returns the head's matrix, (vocab_size, hidden_size)."""

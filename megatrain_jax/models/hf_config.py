@@ -18,8 +18,8 @@ _IGNORED = frozenset(
     eos_token_id finetuning_task id2label initializer_range label2id max_length max_window_layers
     min_length model_type name_or_path num_labels num_return_sequences output_attentions
     original_max_position_embeddings output_hidden_states output_router_logits pad_token_id
-    prefix problem_type     return_dict return_dict_in_generate sep_token_id task_specific_params temperature
-    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
+    prefix problem_type return_dict return_dict_in_generate sep_token_id task_specific_params
+    temperature tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
     unsloth_fixed unsloth_version use_cache attn_implementation max_position_embeddings
     """.split()
 )

@@ -1,0 +1,165 @@
+"""The decoder against Transformers: logits, gradients, packed documents, in every family."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from megatrain_jax.models import Decoder, Pretrained, load_pretrained
+from megatrain_jax.models.names import entries, leaves
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from families import FAMILIES, LENGTH, make_torch, random_tokens, save  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory) -> tuple[str, Any, Pretrained]:
+    """One family: its name, Transformers' model, and the same opened by us."""
+    model = make_torch(request.param)
+    folder = save(model, tmp_path_factory.mktemp("checkpoint"))
+    return request.param, model, load_pretrained(folder)
+
+
+def filled(pretrained: Pretrained, dtype: Any = jnp.float32) -> Decoder:
+    """Returns the decoder with the checkpoint's numbers in it."""
+    model = nnx.eval_shape(pretrained.model)
+    for path, _ in leaves(model):
+        module: Any = model
+        for key in path[:-1]:
+            module = module[key] if isinstance(key, int) else getattr(module, key)
+        value = at(pretrained.params, path)
+        setattr(module, str(path[-1]), nnx.Param(jnp.asarray(np.asarray(value), dtype)))
+    return model
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def forward(model: Decoder, *args: Any) -> np.ndarray:
+    return np.asarray(nnx.jit(lambda m, *a: m(*a))(model, *args))
+
+
+def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens).long(), **options).logits.numpy()
+
+
+def test_logits(pair):
+    _, reference, pretrained = pair
+    tokens = random_tokens()
+    ours = forward(filled(pretrained), tokens)
+    np.testing.assert_allclose(ours, theirs(reference, tokens), atol=1e-4)
+
+
+def test_packed_documents_are_as_each_alone(pair):
+    name, reference, pretrained = pair
+    # Two of these stretch wavelengths by the longest document of a call: equal lengths then.
+    first = 12 if name in ("phi3", "llama-dynamic") else 7
+    tokens = random_tokens(1)[:, : 2 * 12]
+    segments = np.full(tokens.shape, 2, np.int32)
+    segments[:, :first] = 1
+    packed = forward(filled(pretrained), tokens, None, segments)
+    alone = [theirs(reference, part) for part in np.split(tokens, [first], axis=1)]
+    np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), atol=1e-4)
+
+
+def test_gradients(pair):
+    _, reference, pretrained = pair
+    tokens = random_tokens(2, 12)
+    weights = np.random.default_rng(1).normal(size=(2, 12, 1)).astype(np.float32)
+
+    def loss(model: Decoder) -> jax.Array:
+        return jnp.mean(weights * jax.nn.log_softmax(model(tokens)))
+
+    grads = nnx.jit(nnx.grad(loss))(filled(pretrained))
+    reference.zero_grad()
+    logits = reference(torch.tensor(tokens).long()).logits
+    (torch.tensor(weights) * logits.log_softmax(-1)).mean().backward()
+    expected = named_gradients(reference)
+    ours = {path: np.asarray(value) for path, value in leaves_of(grads)}
+    for entry in entries(pretrained.config):
+        theirs = [expected.pop(name) for name in entry.names]
+        want = np.stack(theirs) if entry.stacked else theirs[0]
+        got = ours.pop(entry.path)
+        np.testing.assert_allclose(
+            got, want, atol=1e-4 * np.abs(want).max(), err_msg=entry.names[0]
+        )
+    assert not ours and not expected
+
+
+def leaves_of(state: Any) -> list[tuple[Any, Any]]:
+    return [(path, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
+
+
+def named_gradients(model: Any) -> dict[str, np.ndarray]:
+    """Returns gradients by the names of the files; Transformers keeps experts in fused stacks."""
+    found = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.numpy()
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        base, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            found[name] = grad
+            continue
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        for e, matrix in enumerate(grad):
+            if last == "down_proj":
+                found[f"{base}.{e}.{down}.weight"] = matrix
+            else:
+                halves = np.split(matrix, 2)
+                found[f"{base}.{e}.{gate}.weight"] = halves[0]
+                found[f"{base}.{e}.{up}.weight"] = halves[1]
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-moe-mixed", "mixtral"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_balancing_loss(name, padding, tmp_path):
+    reference = make_torch(name)
+    model = filled(load_pretrained(save(reference, tmp_path / "m")))
+    tokens = random_tokens()
+    mask = np.ones(tokens.shape, np.int32)
+    mask[1, LENGTH - padding :] = 0
+    _, balance = nnx.jit(lambda m, *a: m.hidden(*a))(model, tokens, None, mask if padding else None)
+    with torch.no_grad():
+        out = reference(
+            torch.tensor(tokens).long(),
+            attention_mask=torch.tensor(mask) if padding else None,
+            output_router_logits=True,
+        )
+    assert float(balance) == pytest.approx(float(out.aux_loss), rel=1e-5)
+    assert model.config.experts is not None
+    assert model.config.experts.balance_weight == reference.config.router_aux_loss_coef
+
+
+def test_both_sides_of_a_length_that_changes_wavelengths(tmp_path):
+    for name in ("phi3", "llama-dynamic"):
+        reference = make_torch(name)
+        model = filled(load_pretrained(save(reference, tmp_path / name)))
+        for length in (12, 16, 17):
+            tokens = random_tokens(1, length)
+            np.testing.assert_allclose(
+                forward(model, tokens), theirs(make_torch(name), tokens), atol=1e-4
+            )
+
+
+def test_half_precision_stays_half(tmp_path):
+    reference = make_torch("gemma2")
+    model = filled(load_pretrained(save(reference, tmp_path / "m")), jnp.bfloat16)
+    tokens = random_tokens()
+    hidden, balance = jax.eval_shape(lambda t: model.hidden(t), tokens)
+    assert hidden.dtype == jnp.bfloat16 and balance.dtype == jnp.float32
+    ours = forward(model, tokens)
+    assert ours.dtype == jnp.bfloat16
+    expected = theirs(reference, tokens)
+    assert np.abs(ours.astype(np.float32) - expected).mean() < 0.05 * np.abs(expected).mean()

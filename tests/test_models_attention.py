@@ -1,0 +1,159 @@
+"""Attention and experts against their definitions, written without any economy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core as jex
+
+from megatrain_jax.models import Experts, attention, moe
+from megatrain_jax.models.activations import ACTIVATIONS
+from megatrain_jax.models.moe import balancing_loss, mix, route, tally
+
+
+def arrays(length: int = 21, rows: int = 2, heads: int = 4, kv_heads: int = 2):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(rows, length, n, 8) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def defined(q, k, v, *, segments=None, window=None, softcap=None, scale=None):
+    """Attention as its definition has it, with a mask for all pairs of tokens."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bmhd,bnhd->bhmn", q, k) * (scale or q.shape[3] ** -0.5)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    here, there = np.mgrid[: q.shape[1], : q.shape[1]]
+    mask = there <= here
+    if window:
+        mask &= here - there < window
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None, :])[:, None]
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhmn,bnhd->bmhd", weights, v)
+
+
+SEGMENTS = np.array([[1] * 5 + [2] * 12 + [0] * 4, [1] * 21], np.int32)
+
+
+@pytest.mark.parametrize("piece", [None, 2, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 6, "scale": 0.5},
+        {"window": 1},
+        {"segments": SEGMENTS},
+        {"segments": SEGMENTS, "window": 3, "softcap": 1.5},
+    ],
+    ids=lambda options: "-".join(options) or "causal",
+)
+def test_pieces_give_what_the_definition_gives(piece, options):
+    q, k, v = arrays()
+
+    def both(function, **more):
+        def total(q, k, v):
+            out = function(q, k, v, **options, **more)
+            return jnp.sum(out * jnp.cos(out)), out
+
+        return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(both(attention, piece=piece)), jax.tree.leaves(both(defined)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def largest_value(jaxpr: Any) -> int:
+    """Returns the elements of the largest array that any equation makes, at any depth."""
+    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
+    return max([*sizes, *(largest_value(sub) for sub in jex.subjaxprs(jaxpr))], default=0)
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+def test_scores_of_all_pairs_are_never_there_at_once(window):
+    length, heads = 16_384, 8
+    q = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def total(q, k, v, segments):
+        out = attention(q, k, v, segments=segments, window=window)
+        return jnp.sum(out.astype(jnp.float32))
+
+    for function in (total, jax.grad(total, (0, 1, 2))):
+        jaxpr = jax.make_jaxpr(function)(q, k, k, segments)
+        assert largest_value(jaxpr.jaxpr) <= 2**26 < heads * length * length // 16
+
+
+def test_half_precision_attends_in_full():
+    q, k, v = (x.astype(jnp.bfloat16) for x in arrays())
+    out = attention(q, k, v, piece=4)
+    assert out.dtype == jnp.bfloat16
+    exact = defined(*(x.astype(jnp.float32) for x in (q, k, v)))
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
+
+
+def expert_weights(num: int, width: int = 6, inside: int = 5):
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = [(num, inside, width), (num, inside, width), (num, width, inside)]
+    return tuple(jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True))
+
+
+def mixed_densely(x, chosen, shares, weights):
+    gate, up, down = weights
+    inside = jax.nn.silu(jnp.einsum("tw,eiw->tei", x, gate)) * jnp.einsum("tw,eiw->tei", x, up)
+    all_experts = jnp.einsum("tei,ewi->tew", inside, down)
+    picked = jnp.take_along_axis(all_experts, chosen[..., None], axis=1)
+    return jnp.sum(picked * shares[..., None], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("num", "per_token", "tokens"), [(4, 2, 40), (32, 3, 7), (3, 3, 1), (2, 1, 99)]
+)
+def test_experts_give_what_all_of_them_give_picked(num, per_token, tokens):
+    x = jax.random.normal(jax.random.key(2), (tokens, 6))
+    logits = 3 * jax.random.normal(jax.random.key(3), (tokens, num))
+    settings = Experts(
+        num=num, per_token=per_token, intermediate_size=5, normalize=False, layers=(0,)
+    )
+    weights = expert_weights(num)
+
+    def total(function):
+        def call(x, logits, weights):
+            chosen, shares, _ = route(logits, settings)
+            return jnp.sum(jnp.sin(0.1 * function(x, chosen, shares, weights)))
+
+        return jax.jit(jax.value_and_grad(call, (0, 1, 2)))(x, logits, weights)
+
+    def ours(x, chosen, shares, weights):
+        return mix(x, chosen, shares, weights, ACTIVATIONS["silu"])
+
+    for a, b in zip(
+        jax.tree.leaves(total(ours)), jax.tree.leaves(total(mixed_densely)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+@pytest.mark.parametrize("num", [4, 64])
+def test_arithmetic_does_not_grow_with_the_number_of_experts(num):
+    chosen = jnp.arange(8192, dtype=jnp.int32).reshape(4096, 2) % num
+    block = moe._block_size(chosen.size, num)
+    slots, experts = moe._slots(chosen.reshape(-1), num, block)
+    assert len(set(slots.tolist())) == chosen.size
+    np.testing.assert_array_equal(experts[slots // block], chosen.reshape(-1))
+    assert experts.size * block <= 1.25 * chosen.size
+
+
+def test_an_even_load_costs_least():
+    num, per_token = 4, 2
+    even = jnp.array([[0, 1], [2, 3]] * 8)
+    probabilities = jnp.full((16, num), 0.25)
+    assert float(balancing_loss(tally(even, probabilities, None))) == pytest.approx(per_token)
+    skewed = jnp.zeros_like(even).at[:, 1].set(1)
+    leaning = jnp.array([[0.5, 0.4, 0.05, 0.05]] * 16)
+    assert float(balancing_loss(tally(skewed, leaning, None))) > per_token
+    none = tally(even, probabilities, jnp.zeros(16, bool))
+    assert float(balancing_loss(none)) == 0.0

@@ -1,0 +1,123 @@
+"""The decoder in the core: its layers are blocks, equal ones share a template, steps are exact."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax.models import Decoder, DecoderConfig, Experts, Rope
+from oracle import train_plain
+from runs import check_close, make_trainer, train
+from zoo_case import Case, cross_entropy
+
+ROPE = Rope(dim=8)
+SMALL = DecoderConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rope=ROPE,
+    init_std=0.2,
+)
+EXPERTS = Experts(
+    num=4,
+    per_token=2,
+    intermediate_size=8,
+    normalize=True,
+    layers=(0, 1, 2, 3),
+    balance_weight=0.01,
+)
+GEMMA = dataclasses.replace(
+    SMALL,
+    windows=(3, 3, 3, None),
+    local_rope=Rope(dim=8, base=100.0),
+    norm_offset=1.0,
+    sandwich_norms=True,
+    qk_norm=True,
+    scale_embedding=True,
+    attention_softcap=5.0,
+    final_softcap=5.0,
+    tie_embeddings=True,
+)
+MIXED = dataclasses.replace(EXPERTS, layers=(1, 3))
+# Name: configuration, kinds of layers.
+CONFIGS = {
+    "plain": (SMALL, 1),
+    "fused": (dataclasses.replace(SMALL, fused=True), 1),
+    "gemma": (GEMMA, 2),
+    "experts": (dataclasses.replace(SMALL, experts=EXPERTS), 1),
+    "some-experts": (dataclasses.replace(SMALL, experts=MIXED), 2),
+}
+
+
+def batch(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    segments = np.repeat(np.array([[1] * 4 + [2] * 6 + [0] * 2]), 4, axis=0).astype(np.int32)
+    tokens = rng.integers(0, 40, (4, 13)).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments}
+
+
+def plain_loss(model, batch):
+    return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+
+def packed_loss(model, batch):
+    segments = batch["segments"]
+    hidden, balance = model.hidden(batch["inputs"], None, segments)
+    logits = (hidden @ model.head_weight().T).astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    loss = jnp.sum(losses * (segments > 0)) / jnp.sum(segments > 0)
+    experts = model.config.experts
+    return loss if experts is None else loss + experts.balance_weight * balance
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("loss_fn", [plain_loss, packed_loss])
+def test_equal_layers_share_a_template(name, loss_fn):
+    config, kinds = CONFIGS[name]
+    plan = mt.plan(lambda: Decoder(config, rngs=nnx.Rngs(0)), loss_fn, optax.adamw(1e-3), batch())
+    layers = [row for row in plan.groups if row.name.startswith("layers.")]
+    assert sum(row.count for row in layers) == config.num_layers
+    # Masks of packed documents come from the batch; layers that differ in theirs only are equal.
+    templates = len({row.template for row in layers})
+    assert templates == kinds or (loss_fn is packed_loss and templates < kinds)
+    assert not plan.warnings
+
+
+@pytest.mark.parametrize("name", ["gemma", "some-experts"])
+def test_training_agrees_with_plain_jax(name):
+    config, kinds = CONFIGS[name]
+    case = Case(
+        name=name,
+        build=lambda: lambda: Decoder(config, rngs=nnx.Rngs(0)),
+        loss_fn=packed_loss,
+        blocks=config.num_layers,
+        templates=kinds,
+        batch=batch,
+    )
+
+    def optimizer(params):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-3))
+
+    batches = [batch(0), batch(1)]
+    plain = train_plain(case, optimizer, batches)
+    run = train(make_trainer(case, optimizer), batches, gradients=False)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=1e-6)
+    check_close(run.params, plain.params, 2e-6, "parameter")
+    model = run.trainer.model
+    assert isinstance(model, Decoder) and model.config == config
+    assert isinstance(model.norm.weight.get_value(), np.ndarray)
+
+
+def test_a_large_model_is_planned_without_making_it():
+    config = dataclasses.replace(SMALL, hidden_size=8192, intermediate_size=65536, num_layers=8)
+    plan = mt.plan(lambda: Decoder(config, rngs=nnx.Rngs(0)), plain_loss, optax.sgd(1e-3), batch())
+    assert plan.num_parameters > 12e9
+    assert len({row.template for row in plan.groups if row.name.startswith("layers.")}) == 1
