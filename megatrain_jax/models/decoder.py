@@ -6,12 +6,15 @@ one moves bytes only: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.layers import MLP, Attention, Linear, Maker, MixtureOfExperts, RMSNorm
 from megatrain_jax.models.moe import balancing_loss
 from megatrain_jax.models.rotary import Tables, tables
+
+Integers = jax.Array | np.ndarray
 
 
 class Layer(nnx.Module):
@@ -64,7 +67,7 @@ class Embedding(nnx.Module):
         """Makes the rows."""
         self.weight = make.weight(num, dim)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Integers) -> jax.Array:
         """Maps tokens (rows, length) to (rows, length, dim); NaN for tokens there are not."""
         return jnp.take(self.weight[...], tokens, axis=0)
 
@@ -100,9 +103,9 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        tokens: Integers,
+        positions: Integers | None = None,
+        segments: Integers | None = None,
     ) -> jax.Array:
         """Returns logits, (rows, length, vocab_size) in the parameters' dtype.
 
@@ -122,9 +125,9 @@ class Decoder(nnx.Module):
 
     def hidden(
         self,
-        tokens: jax.Array,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        tokens: Integers,
+        positions: Integers | None = None,
+        segments: Integers | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns what the head reads, and how unevenly experts are loaded.
 
@@ -138,6 +141,7 @@ class Decoder(nnx.Module):
             loss, a scalar in fp32, to be added to a loss after multiplying it with
             `config.experts.balance_weight`. It is 0 where there are no experts.
         """
+        segments = None if segments is None else jnp.asarray(segments)
         if positions is None:
             positions = _positions(tokens.shape[1], segments)
         x = self.embed_tokens(tokens)
@@ -160,7 +164,7 @@ class Decoder(nnx.Module):
         return module.weight[...]
 
 
-def _positions(length: int, segments: jax.Array | None) -> jax.Array:
+def _positions(length: int, segments: Integers | None) -> jax.Array:
     """Counts from 0 in every document, (rows or 1, length)."""
     index = jnp.arange(length, dtype=jnp.int32)[None]
     if segments is None:

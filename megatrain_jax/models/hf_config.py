@@ -50,11 +50,9 @@ class Fields:
             ValueError: If it is missing and has no default.
         """
         self._read.add(name)
-        if name in self.values:
-            return self.values[name]
-        if default is _REQUIRED:
+        if default is _REQUIRED and self.values.get(name) is None:
             raise ValueError(f"the configuration of this {self.family} has no `{name}`")
-        return default
+        return self.values.get(name, default)
 
     def neutral(self, **expected: Any) -> None:
         """Refuses fields that are there with another value than the one that does nothing."""

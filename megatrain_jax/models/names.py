@@ -41,7 +41,8 @@ class Entry:
 def entries(config: DecoderConfig) -> tuple[Entry, ...]:
     """Returns all parameters of a decoder, without making it."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    return tuple(_entry(config, path, value.shape) for path, value in leaves(model))
+    mixtral = config.family == "mixtral"
+    return tuple(_entry(path, value.shape, mixtral) for path, value in leaves(model))
 
 
 def leaves(model: Decoder) -> list[tuple[Path, jax.Array]]:
@@ -50,11 +51,10 @@ def leaves(model: Decoder) -> list[tuple[Path, jax.Array]]:
     return [(tuple(path), variable.get_value()) for path, variable in flat]  # type: ignore[misc]
 
 
-def _entry(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Entry:
+def _entry(path: Path, shape: tuple[int, ...], mixtral: bool) -> Entry:
     parts = list(map(str, path))
     if parts[0] != "lm_head":
         parts.insert(0, "model")
-    mixtral = config.family == "mixtral"
     if mixtral and "mlp" in parts:
         parts[parts.index("mlp")] = "block_sparse_moe"
     if "experts" not in parts:

@@ -70,7 +70,7 @@ class Rope:
                     )
 
 
-def tables(rope: Rope, positions: jax.Array) -> Tables:
+def tables(rope: Rope, positions: jax.Array | np.ndarray) -> Tables:
     """Returns cosines and sines, (rows, length, dim / 2) in fp32, for integer positions.
 
     Kinds "dynamic" and "longrope" depend on the largest of all positions of the call, as they do
@@ -102,7 +102,7 @@ def rotate(x: jax.Array, turns: Tables) -> jax.Array:
     return jnp.concatenate([*(t.astype(x.dtype) for t in turned), rest], axis=-1)
 
 
-def _frequencies(rope: Rope, positions: jax.Array) -> np.ndarray | jax.Array:
+def _frequencies(rope: Rope, positions: jax.Array | np.ndarray) -> np.ndarray | jax.Array:
     """Returns radians per position, (dim / 2,) in fp32."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     plain = (1.0 / np.float32(rope.base) ** exponents).astype(np.float32)

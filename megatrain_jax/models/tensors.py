@@ -62,13 +62,13 @@ class LazyArray:
         """Reads the numbers; nothing of them is kept here."""
         if copy is False:
             raise ValueError("an array in a file can't be had without copying it")
-        if self._stacked:
-            array = np.empty(self.shape, self.dtype)
-            for i, tensor in enumerate(self._tensors):
-                array[i] = tensor.read()
-        else:
-            array = self._tensors[0].read()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        if not self._stacked:
+            return self._tensors[0].read().astype(dtype, copy=False)
+        array = np.empty(self.shape, dtype)
+        for i, tensor in enumerate(self._tensors):
+            array[i] = tensor.read()
+        return array
 
     def __repr__(self) -> str:
         """Names shape, dtype and tensor."""

@@ -1,0 +1,165 @@
+"""Configurations as they are found: older forms, and options that nobody honours."""
+
+import dataclasses
+
+import pytest
+
+from megatrain_jax.models import DecoderConfig, Rope
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_an_older_llama():
+    config = DecoderConfig.from_hf(LLAMA)
+    assert config.rope == Rope(
+        dim=64,
+        base=500000.0,
+        kind="llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_length=8192,
+    )
+    assert config.tie_embeddings and config.head_dim == 64 and not config.windows
+    newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope_")}
+    newer["rope_parameters"] = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}
+    assert DecoderConfig.from_hf(newer) == config
+
+
+def test_an_older_gemma_3():
+    config = DecoderConfig.from_hf(
+        SIZES
+        | {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 2,
+            "cache_implementation": "hybrid",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        }
+    )
+    assert config.windows == (512, None, 512)
+    assert config.rope_of(0) == Rope(dim=16, base=10000.0)
+    assert config.rope_of(1) == Rope(dim=16, base=1e6, kind="linear", factor=8.0)
+    assert config.tie_embeddings and config.attention_scale == 0.25
+
+
+def test_an_older_phi_3():
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    values = SIZES | {"model_type": "phi3", "rope_scaling": scaling}
+    config = DecoderConfig.from_hf(values | {"original_max_position_embeddings": 1024})
+    assert config.rope.kind == "longrope" and config.rope.original_length == 1024
+    assert config.rope.attention_factor == pytest.approx((1 + 2 / 10) ** 0.5)
+
+
+def test_defaults_are_those_of_the_family():
+    windows = DecoderConfig.from_hf(SIZES | {"model_type": "mistral"}).windows
+    assert windows == (4096,) * 3
+    assert DecoderConfig.from_hf(SIZES | {"model_type": "mixtral"}).rope.base == 1e6
+    gemma = DecoderConfig.from_hf(SIZES | {"model_type": "gemma2"})
+    assert gemma.attention_softcap == 50.0 and gemma.windows == (4096, None, 4096)
+    assert DecoderConfig.from_hf(SIZES | {"model_type": "qwen3"}).head_dim == 128
+    sparse = DecoderConfig.from_hf(SIZES | {"model_type": "qwen3_moe", "decoder_sparse_step": 2})
+    assert sparse.experts is not None and sparse.experts.layers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' isn't supported; these are: gemma2"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
+        ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
+        ({"pretraining_tp": 2}, "`pretraining_tp` = 2"),
+        ({"hidden_act": "xielu"}, "'xielu'"),
+        ({"new_kind_of_norm": "yes"}, "`new_kind_of_norm` = 'yes'"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "'axial'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "`factor`"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` = 0.5"),
+        ({"hidden_size": None}, "no `hidden_size`"),
+        ({"vocab_size": 0}, "`vocab_size` must be at least 1"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "`router_jitter_noise` = 0.1"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "`resid_pdrop` = 0.1"),
+        ({"model_type": "qwen2", "use_mrope": True}, "`use_mrope` = True"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"]}, "'chunked_attention'"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"num_key_value_heads": 3}, "`num_kv_heads` must divide"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes, named):
+    with pytest.raises(ValueError, match=named):
+        DecoderConfig.from_hf(SIZES | {"model_type": "llama"} | changes)
+
+
+def test_unknown_fields_may_be_ignored_by_name():
+    values = SIZES | {"model_type": "llama", "comment": "mine", "_private": 1, "off": False}
+    with pytest.raises(ValueError, match="`comment` = 'mine'.*Name in `ignore`"):
+        DecoderConfig.from_hf(values)
+    assert DecoderConfig.from_hf(values, ignore=["comment"]).num_layers == 3
+
+
+def test_missing_fields_are_named():
+    values = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
+    with pytest.raises(ValueError, match="no `intermediate_size`"):
+        DecoderConfig.from_hf(values | {"model_type": "llama"})
+
+
+def test_configurations_are_checked_and_hashable():
+    config = DecoderConfig.from_hf(LLAMA)
+    assert hash(config) == hash(DecoderConfig.from_hf(LLAMA))
+    for changes, named in (
+        ({"windows": (1, 2)}, "`windows` must have 16"),
+        ({"windows": (0,) * 16}, "at least one token"),
+        ({"activation": "tanh"}, "`activation`"),
+        ({"rope": Rope(dim=128)}, "turns 128 dimensions of 64"),
+        ({"fused": True, "qkv_bias": True}, "`fused`"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            dataclasses.replace(config, **changes)

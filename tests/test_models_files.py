@@ -1,0 +1,227 @@
+"""Checkpoints there and back: bit for bit, in pieces, never whole in memory, and damaged ones."""
+
+import json
+import re
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
+from megatrain_jax.models.names import entries, leaves
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+
+from families import FAMILIES, make_torch, random_tokens, save  # noqa: E402
+from test_models import at, filled  # noqa: E402
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {k: v for file in files for k, v in safetensors_numpy.load_file(file).items()}
+
+
+def check_same_tensors(ours: Path, theirs: Path) -> None:
+    found, expected = tensors_of(ours), tensors_of(theirs)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
+    reference = make_torch(name)
+    source = save(reference, tmp_path / "source", getattr(torch, dtype))
+    (source / "tokenizer.json").write_text("{}")
+    pretrained = load_pretrained(source)
+    folder = save_pretrained(filled(pretrained), tmp_path / "saved")
+    check_same_tensors(folder, source)
+    for file in ("config.json", "generation_config.json", "tokenizer.json"):
+        read = (json.loads((path / file).read_text()) for path in (folder, source))
+        assert next(read) == next(read)
+    if dtype == "float32":
+        with torch.no_grad():
+            again = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for key, value in reference.state_dict().items():
+            assert torch.equal(value, again[key]), key
+
+
+def test_a_trained_model_goes_back(tmp_path):
+    source = save(make_torch("qwen2"), tmp_path / "source")
+    pretrained = load_pretrained(source)
+    batch = {"tokens": random_tokens(2)}
+
+    def loss_fn(model: Decoder, batch: Any) -> Any:
+        return jnp.mean(model(batch["tokens"]) ** 2)
+
+    precision = mt.Precision(compute=jnp.float32)
+    trainer = mt.Trainer(pretrained.model, loss_fn, optax.sgd(0.1), batch, precision=precision)
+    trainer.read(trainer.step(batch))
+    folder = save_pretrained(trainer, tmp_path / "trained")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = reference(torch.tensor(batch["tokens"]).long()).logits.numpy()
+    np.testing.assert_allclose(trainer.model(batch["tokens"]), logits, atol=1e-4)
+    half = save_pretrained(trainer, tmp_path / "half", dtype="bfloat16")
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {a.dtype.name for a in tensors_of(half).values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_shards(name, tmp_path):
+    source = save(make_torch(name), tmp_path / "source", max_shard_size="20KB")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    model = filled(load_pretrained(source))
+    folder = save_pretrained(model, tmp_path / "saved", max_shard_bytes=16_000)
+    check_same_tensors(folder, source)
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 1 and all(re.fullmatch(r"model-\d{5}-of-\d{5}", f.stem) for f in files)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for key, value in make_torch(name).state_dict().items():
+        assert torch.equal(value, again[key]), key
+
+
+def wide(folder: Path) -> tuple[Path, int]:
+    """Writes a checkpoint of about 20 MiB; returns it and the bytes of its largest tensor."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    save(make_torch("llama", **sizes), folder)
+    return folder, 4 * 256 * 1024
+
+
+def traced_peak(function: Any) -> int:
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    source, largest = wide(tmp_path / "source")
+    model = filled(load_pretrained(source))
+    total = sum(array.nbytes for array in tensors_of(source).values())
+    assert total > 12 * largest
+    opened = []
+    load_pretrained(source)  # what is only imported or traced once
+    assert traced_peak(lambda: opened.append(load_pretrained(source))) < largest
+
+    def read() -> None:
+        for entry in entries(opened[0].config):
+            np.asarray(at(opened[0].params, entry.path))
+
+    assert largest <= traced_peak(read) < 2 * largest
+    written = traced_peak(lambda: save_pretrained(model, tmp_path / "saved", dtype="bfloat16"))
+    assert written < 2 * largest
+
+
+def test_leaves_have_shapes_without_being_read(tmp_path):
+    pretrained = load_pretrained(save(make_torch("mixtral"), tmp_path / "m", torch.bfloat16))
+    stack = pretrained.params["layers"][0]["mlp"]["experts"]["gate_proj"]["weight"]
+    assert stack.shape == (4, 48, 32) and stack.dtype == jnp.bfloat16
+    assert np.asarray(stack).dtype == jnp.bfloat16
+    assert np.asarray(stack, np.float32).dtype == np.float32
+    found = {path: value.shape for path, value in leaves(nnx.eval_shape(pretrained.model))}
+    assert found == {
+        e.path: at(pretrained.params, e.path).shape for e in entries(pretrained.config)
+    }
+    assert ("layers", 0, "self_attn", "q_proj", "weight") in found
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    tensors = safetensors_numpy.load_file(path)
+    change(tensors)
+    safetensors_numpy.save_file(tensors, path)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    source = save(make_torch("llama"), tmp_path / "m")
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.rotary_emb.inv_freq"] = np.zeros(4, np.float32)  # allowed
+        tensors["model.embed_tokens.weight"] = np.zeros((3, 5), np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int8)
+        tensors |= {f"extra.{i}": np.zeros(1, np.float32) for i in range(13)}
+
+    rewrite(source, change)
+    with pytest.raises(ValueError) as error:
+        load_pretrained(source)
+    message = str(error.value)
+    assert "missing: model.norm.weight" in message
+    assert "embed_tokens.weight ((3, 5), not (96, 32))" in message
+    assert "lm_head.weight (I8)" in message
+    assert "extra.0" in message and "and 3 more" in message
+    assert "inv_freq" not in message
+
+
+def test_a_tied_head_may_be_in_the_file(tmp_path):
+    source = save(make_torch("gemma2"), tmp_path / "m")
+    rewrite(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    assert "lm_head" not in load_pretrained(source).params
+
+
+def test_damaged_files_are_named(tmp_path):
+    source = save(make_torch("llama"), tmp_path / "m", max_shard_size="20KB")
+    shard = sorted(source.glob("*.safetensors"))[0]
+    whole = shard.read_bytes()
+    for damaged in (whole[:-100], whole[:5], b"\xff" * 64, b""):
+        shard.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{shard.name} is damaged or cut off"):
+            load_pretrained(source)
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=shard.name):
+        load_pretrained(source)
+    shard.write_bytes(whole)
+    index = source / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {"phantom": shard.name}}))
+    with pytest.raises(ValueError, match="phantom"):
+        load_pretrained(source)
+    index.write_text("{")
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        load_pretrained(source)
+    index.unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        load_pretrained(source)
+    (source / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_pretrained(source)
+
+
+def test_saving_refuses_what_it_would_spoil(tmp_path):
+    source = save(make_torch("llama"), tmp_path / "m")
+    model = filled(load_pretrained(source))
+    with pytest.raises(FileExistsError, match="there is something"):
+        save_pretrained(model, source)
+    with pytest.raises(ValueError, match="`dtype` must be one of"):
+        save_pretrained(model, tmp_path / "new", dtype="int8")
+    config = load_pretrained(source).config
+    bare = DecoderConfig(
+        **{f: getattr(config, f) for f in config.__dataclass_fields__ if f != "original"}
+    )
+    with pytest.raises(ValueError, match="no Hugging Face form"):
+        save_pretrained(Decoder(bare, rngs=nnx.Rngs(0)), tmp_path / "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_fresh_decoder_of_a_known_family_is_saved(tmp_path):
+    values = make_torch("llama").config.to_dict()
+    model = Decoder(DecoderConfig.from_hf(values), rngs=nnx.Rngs(0))
+    (tmp_path / "empty").mkdir()
+    folder = save_pretrained(model, tmp_path / "empty")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = random_tokens(1)
+    with torch.no_grad():
+        logits = reference(torch.tensor(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(model(tokens), logits, atol=1e-4)

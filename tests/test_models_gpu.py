@@ -1,0 +1,53 @@
+"""What only a GPU shows of the decoder: cuDNN's attention, and memory for packed documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax.models import attention
+from test_models_attention import defined
+
+pytestmark = pytest.mark.gpu
+
+
+def arrays(length: int, heads: int, kv_heads: int, head_dim: int, dtype):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, length, n, head_dim) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_cudnn_gives_what_the_definition_gives(head_dim, window):
+    q, k, v = arrays(257, 4, 2, head_dim, jnp.bfloat16)
+
+    def total(function):
+        def call(q, k, v):
+            out = function(q, k, v, window=window, scale=0.1)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        return jax.jit(jax.grad(call, (0, 1, 2), has_aux=True))
+
+    assert "fmha" in total(attention).lower(q, k, v).as_text()
+    ours = total(attention)(q, k, v)
+    exact = total(defined)(*(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        assert np.abs(a.astype(np.float32) - b).max() < 0.03 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"window": 1024}])
+def test_packed_documents_take_little_memory(options):
+    length, heads = 16_384, 16
+    q, k, v = (jnp.zeros((1, length, n, 128), jnp.bfloat16) for n in (heads, 4, 4))
+    segments = jnp.arange(length)[None] // 1000 + 1
+
+    def total(q, k, v):
+        out = attention(q, k, v, segments=segments, **options)
+        return jnp.sum(out.astype(jnp.float32))
+
+    compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, v).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    # The scores of all pairs would be 16 GiB in fp32.
+    assert analysis.temp_size_in_bytes < 2 * 2**30
