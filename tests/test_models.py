@@ -147,8 +147,9 @@ def test_both_sides_of_a_length_that_changes_wavelengths(length, tmp_path):
     np.testing.assert_allclose(forward(model, tokens), theirs(reference, tokens), atol=1e-4)
 
 
-def test_half_precision_stays_half(tmp_path):
-    reference = make_torch("gemma2")
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_half_precision_stays_half(name, tmp_path):
+    reference = make_torch(name)
     model = filled(load_pretrained(save(reference, tmp_path / "m")), jnp.bfloat16)
     tokens = random_tokens()
     hidden, balance = jax.eval_shape(lambda t: model.hidden(t), tokens)

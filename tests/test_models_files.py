@@ -212,7 +212,12 @@ def test_saving_refuses_what_it_would_spoil(tmp_path):
     )
     with pytest.raises(ValueError, match="no Hugging Face form"):
         save_pretrained(Decoder(bare, rngs=nnx.Rngs(0)), tmp_path / "new")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+    source.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="name another as `source`"):
+        save_pretrained(model, tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    save_pretrained(model, tmp_path / "new", source=tmp_path / "moved")
+    assert (tmp_path / "new" / "generation_config.json").exists()
 
 
 def test_a_fresh_decoder_of_a_known_family_is_saved(tmp_path):

@@ -1,5 +1,9 @@
 """Open-weights language models as Flax modules: built, loaded, saved.
 
+    pretrained = models.load_pretrained("folder/of/a/checkpoint")
+    result = mt.fit(pretrained.model, loss_fn, data, optimizer, params=pretrained.params)
+    models.save_pretrained(result.trainer, "folder/of/the/result")
+
 A user of the core's public names only. Loading needs `pip install "megatrain-jax[finetune]"`.
 """
 

@@ -45,10 +45,9 @@ def save_pretrained(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    source: str | PathLike[str] | None = None,
 ) -> Path:
     """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
-
-    Tokenizer and generation settings are copied from the checkpoint that training began with.
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
@@ -56,6 +55,8 @@ def save_pretrained(
         dtype: "float32", "float16" or "bfloat16"; None for that of the checkpoint that training
             began with (of most of its tensors), or of the parameters where there was none.
         max_shard_bytes: How large a file may become, unless one tensor is larger.
+        source: Where the tokenizer and the generation settings lie that are copied; None for the
+            checkpoint that training began with.
 
     Returns:
         The folder.
@@ -65,6 +66,7 @@ def save_pretrained(
         ValueError: If the decoder's configuration didn't come from Hugging Face, or the dtype is
             another.
         FileExistsError: If there is something in `folder`.
+        FileNotFoundError: If there is no folder `source`.
     """
     model = trainer if isinstance(trainer, Decoder) else trainer.model
     if not isinstance(model, Decoder):
@@ -82,13 +84,16 @@ def save_pretrained(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"there is something at {folder} already")
+    companions = _companions(source or config.source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
     try:
         unfinished.chmod(0o755)  # mkdtemp lets nobody else in
         _write_all(unfinished, items, dtype, max_shard_bytes)
         _write_config(unfinished, config, dtype)
-        _copy_companions(config, unfinished)
+        for path in companions:
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, unfinished / path.name)
         unfinished.replace(folder)  # an empty folder gives way
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -166,13 +171,11 @@ def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _copy_companions(config: DecoderConfig, folder: Path) -> None:
-    if config.source is None:
-        return
-    source = Path(config.source)
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source}, whose tokenizer belongs to the model, is gone")
-    found = {path for pattern in _COMPANIONS for path in source.glob(pattern)}
-    for path in sorted(found):
-        copy = shutil.copytree if path.is_dir() else shutil.copyfile
-        copy(path, folder / path.name)
+def _companions(source: str | PathLike[str] | None) -> list[Path]:
+    if source is None:
+        return []
+    if not Path(source).is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {source} to copy the tokenizer from; name another as `source`"
+        )
+    return sorted({path for pattern in _COMPANIONS for path in Path(source).glob(pattern)})
