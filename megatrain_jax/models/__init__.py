@@ -7,7 +7,7 @@
 A user of the core's public names only. Loading needs `pip install "megatrain-jax[finetune]"`.
 """
 
-from megatrain_jax.models.attention import attention
+from megatrain_jax.models.causal_attention import attention
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.decoder import Decoder
 from megatrain_jax.models.export import save_pretrained

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megatrain_jax.models.activations import ACTIVATIONS
-from megatrain_jax.models.attention import attention
+from megatrain_jax.models.causal_attention import attention
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.moe import Experts, mix, route, tally
 from megatrain_jax.models.rotary import Tables, rotate
