@@ -55,8 +55,9 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
             assert torch.equal(value, again[key]), key
 
 
-def test_a_trained_model_goes_back(tmp_path):
-    source = save(make_torch("qwen2"), tmp_path / "source")
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_a_trained_model_goes_back(name, tmp_path):
+    source = save(make_torch(name), tmp_path / "source", torch.bfloat16)
     pretrained = load_pretrained(source)
     batch = {"tokens": random_tokens(2)}
 
@@ -64,14 +65,22 @@ def test_a_trained_model_goes_back(tmp_path):
         return jnp.mean(model(batch["tokens"]) ** 2)
 
     precision = mt.Precision(compute=jnp.float32)
-    trainer = mt.Trainer(pretrained.model, loss_fn, optax.sgd(0.1), batch, precision=precision)
+    trainer = mt.Trainer(
+        pretrained.model,
+        loss_fn,
+        optax.sgd(0.1),
+        batch,
+        precision=precision,
+        params=pretrained.params,
+    )
+    check_same_tensors(save_pretrained(trainer, tmp_path / "untrained"), source)
     trainer.read(trainer.step(batch))
-    folder = save_pretrained(trainer, tmp_path / "trained")
+    folder = save_pretrained(trainer, tmp_path / "trained", dtype="float32")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = reference(torch.tensor(batch["tokens"]).long()).logits.numpy()
     np.testing.assert_allclose(trainer.model(batch["tokens"]), logits, atol=1e-4)
-    half = save_pretrained(trainer, tmp_path / "half", dtype="bfloat16")
+    half = save_pretrained(trainer, tmp_path / "half")
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
     assert {a.dtype.name for a in tensors_of(half).values()} == {"bfloat16"}
 
