@@ -55,9 +55,8 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
             assert torch.equal(value, again[key]), key
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
-def test_a_trained_model_goes_back(name, tmp_path):
-    source = save(make_torch(name), tmp_path / "source", torch.bfloat16)
+def test_a_trained_model_goes_back(tmp_path):
+    source = save(make_torch("mixtral"), tmp_path / "source", torch.bfloat16)
     pretrained = load_pretrained(source)
     batch = {"tokens": random_tokens(2)}
 

@@ -93,14 +93,9 @@ def test_equal_layers_share_a_template(name, loss_fn):
     assert not plan.warnings
 
 
-TWO_LAYERS = [
-    dataclasses.replace(GEMMA, num_layers=2, windows=(3, None)),
-    dataclasses.replace(SMALL, num_layers=2, experts=dataclasses.replace(EXPERTS, layers=(1,))),
-]
-
-
-@pytest.mark.parametrize("config", TWO_LAYERS, ids=["gemma", "some-experts"])
-def test_training_agrees_with_plain_jax(config, monkeypatch):
+def test_training_agrees_with_plain_jax(monkeypatch):
+    experts = dataclasses.replace(EXPERTS, layers=(1,))
+    config = dataclasses.replace(GEMMA, num_layers=2, windows=(3, None), experts=experts)
     # Attention is a loop over pieces of 16 queries, within each layer.
     monkeypatch.setattr("megatrain_jax.models.causal_attention._PIECE_BYTES", 1)
     monkeypatch.setattr("megatrain_jax.models.causal_attention._MAX_SPANS", 1)
