@@ -127,7 +127,11 @@ def test_what_does_not_fit_is_listed_before_anything_is_read():
         (first, None, f"{name(first)} is missing"),
         (first, Lazy((3, 5), np.float32), rf"{name(first)} is float32[3,5] there, but has shape"),
         (second, np.asarray(wide, np.float64), f"{name(second)} is float64 there, which masters"),
-        (second, np.asarray(wide, np.int32), f"{name(second)} is int32 there, which masters"),
+        (
+            second,
+            np.asarray(wide, np.int32),
+            f"{name(second)} is int32 there, but parameters are real",
+        ),
         ([*first[:-1], jax.tree_util.DictKey("odd")], kernel, "odd is not part of the model"),
         (first, "kernel", f"{name(first)} is of type str"),
     ]

@@ -5,6 +5,7 @@ the store itself, without a copy, and a step waits only before it replaces a gro
 disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,10 @@ from megatrain_jax.job import Job
 from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.laps import LASTING, Op
 
-# What Orbax may hold beside the arrays it writes or reads.
-CONCURRENT_BYTES = 512 << 20
+# What Orbax may hold beside the arrays it reads.
+_CONCURRENT_BYTES = 512 << 20
+# How much is given to Orbax at a time, at least: each time costs a few tenths of a second.
+PART_BYTES = 2 << 30
 
 _Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
 
@@ -105,7 +108,7 @@ class Saving:
     def _write(self, facts: dict[str, Any]) -> None:
         written = str(folder.temporary(self.path))
         try:
-            with orbax_context():
+            with orbax_context(), _without_merge_warnings():
                 while self._parts:
                     groups, rows = self._parts.pop(0)
                     v1.partial.save(written, tree_of(rows))
@@ -128,13 +131,33 @@ class Saving:
 
 
 def orbax_context() -> v1.Context:
-    """Options that bound the memory Orbax needs beside the arrays; uncompressed is the faster."""
+    """Options with which Orbax makes no copy of what it writes, and few of what it reads.
+
+    Each array has a file of its own, so that they are written side by side; in Orbax's other format
+    they would share one. Compression would need more time than it saves.
+    """
     context = v1.Context()
     context.array.saving.use_compression = False
-    context.memory.write_concurrent_bytes = CONCURRENT_BYTES
-    context.memory.read_concurrent_bytes = CONCURRENT_BYTES
+    context.array.saving.use_ocdbt = False
+    context.memory.deepcopy_host_arrays = False
+    context.memory.read_concurrent_bytes = _CONCURRENT_BYTES
     context.pytree.loading.partial_load = True
     return context
+
+
+@contextmanager
+def _without_merge_warnings() -> Iterator[None]:
+    """Orbax warns, part by part, that there are no files of its other format to be merged."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in str(record.msg)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
@@ -143,11 +166,16 @@ def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
     parts: list[_Part] = [((), small)] if small else []
     offloads = (r for r in job.first.schedule.cold if r.op is Op.OFFLOAD)
     replaced = [r.group for r in offloads if r.group is not None and str(r.part) in LASTING]
-    order = dict.fromkeys([*replaced, *range(len(job.layouts))])
-    for g in order:
+    size = PART_BYTES  # so that the first group begins a part
+    for g in dict.fromkeys([*replaced, *range(len(job.layouts))]):
         whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]
         if whole:
-            parts.append(((g,), rows_of(job, engine, whole)))
+            if size >= PART_BYTES:
+                parts.append(((), []))
+                size = 0
+            groups, rows = parts[-1]
+            parts[-1] = (*groups, g), rows + rows_of(job, engine, whole)
+            size += sum(slab.num_bytes for slab in job.layouts[g].slabs)
     # One at a time, since each of them becomes a copy.
     for entry in entries:
         if entry.groups and entry.stacked:
