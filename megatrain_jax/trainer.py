@@ -368,6 +368,7 @@ class Trainer:
             What to wait for. A second save waits for the first by itself.
         """
         self.wait_for_saving()
+        path = path.absolute()
         if path.exists():
             raise FileExistsError(f"there is something at {path} already")
         self.flush()
@@ -409,13 +410,14 @@ class Trainer:
                 otherwise, the training state is as it was.
         """
         self.wait_for_saving()
+        path = Path(path).absolute()
         entries = entries_of(self._job)
-        facts = check(Path(path), entries)
+        facts = check(path, entries)
         for metrics in list(self._in_flight):
             self.read(metrics)
         self.flush()
         with deferred_interrupt():
-            load(Path(path), self._job, self._engine, entries)
+            load(path, self._job, self._engine, entries)
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])
         return facts

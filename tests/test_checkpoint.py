@@ -261,7 +261,7 @@ def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, ev
         assert sources[-2].drawn <= 4  # nothing was skipped over
 
 
-def test_checkpoint_options_are_checked(tmp_path):
+def test_checkpoint_options_are_checked(tmp_path, monkeypatch):
     case = CASES["nnx_tied"]
     choices: tuple[tuple[dict[str, Any], str], ...] = (
         ({"checkpoint_every": 2}, "needs a `checkpoint_dir`"),
@@ -272,7 +272,9 @@ def test_checkpoint_options_are_checked(tmp_path):
         with pytest.raises(ValueError, match=message):
             mt.fit(case.build(), case.loss_fn, [case.batch(0)], optax.sgd(0.1), **options)
     trainer = make_trainer(case, OPTIMIZERS["adam"])
-    trainer.save(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    trainer.save("there")
+    trainer.restore("there")
     with pytest.raises(FileExistsError):
         trainer.save(tmp_path / "there")
 

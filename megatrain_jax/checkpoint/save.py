@@ -5,7 +5,6 @@ the store itself, without a copy, and a step waits only before it replaces a gro
 disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
 """
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from megatrain_jax.stream.laps import LASTING, Op
 
 # What Orbax may hold beside the arrays it reads.
 _CONCURRENT_BYTES = 512 << 20
+_FILE_BYTES = 512 << 20
 # How much is given to Orbax at a time, at least: each time costs a few tenths of a second.
 PART_BYTES = 2 << 30
 
@@ -108,7 +108,7 @@ class Saving:
     def _write(self, facts: dict[str, Any]) -> None:
         written = str(folder.temporary(self.path))
         try:
-            with orbax_context(), _without_merge_warnings():
+            with orbax_context():
                 while self._parts:
                     groups, rows = self._parts.pop(0)
                     v1.partial.save(written, tree_of(rows))
@@ -133,31 +133,17 @@ class Saving:
 def orbax_context() -> v1.Context:
     """Options with which Orbax makes no copy of what it writes, and few of what it reads.
 
-    Each array has a file of its own, so that they are written side by side; in Orbax's other format
-    they would share one. Compression would need more time than it saves.
+    Compression would need more time than it saves. Files of 2 GiB, which is what Orbax makes unless
+    told otherwise, are written one after the other; smaller ones side by side.
     """
     context = v1.Context()
     context.array.saving.use_compression = False
-    context.array.saving.use_ocdbt = False
+    context.array.saving.use_zarr3 = True  # the limit of a file's size needs it
+    context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
     context.memory.deepcopy_host_arrays = False
     context.memory.read_concurrent_bytes = _CONCURRENT_BYTES
     context.pytree.loading.partial_load = True
     return context
-
-
-@contextmanager
-def _without_merge_warnings() -> Iterator[None]:
-    """Orbax warns, part by part, that there are no files of its other format to be merged."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "Skipping merge of OCDBT" not in str(record.msg)
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:

@@ -28,7 +28,7 @@ class Checkpoints:
             every: See above.
             keep: How many checkpoints to keep.
         """
-        self.folder, self.every, self._keep = Path(path), every, keep
+        self.folder, self.every, self._keep = Path(path).absolute(), every, keep
         folder.remove_all_leftovers(self.folder)
         self.saved = max(folder.steps(self.folder), default=None)
 
