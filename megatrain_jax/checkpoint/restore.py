@@ -5,7 +5,7 @@ old arrays make room for the new ones, so that a full pool is large enough.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +85,9 @@ def load(path: Path, job: Job, engine: Engine, entries: Sequence[Entry]) -> None
                 masters = "P", layout.master, list(range(len(layout.master.shapes)))
                 for part, slab, positions in [masters, *state]:
                     places = [Place(part=part, group=g, position=i) for i in positions]
-                    here = [by_place[p] for p in places if p in by_place and p not in slices]
-                    loaded = _load(path, here)
-                    values = [
-                        slices.pop(p)
-                        if p in slices
-                        else loaded[by_place[p].path]
-                        if p in by_place
-                        else None
-                        for p in places
-                    ]
-                    array = jax.device_put(_slab(slab, values), pool.pinned())
+                    values = _filled(path, slab, places, by_place, slices)
+                    array = jax.device_put(values, pool.pinned())
+                    del values
                     array.block_until_ready()
                     engine.host[part, g] = (*engine.host.get((part, g), ()), array)
             _load_small(path, engine, [entry for entry in entries if not entry.groups])
@@ -117,6 +109,22 @@ def _slab_positions(state: MixedLayout) -> list[tuple[str, Layout, list[int]]]:
         ("O", slab, [i for i, (at, _) in enumerate(state.places) if at == s])
         for s, slab in enumerate(state.layouts)
     ]
+
+
+def _filled(
+    path: Path,
+    slab: Layout,
+    places: Sequence[Place],
+    by_place: Mapping[Place, Entry],
+    slices: dict[Place, jax.Array],
+) -> np.ndarray:
+    """A slab of what is in the checkpoint; what it was made of is gone when it is returned."""
+    loaded = _load(path, [by_place[p] for p in places if p in by_place and p not in slices])
+    values = [
+        slices.pop(p) if p in slices else loaded[by_place[p].path] if p in by_place else None
+        for p in places
+    ]
+    return _slab(slab, values)
 
 
 def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:

@@ -29,7 +29,7 @@ from megatrain_jax.stream.laps import LASTING, Op
 _CONCURRENT_BYTES = 512 << 20
 _FILE_BYTES = 512 << 20
 # How much is given to Orbax at a time, at least: each time costs a few tenths of a second.
-PART_BYTES = 2 << 30
+PART_BYTES = 1 << 30
 
 _Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
 
