@@ -1,0 +1,92 @@
+"""What the documentation says: its code runs and prints what it says, its links lead somewhere."""
+
+import doctest
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pages import NOTEBOOKS, PAGES, ROOT, blocks, cells, execute, links
+
+START = ROOT / "docs" / "index.md"
+FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
+# Pages whose reader has a checkpoint and conversations.
+WITH_CHECKPOINT = {"finetuning.md", "models.md"}
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=short)
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "page"}
+    if page.parent == START.parent and page != START:
+        # Its model, loss and batches are those that other pages go on with.
+        execute(START, blocks(START)[0], namespace)
+    if page.name in WITH_CHECKPOINT:
+        pytest.importorskip("transformers")
+        exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
+        Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
+    for block in blocks(page):
+        execute(page, block, namespace)
+
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "megatrain_jax").rglob("*.py"))
+    if ">>>" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    assert found.attempted and not found.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)
+def test_notebooks_run(notebook: Path, tmp_path: Path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("transformers")
+    content = nbformat.read(notebook, as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(content, timeout=300, resources=where).execute()
+    texts = [o.get("text", "") for cell in content.cells for o in cell.get("outputs", ())]
+    # What tqdm says where there is no ipywidgets is not about the notebook.
+    assert not [text for text in texts if "Warning" in text and "ipywidgets" not in text]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)
+def test_notebooks_are_kept_without_outputs(notebook: Path):
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=short)
+def test_links_lead_somewhere(page: Path):
+    lost = [target for target in links(page) if not (page.parent / target).exists()]
+    assert not lost
+
+
+@pytest.mark.slow
+def test_site_is_built(tmp_path: Path):
+    for name in ("mkdocs", "material", "mkdocs_jupyter", "mkdocstrings_handlers.python"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    # The theme's makers advertise on every build.
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert not built.returncode, built.stderr
+    assert (tmp_path / "experiments/results/pictures/timeline-clip-least.png").exists()
