@@ -20,6 +20,12 @@ class History(list[dict[str, Any]]):
     metrics of the loss function, ``"grad_norm"``, ``"seconds"`` (wall-clock time since the record
     before) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
     In a notebook it shows its loss curve.
+
+    Examples:
+        >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])
+        >>> [record["loss"] for record in history]
+        [2.0, 1.5]
+        >>> history.plot().savefig("loss.png")
     """
 
     def save(self, path: str | PathLike[str]) -> None:

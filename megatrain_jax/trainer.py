@@ -88,6 +88,21 @@ def plan(
 
     Returns:
         The plan; print it, or let a notebook show it.
+
+    Examples:
+        >>> import jax, optax
+        >>> def build():
+        ...     layers = {str(i): {"w": jax.numpy.ones((512, 512))} for i in range(24)}
+        ...     return {"layers": layers}
+        >>> def loss_fn(model, batch):
+        ...     x = batch
+        ...     for layer in model["layers"].values():
+        ...         x = x @ layer["w"]
+        ...     return (x**2).mean()
+        >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
+        >>> result = plan(build, loss_fn, optax.adamw(1e-3), batch)
+        >>> result.num_parameters, result.host_bytes // result.num_parameters
+        (6291456, 12)
     """
     adapted, _ = adapt(model, loss_fn, sample_batch, seed)
     job = make_job(

@@ -24,6 +24,14 @@ class Hardware:
             without it, what only moves bytes there counts as free.
         sustained: Share of `flops_per_s` that a whole step reaches, all its operations counted.
         source: Where the two rates come from; vendors' peaks are never reached.
+
+    Examples:
+        A known card in a host with 256 GiB:
+
+        >>> import dataclasses
+        >>> machine = dataclasses.replace(RTX_4090, host_bytes=256 * 2**30)
+        >>> machine.name, machine.device_bytes // 2**30
+        ('NVIDIA GeForce RTX 4090', 24)
     """
 
     name: str
