@@ -1,5 +1,6 @@
 """What the documentation says: its code runs and prints what it says, its links lead somewhere."""
 
+import ast
 import doctest
 import importlib
 import json
@@ -16,6 +17,7 @@ START = ROOT / "docs" / "index.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
 WITH_CHECKPOINT = {"finetuning.md", "models.md"}
+FINETUNING = ("grain", "pyarrow", "safetensors", "transformers")
 
 
 def short(path: Path) -> str:
@@ -31,7 +33,8 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         # Its model, loss and batches are those that other pages go on with.
         execute(START, blocks(START)[0], namespace)
     if page.name in WITH_CHECKPOINT:
-        pytest.importorskip("transformers")
+        for name in FINETUNING:
+            pytest.importorskip(name)
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
     for block in blocks(page):
@@ -57,8 +60,8 @@ def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)
 def test_notebooks_run(notebook: Path, tmp_path: Path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("transformers")
+    for name in ("ipykernel", *FINETUNING):
+        pytest.importorskip(name)
     content = nbformat.read(notebook, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
     # Some hundred steps are sooner done with optimised code, as users have it.
@@ -80,6 +83,20 @@ def test_notebooks_are_kept_without_outputs(notebook: Path):
 def test_links_lead_somewhere(page: Path):
     lost = [target for target in links(page) if not (page.parent / target).exists()]
     assert not lost
+
+
+@pytest.mark.parametrize("package", ["megatrain_jax", "megatrain_jax.data", "megatrain_jax.models"])
+def test_reference_has_every_public_name(package: str):
+    # Read, not imported: `data` needs more than the tests do.
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    (public,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    listed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    lines = [line for line in listed.splitlines() if line.startswith(f"::: {package}.")]
+    assert set(public) <= {line.rpartition(".")[2] for line in lines}
 
 
 @pytest.mark.slow
