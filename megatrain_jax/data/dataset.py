@@ -222,8 +222,8 @@ class Dataset:
             seed: Of the draw.
 
         Returns:
-            What to train on, and what is held out: each of its documents once, in the order they
-            were read, since an evaluation has no use for another.
+            Two datasets. The first is to be trained on. The second is held out, and has each of its
+            documents once, in the order they were read, since an evaluation has no use for another.
 
         Raises:
             ValueError: If `fraction` is not between 0 and 1, or there are no two different
