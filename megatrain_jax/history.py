@@ -37,7 +37,7 @@ class History(list[dict[str, Any]]):
         """Draws the loss, and the evaluation loss where there is one, over the steps.
 
         Returns:
-            A Matplotlib figure that belongs to no window: it works without a display, and
+            A Matplotlib figure. It belongs to no window, so it works without a display, and
             ``figure.savefig(path)`` writes it.
         """
         figure = Figure(figsize=(7, 4), layout="constrained")
