@@ -26,7 +26,9 @@ def trace_case(case: Case):
 
 def cut_case(case: Case) -> tuple[TracedLoss, Program]:
     adapted, _, traced, _ = trace_case(case)
-    return traced, cut_loss(traced, leaves_of(traced, adapted.paths, adapted.shapes))
+    return traced, cut_loss(
+        traced, leaves_of(traced, adapted.paths, adapted.shapes, [True] * len(adapted.paths))
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,7 +49,7 @@ def test_blocks_become_stages_that_share_templates(name):
 def test_stages_together_compute_the_loss(name):
     case = CASES[name]
     adapted, initial, traced, batch = trace_case(case)
-    leaves = leaves_of(traced, adapted.paths, adapted.shapes)
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes, [True] * len(adapted.paths))
     program = cut_loss(traced, leaves)
     parameters = initial.leaves(range(len(adapted.shapes)))
     arrays = [
