@@ -57,7 +57,7 @@ def build_model(shape: Shape) -> Any:
         max_position_embeddings=max(shape.seq_len, 4096),
         tie_word_embeddings=False,
         use_cache=False,
-        **{"attn_implementation": "sdpa"},  # not among the declared arguments
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  (it is not declared)
     )
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
