@@ -1,7 +1,9 @@
 """Open-weights language models as Flax modules: built, loaded, saved.
 
     pretrained = models.load_pretrained("folder/of/a/checkpoint")
-    result = mt.fit(pretrained.model, loss_fn, data, optimizer, params=pretrained.params)
+    result = mt.fit(
+        pretrained.model, models.next_token_loss, data, optimizer, params=pretrained.params
+    )
     models.save_pretrained(result.trainer, "folder/of/the/result")
 
 A user of the core's public names only. Loading needs `pip install "megatrain-jax[finetune]"`.
@@ -11,6 +13,7 @@ from megatrain_jax.models.causal_attention import attention
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.decoder import Decoder
 from megatrain_jax.models.export import save_pretrained
+from megatrain_jax.models.loss import next_token_loss
 from megatrain_jax.models.moe import Experts
 from megatrain_jax.models.pretrained import Pretrained, load_pretrained
 from megatrain_jax.models.rotary import Rope
@@ -23,5 +26,6 @@ __all__ = [
     "Rope",
     "attention",
     "load_pretrained",
+    "next_token_loss",
     "save_pretrained",
 ]
