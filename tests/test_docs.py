@@ -16,7 +16,7 @@ from pages import NOTEBOOKS, PAGES, ROOT, blocks, cells, execute, links
 START = ROOT / "docs" / "index.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
-WITH_CHECKPOINT = {"finetuning.md", "models.md"}
+WITH_CHECKPOINT = {"README.md", "finetuning.md", "models.md"}
 FINETUNING = ("grain", "pyarrow", "safetensors", "transformers")
 
 
