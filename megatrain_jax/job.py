@@ -168,9 +168,18 @@ class Job:
             in_flight_bytes=_in_flight_bytes(step),
             largest_slab_bytes=self.largest_slab_bytes,
             num_templates=len(templates),
-            warnings=(*step.program.warnings, *self._wide_products()),
+            warnings=(*step.program.warnings, *self._no_blocks(), *self._wide_products()),
             hardware=hardware,
         )
+
+    def _no_blocks(self) -> list[str]:
+        """Warns where nothing could be cut: then the largest stage is the model."""
+        if any(bound.stage.is_block for bound in self.first.stages):
+            return []
+        return [
+            "no blocks were found, so all parameters are on the device together: keep layers in a "
+            "list (`layers/3`), name them by number (`Block_3`), or scan over stacked ones"
+        ]
 
     def _wide_products(self) -> list[str]:
         """Warns of arithmetic that does not run in the compute dtype, which users rarely intend."""

@@ -245,3 +245,15 @@ def test_a_120b_decoder_is_planned_from_shapes():
     assert 1.0 < plan.flops_per_step / (8 * plan.num_parameters * tokens) < 1.1
     assert "layers.0 … layers.95" in str(plan)
     assert "<table>" in plan._repr_html_()
+
+
+def test_a_model_without_blocks_is_named():
+    def loss_fn(model, batch):
+        return jnp.mean((batch @ model["w"][0] @ model["w"][1]) ** 2)
+
+    batch = np.zeros((4, 8), np.float32)
+    plan = mt.plan({"w": jnp.zeros((2, 8, 8))}, loss_fn, optax.sgd(0.1), batch)
+    assert any("no blocks were found" in warning for warning in plan.warnings)
+    case = CASES["nnx_tied"]
+    plan = mt.plan(case.build(), case.loss_fn, optax.sgd(0.1), case.batch(0))
+    assert not any("no blocks" in warning for warning in plan.warnings)

@@ -145,8 +145,9 @@ class Plan:
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether the host memory suffices; `None` if it isn't known."""
-        return _fits(self.host_peak_bytes, self.hardware and self.hardware.host_bytes)
+        """Whether the host memory suffices for the process; `None` if it isn't known."""
+        needed = self.host_process_bytes or self.host_peak_bytes
+        return _fits(needed, self.hardware and self.hardware.host_bytes)
 
     @property
     def fits_device(self) -> bool | None:
@@ -381,7 +382,8 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     temporaries = [["device memory, temporaries", _memory(known), ""]] if known is not None else []
     kept = f"{plan.num_kept} of {plan.num_stages} stages"
     taken = plan.host_process_bytes
-    process = [["host memory, the process", _memory(taken), "estimate"]] if taken else []
+    fits = _verdict(plan.fits_host, host)
+    process = [["host memory, the process", _memory(taken), f"estimate, {fits}"]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
@@ -393,7 +395,7 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     cells = [
         *frozen,
         ["host memory at rest", _memory(plan.host_bytes), ""],
-        ["host memory at peak", _memory(plan.host_peak_bytes), _verdict(plan.fits_host, host)],
+        ["host memory at peak", _memory(plan.host_peak_bytes), "" if taken else fits],
         *process,
         ["device memory, state and activations", _memory(plan.device_state_bytes), ""],
         ["device memory, other values", _memory(plan.device_other_bytes), "estimate"],
