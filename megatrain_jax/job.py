@@ -191,8 +191,9 @@ class Job:
             return []
         return [
             f"{wide / every:.0%} of the matrix products have operands wider than "
-            f"{compute.name}, the compute dtype. A layer that fixes its dtype when "
-            "it is built (nnx.Embed does) widens all that follow: give it the compute dtype"
+            f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
+            "(nnx.Embed does), or a wide array in the batch, widens all that follow: give it the "
+            "compute dtype"
         ]
 
 
