@@ -33,9 +33,9 @@ from megatrain_jax.stream.steps import StepPlan, plan_step
 
 # The driver waits for an item before it dispatches the second one after it.
 _ITEMS_IN_FLIGHT = 3
-# What an automatic budget leaves to the allocator's gaps: a share of the device's memory, and room
-# for more of the largest arrays, which need gaps of their size.
-_RESERVED, _SPARE_SLABS = 0.05, 2
+# Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
+# for one more of the largest arrays.
+_RESERVED = 0.05
 
 DeviceBudget = int | Literal["least"] | None
 OnNonfinite = Literal["raise", "skip"]
@@ -113,8 +113,7 @@ class Job:
         if not self.automatic or device_bytes is None:
             return job
         taken = _other_bytes(self.first) + temporary_bytes
-        gaps = int(device_bytes * _RESERVED) + _SPARE_SLABS * self.largest_slab_bytes
-        left = device_bytes - gaps - taken
+        left = int(device_bytes * (1 - _RESERVED)) - self.largest_slab_bytes - taken
         budget = max(left, self.first.schedule.smallest_bytes)
         schedule = plan_schedule(self.first.workload, budget)
         first = dataclasses.replace(self.first, schedule=schedule)

@@ -31,7 +31,7 @@ class LogTrainer:
     def __init__(self, log: list[tuple[str, int]] | None = None):
         self.log = [] if log is None else log
         self.history = History()
-        self.num_steps = 0
+        self.num_steps = self.num_skipped = 0
         self.on_step: dict[int, Any] = {}
         self.on_read: dict[int, Any] = {}
 
