@@ -17,8 +17,9 @@ class History(list[dict[str, Any]]):
     """A list of dicts, one a step.
 
     A record has ``"step"`` (counted over the trainer's life, starting at 1), ``"loss"``, the
-    metrics of the loss function, ``"grad_norm"``, ``"seconds"`` (wall-clock time since the record
-    before) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
+    metrics of the loss function, ``"grad_norm"``, ``"seconds"`` (wall-clock time until the next
+    step began or, after the last one before an evaluation, a checkpoint or the end, until it was
+    over) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
     In a notebook it shows its loss curve.
 
     Examples:

@@ -149,6 +149,7 @@ class _Pending:
     metrics: dict[str, Any]
     size: int
     unit: str
+    began: float
 
 
 class Loop:
@@ -171,19 +172,21 @@ class Loop:
         self.callbacks = callbacks
         self.bar = bar
         self.pending: deque[_Pending] = deque()
-        self.clock = time.perf_counter()
         self.stopping = False
 
     def run(self, batches: Prefetch) -> None:
         """Trains until `batches` ends, then completes every record."""
         for batch in batches:
+            began = time.perf_counter()
             size, unit = batch_size(batch)
             # The two deferrals: an interrupt here would lose the metrics of a step that counts,
             # or kill a generator that the user wants to go on with.
             with self._finished_on(TypeError, ValueError), deferred_interrupt():
                 metrics = self.trainer.step(batch)
                 step = self.trainer.num_steps
-                self.pending.append(_Pending(step=step, metrics=metrics, size=size, unit=unit))
+                self.pending.append(
+                    _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
+                )
             with self._finished_on(Exception), deferred_interrupt(insist=True):
                 batches.fill()
             evaluate = self.eval_every is not None and step % self.eval_every == 0
@@ -211,8 +214,8 @@ class Loop:
         while len(self.pending) > keep:
             pending = self.pending[0]
             metrics = self.trainer.read(pending.metrics)
-            now = time.perf_counter()
-            seconds, self.clock = now - self.clock, now
+            is_last = len(self.pending) == 1
+            seconds = (time.perf_counter() if is_last else self.pending[1].began) - pending.began
             record: dict[str, Any] = {
                 "step": pending.step,
                 "loss": metrics["loss"],
@@ -223,7 +226,6 @@ class Loop:
             self.pending.popleft()
             if evaluate and not self.pending:
                 record.update(self._evaluate())
-                self.clock = time.perf_counter()
             rate = f"{pending.size / seconds:,.0f} {pending.unit}/s"
             skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
             shown = f"loss {record['loss']:.4g}, {rate}{skipped}"

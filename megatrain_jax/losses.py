@@ -28,6 +28,7 @@ def next_token(
     labels: ArrayLike,
     *,
     mask: ArrayLike | None = None,
+    count: ArrayLike | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk: int = 4096,
@@ -44,6 +45,9 @@ def next_token(
         labels: What each position should predict: integers (...); tokens already shifted by one.
             Negative ones, as Hugging Face's -100, do not count.
         mask: Which labels count, or with which weight: (...); None counts all.
+        count: What the sum over the labels is divided by, a scalar; None takes the sum of their
+            weights. Where a batch is cut into microbatches, whose losses are averaged, the mean
+            over all its labels takes the same count for each: that of the batch over their number.
         z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
             logits from drifting (PaLM, arXiv 2204.02311, section 5).
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does.
@@ -86,7 +90,8 @@ def next_token(
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Divided outside, so that gradients of single tokens are large enough for half precision.
     total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
-    return total / jnp.maximum(weights.sum(), jnp.finfo(jnp.float32).tiny)
+    divisor = weights.sum() if count is None else jnp.asarray(count, jnp.float32)
+    return total / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

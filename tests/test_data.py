@@ -44,7 +44,7 @@ def rendered(messages: list[dict[str, str]]) -> tuple[int, ...]:
 
 def assert_same(ours: Batches, theirs: Batches) -> None:
     for one, other in zip(ours, theirs, strict=True):
-        assert sorted(one) == ["labels", "mask", "positions", "segments", "tokens"]
+        assert one.keys() == other.keys()
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
 
@@ -145,9 +145,12 @@ def test_dtypes_shapes_and_counts(chats_file: Path):
         "mask": "bool",
         "segments": "int32",
         "positions": "int32",
+        "learned_per_row": "float32",
     }
     batches = list(dataset)
     assert sum(batch["mask"].sum() for batch in batches) == dataset.summary.num_learned
+    for batch in batches:
+        assert batch["learned_per_row"].sum() == pytest.approx(batch["mask"].sum())
     assert sum((batch["segments"] > 0).sum() for batch in batches) == dataset.num_tokens
     assert dataset.num_tokens == dataset.summary.num_tokens
     assert f"{dataset.num_rows} rows of {LENGTH}" in str(dataset)

@@ -160,6 +160,29 @@ def test_callbacks_get_complete_records_in_order():
     ]
 
 
+def test_seconds_are_those_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch):
+    trainer, now = log_trainer(), 0.0
+
+    def takes(seconds: float):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("megatrain_jax.loop.time.perf_counter", lambda: now)
+    for step in range(1, 7):
+        trainer.on_step[step] = functools.partial(takes, step)
+        trainer.on_read[step] = functools.partial(takes, 0.125)
+    result = train(
+        trainer,
+        numbered(6),
+        eval_data=lambda: takes(1000) or [0],
+        eval_every=3,
+        progress=False,
+    )
+    seconds = [record["seconds"] for record in result.history]
+    # What is read one step late counts for the step that went on meanwhile.
+    assert seconds == [1, 2.125, 3.25, 4, 5.125, 6.25]
+
+
 def test_a_callback_can_stop_the_run():
     def stop_at_two(trainer: Any, record: dict[str, Any]) -> None:
         if record["step"] >= 2:

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax.models import Decoder, DecoderConfig, Experts, Rope
+from megatrain_jax.models import Decoder, DecoderConfig, Experts, Rope, next_token_loss
 from oracle import train_plain
 from runs import check_close, make_trainer, train
 from zoo_case import Case, cross_entropy
@@ -122,6 +122,34 @@ def test_training_agrees_with_plain_jax(monkeypatch):
     model = run.trainer.model
     assert isinstance(model, Decoder) and model.config == config
     assert isinstance(model.norm.weight.get_value(), np.ndarray)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_weigh_as_much_as_they_have_labels_that_count(microbatches):
+    rng = np.random.default_rng(0)
+    mask = np.arange(12) < rng.permutation([1, 11, 4, 0])[:, None]
+    made = {
+        "tokens": rng.integers(0, 40, (4, 12), np.int32),
+        "labels": rng.integers(0, 40, (4, 12), np.int32),
+        "mask": mask,
+        "learned_per_row": np.full(4, mask.sum() / 4, np.float32),
+    }
+
+    def step(parts):
+        trainer = mt.Trainer(
+            lambda: Decoder(SMALL, rngs=nnx.Rngs(0)),
+            next_token_loss,
+            optax.sgd(0.1),
+            made,
+            microbatches=parts,
+            precision=mt.Precision(compute=jnp.float32),
+        )
+        return trainer.read(trainer.step(made)), trainer.params
+
+    (whole, params), (parts, of_parts) = step(1), step(microbatches)
+    for name in whole:
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-6)
+    check_close(of_parts, params, 1e-6, "parameter")
 
 
 def test_a_large_model_is_planned_without_making_it():

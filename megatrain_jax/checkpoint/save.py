@@ -27,6 +27,7 @@ from megatrain_jax.stream.laps import LASTING, Op
 
 # What Orbax may hold beside the arrays it reads.
 _CONCURRENT_BYTES = 512 << 20
+# Of one file; Orbax writes several side by side.
 _FILE_BYTES = 512 << 20
 # How much is given to Orbax at a time, at least: each time costs a few tenths of a second.
 PART_BYTES = 1 << 30
@@ -131,10 +132,11 @@ class Saving:
 
 
 def orbax_context() -> v1.Context:
-    """Options with which Orbax makes no copy of what it writes, and few of what it reads.
+    """Options with which Orbax copies little of what it writes and reads.
 
-    Compression would need more time than it saves. Files of 2 GiB, which is what Orbax makes unless
-    told otherwise, are written one after the other; smaller ones side by side.
+    While it writes, it still copies arrays whose last axis is longer than the one before, a file's
+    chunk at a time. Compression would need more time than it saves. Files of 2 GiB, which is what
+    Orbax makes unless told otherwise, are written one after the other; smaller ones side by side.
     """
     context = v1.Context()
     context.array.saving.use_compression = False

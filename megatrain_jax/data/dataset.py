@@ -125,8 +125,9 @@ class Dataset:
 
     A batch is a dict of NumPy arrays of shape (batch_size, length): `tokens`, `labels` (the next
     token), `segments` (the document's number in its row, from 1; 0 is padding) and `positions`
-    (from 0 in each document) are int32, `mask` (where the loss counts the label) is bool. A
-    document never leaves its row, and is cut only where `too_long` said so.
+    (from 0 in each document) are int32, `mask` (where the loss counts the label) is bool. Beside
+    them is `learned_per_row`, float32 (batch_size,): how many labels count in the batch, over its
+    rows. A document never leaves its row, and is cut only where `too_long` said so.
 
     A batch takes rows as they come, be it the last of one epoch and the first of the next. If the
     last batch of all has too few, their documents are spread over as many rows as it needs.

@@ -130,10 +130,11 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int) -> Batch:
         length: Tokens of a row.
 
     Returns:
-        `tokens`, `labels`, `segments` and `positions`, int32 (rows, length), and `mask`, bool
-        (rows, length). `labels` holds the next token, 0 where the document has none; `mask` is
-        True where the loss counts it. `segments` counts the documents of a row from 1 and
-        `positions` the tokens of a document from 0. All are 0 where a row is not filled.
+        `tokens`, `labels`, `segments` and `positions`, int32 (rows, length), `mask`, bool (rows,
+        length), and `learned_per_row`, float32 (rows,). `labels` holds the next token, 0 where the
+        document has none; `mask` is True where the loss counts it. `segments` counts the documents
+        of a row from 1 and `positions` the tokens of a document from 0. All these are 0 where a
+        row is not filled. `learned_per_row` is how many labels count, over the number of rows.
     """
     shape = (len(rows), length)
     counts = [len(row) for row in rows]
@@ -165,4 +166,5 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int) -> Batch:
         flat = np.zeros(shape, np.bool_ if name == "mask" else np.int32)
         flat.reshape(-1)[here] = value
         result[name] = flat
-    return result
+    mean = result["mask"].sum() / max(1, len(rows))
+    return {**result, "learned_per_row": np.full(len(rows), mean, np.float32)}

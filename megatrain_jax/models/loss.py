@@ -19,7 +19,9 @@ def next_token_loss(
     Args:
         model: The decoder.
         batch: `tokens` and `labels`, integers (rows, length), and where there are any `mask`,
-            `positions` and `segments` of the same shape, as `megatrain_jax.data` gives them.
+            `positions` and `segments` of the same shape and `learned_per_row` (rows,), as
+            `megatrain_jax.data` gives them. With the last, microbatches of a batch weigh as much
+            as they have labels that count; without, each part's loss is the mean over its own.
         z_loss: See `losses.next_token`.
         chunk: See `losses.next_token`.
 
@@ -27,11 +29,13 @@ def next_token_loss(
         The loss, a scalar in fp32.
     """
     hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
+    per_row = batch.get("learned_per_row")
     loss = losses.next_token(
         hidden,
         model.head_weight(),
         batch["labels"],
         mask=batch.get("mask"),
+        count=None if per_row is None else per_row.sum(),
         z_loss=z_loss,
         softcap=model.config.final_softcap,
         chunk=chunk,
