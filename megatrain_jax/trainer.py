@@ -29,6 +29,7 @@ from megatrain_jax.job import (
     make_job,
 )
 from megatrain_jax.memory import pool
+from megatrain_jax.memory.exhausted import advised
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
 from megatrain_jax.parameters import starting_from
@@ -217,6 +218,7 @@ class Trainer:
         self.num_steps = self.num_skipped = 0
         initialise(job, self._engine, initial)
 
+    @advised()
     def step(self, batch: Any) -> StepMetrics:
         """Dispatches one training step.
 
@@ -247,6 +249,7 @@ class Trainer:
             self._in_flight.append(metrics)
         return metrics
 
+    @advised()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step and returns its metrics as Python numbers.
 
@@ -289,6 +292,7 @@ class Trainer:
             f"{', '.join(updated) or 'nothing'}; all other parameters are as before the step."
         )
 
+    @advised()
     def evaluate(
         self, batches: Iterable[Any], loss_fn: Callable[..., Any] | None = None
     ) -> dict[str, float]:

@@ -189,6 +189,23 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch):
     assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
 
 
+@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: else"])
+def test_memory_that_runs_out_in_a_step_comes_with_advice(message, monkeypatch):
+    trainer = make()
+
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(trainer._engine, "train", fails)
+    monkeypatch.setattr(trainer._engine, "evaluate", fails)
+    for call in (lambda: trainer.step(make_batch()), lambda: trainer.evaluate([make_batch()])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message) as caught:
+            call()
+        notes = getattr(caught.value, "__notes__", [])
+        assert len(notes) == message.startswith("RESOURCE")
+        assert all("XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async" in note for note in notes)
+
+
 def test_a_batch_unlike_the_first_is_refused_before_the_step():
     trainer = make()
     with pytest.raises(ValueError, match="x"):
