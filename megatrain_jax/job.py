@@ -17,7 +17,8 @@ from megatrain_jax.adapters import AdaptedModel
 from megatrain_jax.batches import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax.memory.hardware import H200, Hardware
-from megatrain_jax.memory.plan import Plan, make_plan
+from megatrain_jax.memory.make_plan import make_plan
+from megatrain_jax.memory.plan import Plan
 from megatrain_jax.model_kinds import chosen, path_name
 from megatrain_jax.optim import OptimizerCut, cut_optimizer
 from megatrain_jax.precision import Precision

@@ -9,7 +9,8 @@ import pytest
 
 from megatrain_jax.memory import hardware
 from megatrain_jax.memory.hardware import Hardware
-from megatrain_jax.memory.plan import GroupRow, check_device, make_plan
+from megatrain_jax.memory.make_plan import make_plan
+from megatrain_jax.memory.plan import GroupRow, check_device
 from megatrain_jax.program.flops import count_flops
 
 GIB = 2**30

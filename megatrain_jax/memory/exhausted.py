@@ -8,8 +8,8 @@ import jax
 _ADVICE = (
     "If this is device memory: an allocator can fail with memory left when none of its gaps is "
     "large enough. Set XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async before Python starts, which joins "
-    'gaps, or use device_budget="least", more `microbatches` or smaller batches. The trainer can\'t '
-    "go on; a new one resumes from the newest checkpoint."
+    'gaps, or use device_budget="least", more `microbatches` or smaller batches. The trainer '
+    "can't go on; a new one resumes from the newest checkpoint."
 )
 
 

@@ -1,0 +1,234 @@
+"""A small machine that does what an engine does, with versions instead of arrays.
+
+A stale copy, a lost partial sum, an update with the wrong gradient or a byte too many fails here
+rather than in a training run.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatrain_jax.stream.laps import Op, PartKey, Record, Workload
+from megatrain_jax.stream.schedule import Schedule
+from workloads import MOVES, WAITS
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Runs records on version numbers.
+
+    The version of masters and optimizer state is the number of their updates, that of a gradient
+    the lap that made it and the stages summed into it, that of a value or residuals the run that
+    made them.
+    """
+
+    workload: Workload
+    truth: dict[PartKey, Any] = field(default_factory=dict)  # as if nothing ever moved
+    host: dict[PartKey, Any] = field(default_factory=dict)
+    device: dict[PartKey, Any] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)  # free once the item has been computed
+    leaving: dict[int, int] = field(default_factory=dict)  # free once its offloads are over
+    kind: str = ""
+    lap: int = 0
+    runs: int = 0
+    last_read: dict[int, Record] = field(default_factory=dict)  # of the lap at hand, by value
+    kept: frozenset[int] = frozenset()  # stages of the lap at hand that keep residuals
+    begun: int = 0  # number of the first item of this lap
+    item: int = -1  # the last item seen
+    computing: int = -1  # the last item that computed
+    staged: bool = False  # its stage has been computed
+    fetched: dict[PartKey, int] = field(default_factory=dict)
+    reduced: dict[int, int] = field(default_factory=dict)
+    combined: int = 0
+
+    def __post_init__(self):
+        self.truth = {(part, group): 0 for part in "PO" for group in self.groups}
+        self.host = {key: 0 for key in self.truth if self.workload.size(key)}
+
+    @property
+    def groups(self) -> range:
+        return range(len(self.workload.sizes))
+
+    def run(self, kind: str, schedule: Schedule, *, exact: bool) -> None:
+        """Runs one kind of lap; its ledger has to be exact or else a bound."""
+        self.kind = kind
+        self.lap += kind in ("cold", "steady")
+        self.runs += 1
+        self.workload = replace(self.workload, kept=schedule.kept)
+        self.kept = schedule.kept if kind in ("cold", "steady") else frozenset()
+        self.last_read = {
+            i: record
+            for record in getattr(schedule, kind)
+            if record.stage is not None
+            for i in self.values(self.workload.reads, record.stage)
+        }
+        for record, promised in zip(getattr(schedule, kind), schedule.ledger[kind], strict=True):
+            assert record.item is not None
+            self.item = max(self.item, self.begun + record.item)
+            if record.op in MOVES:
+                self.move(record, self.begun + record.item, exact)
+            else:
+                self.compute(record, self.begun + record.item)
+            held = sum(self.workload.size(key) for key in self.device)
+            actual = held + sum(self.used.values()) + sum(self.leaving.values())
+            assert actual == promised if exact else actual <= promised
+            assert promised <= schedule.peak_bytes
+        assert not any(key[0] in "AR" for key in (*self.truth, *self.device, *self.host))
+        if kind in ("cold", "steady"):
+            self.begun += schedule.num_items
+            self.check_end_of_lap()
+        else:
+            self.check_rest()
+            self.begun, self.item, self.computing = 0, -1, -1
+            self.fetched.clear()
+
+    def values(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
+        return table[stage] if table else ()
+
+    def move(self, record: Record, item: int, exact: bool) -> None:
+        key = (str(record.part), -1 if record.group is None else record.group)
+        if record.op in WAITS:
+            assert item <= self.computing, "waits for what was not dispatched"
+            freed = self.used if record.op is Op.WAIT else self.leaving
+            assert item in freed or not exact, "nothing to wait for"
+            freed.pop(item, None)
+            return
+        assert self.workload.size(key) and key[0] != "R"
+        if record.op is Op.FETCH:
+            assert key not in self.device
+            assert self.host[key] == self.truth[key], "a stale copy is fetched"
+            assert self.computing < item, "an item fetches before it computes"
+            self.device[key] = self.host[key]
+            # What the first item needs after a rest can't have been fetched ahead.
+            ahead = self.kind == "steady" or item > self.begun
+            self.fetched[key] = item if ahead else item - 1
+            return
+        assert item == self.computing, "evictions follow the op they wait for"
+        if record.op is Op.RELEASE:
+            assert self.host[key] == self.device[key], "a changed part is dropped"
+        self.host[key] = self.device.pop(key)
+        self.free(self.leaving if record.op is Op.OFFLOAD else self.used, key, item)
+
+    def free(self, freed: dict[int, int], key: PartKey, item: int) -> None:
+        freed[item] = freed.get(item, 0) + self.workload.size(key)
+
+    def compute(self, record: Record, item: int) -> None:
+        assert item >= self.computing
+        self.staged = record.stage is not None or (self.staged and item == self.computing)
+        self.computing = item
+        group = -1 if record.group is None else record.group
+        if record.stage is not None:
+            for owner in set(self.workload.stages[record.stage]):
+                self.read("P", owner, stage=True)
+                updates = self.lap - (self.kind in ("cold", "steady"))
+                assert self.truth["P", owner] == updates, "a stage reads the last step's masters"
+                if record.op is Op.BACKWARD:
+                    self.add_gradient(owner, record.stage)
+            for i in self.values(self.workload.reads, record.stage):
+                self.read("A", i, stage=True)
+                assert self.truth["A", i] == self.runs, "a stage reads what this run made"
+            if record.op is Op.FORWARD:
+                for i in self.values(self.workload.makes, record.stage):
+                    assert ("A", i) not in self.truth
+                    self.write("A", i, self.runs)
+            if record.stage in self.kept:
+                if record.op is Op.FORWARD:
+                    assert ("R", record.stage) not in self.truth
+                    self.write("R", record.stage, self.runs)
+                else:
+                    self.read("R", record.stage, stage=True)
+                    self.consume(("R", record.stage))
+            for i in self.values(self.workload.reads, record.stage):
+                if self.last_read[i] is record:
+                    self.consume(("A", i))
+        elif record.op is Op.ZEROS:
+            assert ("G", group) not in self.truth
+            self.write("G", group, (self.lap, frozenset()))
+        elif record.op is Op.REDUCE:
+            self.read("G", group)
+            for part in self.workload.reduce_reads:
+                self.read(part, group)
+            assert self.truth["G", group] == (self.lap, self.backward_stages(group))
+            assert self.combined == self.lap - self.workload.deferred
+            assert self.reduced.get(group, 0) == self.lap - 1
+            self.reduced[group] = self.lap
+        elif record.op is Op.COMBINE:
+            assert self.combined == self.lap - 1
+            self.combined = self.lap
+            if self.workload.deferred:
+                assert all(self.reduced[group] == self.lap for group in self.groups)
+        else:
+            assert record.op is Op.UPDATE
+            self.update(group)
+
+    def read(self, part: str, group: int, stage: bool = False) -> None:
+        key = (part, group)
+        assert key in self.truth
+        if self.workload.size(key):
+            assert self.device[key] == self.truth[key]
+            late = self.staged and not stage  # arrives while the stage computes
+            assert self.fetched.get(key, -1) < self.computing + late, "fetched too late to overlap"
+
+    def write(self, part: str, group: int, version: object) -> None:
+        self.truth[part, group] = version
+        if self.workload.size((part, group)):
+            self.device[part, group] = version
+            self.fetched.pop((part, group), None)
+
+    def backward_stages(self, group: int) -> frozenset[int]:
+        stages = zip(self.workload.stages, self.workload.backward, strict=True)
+        return frozenset(at for at, (used, needed) in enumerate(stages) if needed and group in used)
+
+    def add_gradient(self, group: int, stage: int) -> None:
+        lap, stages = self.lap, frozenset()
+        if ("G", group) in self.truth:
+            self.read("G", group, stage=True)
+            lap, stages = self.truth["G", group]
+        else:
+            assert not self.workload.accumulate, "sums over microbatches start from zeros"
+        assert lap == self.lap and stage not in stages
+        self.write("G", group, (lap, stages | {stage}))
+
+    def update(self, group: int) -> None:
+        for part in "POG":
+            self.read(part, group)
+        late = self.workload.deferred and self.kind != "flush"
+        made = self.lap - late
+        assert self.reduced[group] == made <= self.combined
+        assert self.truth["G", group] == (made, self.backward_stages(group))
+        for part in "PO":
+            assert self.truth[part, group] == made - 1, "each gradient is applied exactly once"
+            self.write(part, group, made)
+        self.consume(("G", group))
+
+    def consume(self, key: PartKey) -> None:
+        if self.workload.size(key):  # free once the device has got here
+            self.free(self.used, key, self.computing)
+        for copies in (self.truth, self.device, self.host, self.fetched):
+            copies.pop(key, None)
+
+    def check_end_of_lap(self) -> None:
+        assert self.combined == self.lap
+        assert all(self.reduced[group] == self.lap for group in self.groups)
+        applied = self.lap - self.workload.deferred
+        assert all(self.truth["P", group] == applied for group in self.groups)
+
+    def check_rest(self) -> None:
+        assert not self.device and not self.used and not self.leaving
+        assert all(version == self.lap for version in self.truth.values())
+        assert self.host == {key: v for key, v in self.truth.items() if self.workload.size(key)}
+
+
+def run_everything(workload: Workload, schedule: Schedule) -> None:
+    """Laps in all orders in which a trainer can run them."""
+    machine = Machine(workload=workload)
+    machine.run("evaluation", schedule, exact=True)
+    machine.run("cold", schedule, exact=True)
+    for _ in range(3):
+        machine.run("steady", schedule, exact=False)
+    machine.run("flush", schedule, exact=False)
+    machine.run("evaluation", schedule, exact=True)
+    machine.run("cold", schedule, exact=True)
+    machine.run("flush", schedule, exact=False)
+    machine.run("cold", schedule, exact=True)
+    machine.run("steady", schedule, exact=False)
+    machine.run("flush", schedule, exact=False)

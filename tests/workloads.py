@@ -1,0 +1,106 @@
+"""What schedules are made for in tests, and how their records read."""
+
+import random
+from dataclasses import replace
+
+from megatrain_jax.stream.laps import Costs, Op, Record, Workload
+
+COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
+WAITS = {Op.WAIT, Op.LAND}
+MOVES = COPIES | WAITS
+BLOCK = {"P": 4, "O": 8, "G": 4}
+
+
+def random_workload(seed: int) -> Workload:
+    """Tied, looped, frozen, unused and empty parts in any combination."""
+    rng = random.Random(seed)
+    num_groups, num_stages = rng.randint(1, 7), rng.randint(1, 9)
+    if rng.random() < 0.5:
+        stages: list[tuple[int, ...]] = [(at % num_groups,) for at in range(num_stages)]
+    else:
+        stages = [(rng.randrange(num_groups),) * rng.randint(0, 2) for _ in range(num_stages)]
+    for _ in range(rng.randint(0, 3)):
+        at = rng.randrange(num_stages)
+        stages[at] = (*stages[at], rng.randrange(num_groups))
+    backward = [rng.random() < 0.9 for _ in stages[1:]] + [True]
+    sizes = []
+    for _ in range(num_groups):
+        empty = rng.choice(("", "", "", "O", "OG"))
+        sizes.append({part: 0 if part in empty else rng.randint(1, 50) for part in "POG"})
+    makes: list[tuple[int, ...]] = [()] * num_stages
+    reads: list[tuple[int, ...]] = [()] * num_stages
+    values = {}
+    for i in range(rng.choice((0, 3, 3, 9)) if num_stages > 1 else 0):
+        maker = rng.randrange(num_stages - 1)
+        makes[maker] += (i,)
+        for reader in sorted({rng.randrange(maker + 1, num_stages) for _ in range(2)}):
+            reads[reader] += (i,)
+        values[i] = rng.randint(1, 50)
+    fused_last = rng.random() < 0.7
+    keeps = [b and not (fused_last and s == num_stages - 1) for s, b in enumerate(backward)]
+    backward_seconds = [rng.choice((0.0, 3.0, 60.0)) for _ in stages]
+    return Workload(
+        stages=tuple(stages),
+        backward=tuple(backward),
+        fused_last=fused_last,
+        sizes=tuple(sizes),
+        values=values,
+        makes=tuple(makes),
+        reads=tuple(reads),
+        residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
+        deferred=rng.random() < 0.5,
+        accumulate=rng.random() < 0.5,
+        reduce_reads=frozenset(part for part in "PO" if rng.random() < 0.3),
+        costs=Costs(
+            forward=tuple(rng.choice((0.0, 1.0, 20.0)) for _ in stages),
+            backward=tuple(backward_seconds),
+            recompute=tuple(rng.choice((0.1, 0.3)) * seconds for seconds in backward_seconds),
+            update=tuple(rng.random() for _ in sizes),
+            byte=rng.choice((0.0, 0.1, 1.0)),
+            dispatch=rng.choice((0.0, 0.1)),
+        ),
+    )
+
+
+def chain(num_groups: int, **changes) -> Workload:
+    """One group per stage, as in a plain stack of blocks; compute and link take equally long."""
+    stages = changes.get("stages", tuple((group,) for group in range(num_groups)))
+    plain = {
+        "stages": stages,
+        "backward": (True,) * len(stages),
+        "fused_last": True,
+        "sizes": (BLOCK,) * num_groups,
+        "deferred": False,
+        "costs": costs(len(stages), num_groups),
+    }
+    return Workload(**plain | changes)
+
+
+def costs(num_stages: int, num_groups: int, **changes) -> Costs:
+    plain = Costs(
+        forward=(4.0,) * num_stages,
+        backward=(12.0,) * num_stages,
+        update=(0.0,) * num_groups,
+        byte=1.0,
+    )
+    return replace(plain, **changes)
+
+
+def spell(records: tuple[Record, ...]) -> list[str]:
+    """Records as words such as "FETCH P0", "FORWARD 0", "WAIT -1" and "LAND 2"."""
+    words = []
+    for record in records:
+        numbers = (record.stage, record.group, record.item if record.op in WAITS else None)
+        number = next((str(number) for number in numbers if number is not None), "")
+        words.append(f"{record.op.name} {record.part or ''}{number}".strip())
+    return words
+
+
+def computing(records: tuple[Record, ...]) -> list[str]:
+    return spell(tuple(record for record in records if record.op not in MOVES))
+
+
+def decoder(**changes) -> Workload:
+    """Blocks between an embedding and a head that are four times as large."""
+    large = {part: 4 * size for part, size in BLOCK.items()}
+    return chain(20, sizes=(large, *(BLOCK,) * 18, large), **changes)
