@@ -59,7 +59,7 @@ def documents(batches: Batches) -> list[tuple[int, ...]]:
     found = []
     for batch in batches:
         for row in range(len(batch["tokens"])):
-            line = {name: values[row].tolist() for name, values in batch.items()}
+            line = {k: v[row].tolist() for k, v in batch.items() if k != "learned_per_row"}
             segments, at = line["segments"], 0
             number = 1
             while at < len(segments) and segments[at]:

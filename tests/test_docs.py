@@ -37,8 +37,12 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             pytest.importorskip(name)
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
-    for block in blocks(page):
-        execute(page, block, namespace)
+    try:
+        for block in blocks(page):
+            execute(page, block, namespace)
+    finally:
+        # JAX never forgets a class of modules, nor its methods' globals, a trainer among them.
+        namespace.clear()
 
 
 MODULES = [
