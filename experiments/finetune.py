@@ -63,7 +63,7 @@ def main() -> None:
         params=pretrained.params,
         eval_data=held_out,
         eval_every=args.eval_every,
-        checkpoint_dir=args.out / "checkpoints",
+        checkpoint_dir=None if args.no_checkpoints else args.out / "checkpoints",
         checkpoint_every=args.checkpoint_every,
         keep=1,
         **settings,
@@ -148,6 +148,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--frozen-dtype", help="dtype of the others, such as bfloat16")
     parser.add_argument("--eval-every", type=int)
     parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument(
+        "--no-checkpoints", action="store_true", help="one takes 12 bytes a parameter on disk"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -51,9 +51,9 @@ def dispatched(depth, optimizer, microbatches, budget, monkeypatch):
     arrays = jax.device_put(jax.tree.leaves(BATCH), jax.devices()[0])
     counts, put, get = Counter(), jax.device_put, Templates.get
 
-    def watched_put(x, target):
-        counts[target.memory_kind] += 1
-        return put(x, target)
+    def watched_put(xs, target):
+        counts[target.memory_kind] += len(xs)
+        return put(xs, target)
 
     def watched_get(self, key, *args, **options):
         function = get(self, key, *args, **options)

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -139,14 +140,27 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return core.eval_jaxpr(jaxpr, (), *args)
 
 
-def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Hashable:
+class Key:
+    """Stands for what a jaxpr computes; there is one for each such thing, told apart by identity.
+
+    A step looks a function up for every call, and what stands behind a key takes longer to hash
+    than the call.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+_keys: WeakValueDictionary[Hashable, Key] = WeakValueDictionary()
+
+
+def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
     """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
 
     `consts` are the values of the jaxpr's first inputs, if these are fixed.
     Variables are numbered, literals and constants compared by their bytes, parameters recursively,
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
     """
-    return _jaxpr_key(jaxpr, consts, rules=True)
+    return _keys.setdefault(_jaxpr_key(jaxpr, consts, rules=True), Key())
 
 
 def _jaxpr_key(jaxpr, consts, rules):
