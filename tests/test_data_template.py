@@ -120,7 +120,7 @@ def single(tmp_path: Path, messages: Any, template: str, trim: bool = False, **o
     row = messages if isinstance(messages, dict) else openai(messages)
     (batch,) = batches_of(write(tmp_path / "one.jsonl", [row]), template, trim, **options)
     size = int((batch["segments"][0] > 0).sum())
-    return {name: values[0][:size].tolist() for name, values in batch.items()}
+    return {k: v[0][:size].tolist() for k, v in batch.items() if k != "learned_per_row"}
 
 
 def learned_text(line: dict[str, list[Any]]) -> str:
