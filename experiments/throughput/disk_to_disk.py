@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from megatrain_jax import data
 
 FINETUNE = Path(__file__).parents[1] / "finetune.py"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make(args: argparse.Namespace) -> None:
@@ -71,7 +71,8 @@ def compare(args: argparse.Namespace) -> None:
     )
     _, held_out = chats.split(args.held_out)
     start = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    model.to(DEVICE)  # type: ignore
     seconds = time.perf_counter() - start
     losses = [batch_loss(model, batch) for batch in held_out]
     print(json.dumps({"seconds_to_load": seconds, "eval_loss": float(np.mean(losses))}))
