@@ -117,6 +117,7 @@ def fit(
         trainable=trainable,
         on_nonfinite=on_nonfinite,
         seed=seed,
+        progress=progress,
     )
     del params
     facts = series.resume(trainer) if series is not None and resume else None

@@ -1,6 +1,7 @@
 """Fills the store with a run's first state, so that the whole model never exists beside it."""
 
 import itertools
+from collections.abc import Callable
 
 import jax
 
@@ -12,10 +13,16 @@ from megatrain_jax.stream import functions
 from megatrain_jax.stream.engine import Engine
 
 
-def initialise(job: Job, engine: Engine, initial: Initial) -> None:
+def initialise(job: Job, engine: Engine, initial: Initial, done: Callable[[], object]) -> None:
     """Fills an engine's host store with the model's and the optimizer's initial state.
 
     Outside the store never more exists than one group, or one parameter stacked over layers.
+
+    Args:
+        job: What the store is to hold.
+        engine: The store.
+        initial: The values.
+        done: Called after each group.
     """
     slices = _unstacked(job, initial)
     for g, leaves in enumerate(job.grouping.leaves):
@@ -24,6 +31,7 @@ def initialise(job: Job, engine: Engine, initial: Initial) -> None:
         by_leaf = dict(zip(whole, values, strict=True))
         by_leaf |= {i: jax.device_put(slices.pop(i), pool.device()) for i in leaves if i in slices}
         _store_group(job, engine, g, [by_leaf[i] for i in leaves])
+        done()
     engine.variables = list(jax.device_put(list(initial.variables()), pool.pinned()))
     part = job.optimizer.initial_globals
     engine.globals = list(jax.device_put(jx.evaluate(part.jaxpr, part.consts), pool.pinned()))

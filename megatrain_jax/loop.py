@@ -64,7 +64,10 @@ class Run:
                 except KeyboardInterrupt:
                     interrupted = loop.stopping = True
                     loop.finish(evaluate=False)
+                if series is not None:
+                    bar.set_description("saving")
                 save.at_end()
+                bar.set_description()
             except BaseException as error:
                 save.give_up()
                 if isinstance(error, CheckpointError):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from tqdm.auto import tqdm
 
 from megatrain_jax import store
 from megatrain_jax.adapters import adapt
@@ -144,6 +145,7 @@ class Trainer:
         trainable: Trainable = None,
         on_nonfinite: OnNonfinite = "raise",
         seed: int = 0,
+        progress: bool = True,
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -176,6 +178,7 @@ class Trainer:
                 leave everything but the number of the step as it was and go on. To skip is a
                 decision over all gradients, so no parameter is updated before all are known.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
+            progress: Whether to show a progress bar while the state is made or restored.
 
         Raises:
             TypeError: If the model or the optimizer is of no supported kind.
@@ -203,20 +206,24 @@ class Trainer:
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(job))
             del params
-        if hardware is not None:
-            free = pool.free_device_bytes()
-            job = fit_to_device(job, templates, free)
-            check_device(job.plan(hardware), free)
+        self._progress = progress
+        with self._bar("compiling", len(job.layouts)) as bar:
+            if hardware is not None:
+                free = pool.free_device_bytes()
+                job = fit_to_device(job, templates, free)
+                check_device(job.plan(hardware), free)
+            bar.set_description("reserving host memory")
+            pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
+            bar.set_description("initialising")
+            self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
+            initialise(job, self._engine, initial, bar.update)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
-        self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
         self.history = History()
         self.num_steps = self.num_skipped = 0
-        initialise(job, self._engine, initial)
 
     @advised()
     def step(self, batch: Any) -> StepMetrics:
@@ -435,11 +442,16 @@ class Trainer:
         for metrics in list(self._in_flight):
             self.read(metrics)
         self.flush()
-        with deferred_interrupt():
-            load(path, self._job, self._engine, entries)
+        with deferred_interrupt(), self._bar("restoring", len(self._job.layouts)) as bar:
+            load(path, self._job, self._engine, entries, bar.update)
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])
         return facts
+
+    def _bar(self, what: str, num_groups: int) -> tqdm:
+        return tqdm(
+            desc=what, total=num_groups, unit="group", disable=not self._progress, leave=False
+        )
 
     def _step_plan(self, batch, *, train: bool, loss_fn) -> StepPlan:
         key = (batch_key(batch), train, loss_fn)

@@ -206,6 +206,17 @@ def test_memory_that_runs_out_in_a_step_comes_with_advice(message, monkeypatch):
         assert all("XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async" in note for note in notes)
 
 
+def test_long_work_before_the_first_step_is_shown_unless_it_is_not_wanted(capfd, tmp_path):
+    make(progress=False)
+    assert capfd.readouterr() == ("", "")
+    trainer = make()
+    shown = capfd.readouterr().err
+    assert "reserving host memory" in shown and "initialising" in shown
+    trainer.save(tmp_path / "saved")
+    trainer.restore(tmp_path / "saved")
+    assert "restoring" in capfd.readouterr().err
+
+
 def test_a_batch_unlike_the_first_is_refused_before_the_step():
     trainer = make()
     with pytest.raises(ValueError, match="x"):

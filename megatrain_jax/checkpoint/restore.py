@@ -5,7 +5,7 @@ old arrays make room for the new ones, so that a full pool is large enough.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,17 @@ def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     return facts
 
 
-def load(path: Path, job: Job, engine: Engine, entries: Sequence[Entry]) -> None:
+def load(
+    path: Path, job: Job, engine: Engine, entries: Sequence[Entry], done: Callable[[], object]
+) -> None:
     """Fills a store that is at rest with a checkpoint that was checked.
+
+    Args:
+        path: The checkpoint.
+        job: What the store holds.
+        engine: The store.
+        entries: All arrays of the job's checkpoints.
+        done: Called after each group.
 
     Raises:
         CheckpointError: If the checkpoint can't be read after all; the store is then lost.
@@ -90,6 +99,7 @@ def load(path: Path, job: Job, engine: Engine, entries: Sequence[Entry]) -> None
                     del values
                     array.block_until_ready()
                     engine.host[part, g] = (*engine.host.get((part, g), ()), array)
+                done()
             _load_small(path, engine, [entry for entry in entries if not entry.groups])
     except Exception as error:
         raise folder.CheckpointError(
