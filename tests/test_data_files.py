@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 for needed in ("grain", "pyarrow", "transformers"):
     pytest.importorskip(needed)
+
+import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
 
 from chats import alpaca, conversations, openai, sharegpt, tokenizer, write  # noqa: E402
 from megatrain_jax import data  # noqa: E402
