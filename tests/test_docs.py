@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pages import NOTEBOOKS, PAGES, ROOT, blocks, cells, execute, links
+from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
 
 START = ROOT / "docs" / "index.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
@@ -29,17 +29,19 @@ def short(path: Path) -> str:
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "page"}
+    parts = [(page, block) for block in blocks(page)]
     if page.parent == START.parent and page != START:
         # Its model, loss and batches are those that other pages go on with.
-        execute(START, blocks(START)[0], namespace)
+        parts.insert(0, (START, blocks(START)[0]))
     if page.name in WITH_CHECKPOINT:
         for name in FINETUNING:
             pytest.importorskip(name)
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
     try:
-        for block in blocks(page):
-            execute(page, block, namespace)
+        for source, block in parts:
+            printed = execute(source, block, namespace)
+            assert as_said(block, printed), f"{source}:{block.line} prints\n{printed}"
     finally:
         # JAX never forgets a class of modules, nor its methods' globals, a trainer among them.
         namespace.clear()

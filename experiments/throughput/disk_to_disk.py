@@ -9,7 +9,6 @@ held out. Each part is a process of its own, so that its memory is its own. Need
 
 import argparse
 import json
-import resource
 import shlex
 import subprocess
 import sys
@@ -23,7 +22,8 @@ import torch
 from data import MARKED, conversations, sources, train_tokenizer
 from machine import hardware, versions
 from shapes import SHAPES
-from transformers import AutoModelForCausalLM, Qwen2Config
+from torch_model import build_model
+from transformers import AutoModelForCausalLM
 
 from megatrain_jax import data
 
@@ -34,20 +34,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def make(args: argparse.Namespace) -> None:
     """Writes the checkpoint with its tokenizer, and the conversations."""
     shape = SHAPES[args.shape]
-    config = Qwen2Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.mlp_dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(args.folder / "model")
+    build_model(shape).save_pretrained(args.folder / "model")
     texts = sources()
     size = min(32_000, shape.vocab_size)
     tokenizer = train_tokenizer(texts[:: max(1, len(texts) // 300)], size)
@@ -97,14 +84,12 @@ def batch_loss(model: Any, batch: dict[str, np.ndarray]) -> float:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the parts one after the other."""
-    seconds, peaks = {}, {}
+    seconds = {}
 
     def part(name: str, command: list[str]) -> str:
         start = time.perf_counter()
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         seconds[name] = time.perf_counter() - start
-        # The most of any part so far; training needs more than what comes before it.
-        peaks[name] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
         print(done.stdout, f"{name}: {seconds[name]:.1f} s", sep="", flush=True)
         return done.stdout
 
@@ -130,7 +115,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "shape": args.shape,
         **report,
         "seconds_of_processes": seconds,
-        "peak_host_gib_of_processes": peaks,
         "transformers": theirs,
         "hardware": hardware(),
         "versions": versions(),

@@ -35,48 +35,14 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 import torch  # noqa: E402
-from shapes import Shape, add_shape_options, chosen_shape  # noqa: E402
+from shapes import add_shape_options, chosen_shape  # noqa: E402
+from torch_model import build_model  # noqa: E402
 from torch_peers import BUILDERS, Peer, Setting  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 # DeepSpeed builds its CPU Adam first, and RoundPipe fits its plan to the times of first steps.
 _WARM_UP_STEPS = 5
 _PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe")
 _GIB = 2**30
-
-
-def build_model(shape: Shape) -> Any:
-    """Returns Transformers' Qwen2 in bf16 on the host, with random weights of deviation 0.02."""
-    config = Qwen2Config(
-        hidden_size=shape.dim,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        intermediate_size=shape.mlp_dim,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=max(shape.seq_len, 4096),
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  (it is not declared)
-    )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config)
-    torch.set_default_dtype(default)
-    model.to_empty(device="cpu")
-    # Initialising billions of weights on a host takes minutes: one block of noise serves all.
-    noise = 0.02 * torch.randn(2**24, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                for part in parameter.view(-1).split(noise.numel()):
-                    part.copy_(noise[: part.numel()])
-    # `to_empty` has emptied the frequencies too, which are no parameters.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    return model.train()
 
 
 def measure(peer: Peer, num_steps: int) -> dict[str, Any]:
