@@ -26,7 +26,7 @@ class Machine:
     host: dict[PartKey, Any] = field(default_factory=dict)
     device: dict[PartKey, Any] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)  # free once the item has been computed
-    leaving: dict[int, int] = field(default_factory=dict)  # free once its offloads are over
+    leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)  # free once landed
     kind: str = ""
     lap: int = 0
     runs: int = 0
@@ -88,9 +88,9 @@ class Machine:
         key = (str(record.part), -1 if record.group is None else record.group)
         if record.op in WAITS:
             assert item <= self.computing, "waits for what was not dispatched"
-            freed = self.used if record.op is Op.WAIT else self.leaving
-            assert item in freed or not exact, "nothing to wait for"
-            freed.pop(item, None)
+            freed, at = (self.used, item) if record.op is Op.WAIT else (self.leaving, (item, key))
+            assert at in freed or not exact, "nothing to wait for"
+            freed.pop(at, None)
             return
         assert self.workload.size(key) and key[0] != "R"
         if record.op is Op.FETCH:
@@ -106,10 +106,13 @@ class Machine:
         if record.op is Op.RELEASE:
             assert self.host[key] == self.device[key], "a changed part is dropped"
         self.host[key] = self.device.pop(key)
-        self.free(self.leaving if record.op is Op.OFFLOAD else self.used, key, item)
+        if record.op is Op.RELEASE:
+            self.free(key, item)
+        else:
+            self.leaving[item, key] = self.workload.size(key)
 
-    def free(self, freed: dict[int, int], key: PartKey, item: int) -> None:
-        freed[item] = freed.get(item, 0) + self.workload.size(key)
+    def free(self, key: PartKey, item: int) -> None:
+        self.used[item] = self.used.get(item, 0) + self.workload.size(key)
 
     def compute(self, record: Record, item: int) -> None:
         assert item >= self.computing
@@ -202,7 +205,7 @@ class Machine:
 
     def consume(self, key: PartKey) -> None:
         if self.workload.size(key):  # free once the device has got here
-            self.free(self.used, key, self.computing)
+            self.free(key, self.computing)
         for copies in (self.truth, self.device, self.host, self.fetched):
             copies.pop(key, None)
 

@@ -87,10 +87,10 @@ def costs(num_stages: int, num_groups: int, **changes) -> Costs:
 
 
 def spell(records: tuple[Record, ...]) -> list[str]:
-    """Records as words such as "FETCH P0", "FORWARD 0", "WAIT -1" and "LAND 2"."""
+    """Records as words such as "FETCH P0", "FORWARD 0", "WAIT -1" and "LAND P2"."""
     words = []
     for record in records:
-        numbers = (record.stage, record.group, record.item if record.op in WAITS else None)
+        numbers = (record.stage, record.group, record.item if record.op is Op.WAIT else None)
         number = next((str(number) for number in numbers if number is not None), "")
         words.append(f"{record.op.name} {record.part or ''}{number}".strip())
     return words

@@ -22,7 +22,7 @@ class Clock:
         outward: When everything has left it.
         arrived: When each part that was fetched is there.
         computed: When each item has been computed.
-        landed: When each item's offloads are over.
+        landed: When each part that an item offloaded is in the host.
     """
 
     costs: Costs
@@ -32,7 +32,7 @@ class Clock:
     outward: float = 0.0
     arrived: dict[PartKey, float] = field(default_factory=dict)
     computed: dict[int, float] = field(default_factory=dict)
-    landed: dict[int, float] = field(default_factory=dict)
+    landed: dict[tuple[int, PartKey], float] = field(default_factory=dict)
 
     def fetch(self, key: PartKey, size: int) -> None:
         """Copies a part to the device."""
@@ -47,19 +47,19 @@ class Clock:
         self.device = max(self.driver, self.device, *ready) + seconds
         self.computed[item] = self.device
 
-    def offload(self, size: int, item: int) -> None:
+    def offload(self, key: PartKey, size: int, item: int) -> None:
         """Copies a part that was computed last to the host."""
         self._dispatch()
         start = max(self.driver, self.outward, self.device)
-        self.outward = self.landed[item] = start + size * self.costs.byte
+        self.outward = self.landed[item, key] = start + size * self.costs.byte
 
     def wait(self, item: int) -> None:
         """Waits until an item has been computed."""
         self.driver = max(self.driver, self.computed.pop(item, 0.0))
 
-    def land(self, item: int) -> None:
-        """Waits until an item's offloads are over."""
-        self.driver = max(self.driver, self.landed.pop(item, 0.0))
+    def land(self, item: int, key: PartKey) -> None:
+        """Waits until a part that an item offloaded is in the host."""
+        self.driver = max(self.driver, self.landed.pop((item, key), 0.0))
 
     def next_lap(self, num_items: int) -> "Clock":
         """This clock as the lap that follows one of `num_items` items sees it."""
@@ -67,7 +67,7 @@ class Clock:
             self,
             arrived=dict(self.arrived),
             computed={item - num_items: at for item, at in self.computed.items()},
-            landed={item - num_items: at for item, at in self.landed.items()},
+            landed={(item - num_items, key): at for (item, key), at in self.landed.items()},
         )
 
     def _dispatch(self) -> None:

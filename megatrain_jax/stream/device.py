@@ -9,9 +9,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from megatrain_jax.stream.clock import Clock
 from megatrain_jax.stream.laps import LASTING, Item, Op, PartKey, Record, Step, Use, Workload
+
+_At = TypeVar("_At")
 
 
 @dataclass(kw_only=True)
@@ -27,7 +30,8 @@ class Device:
         dirty: Those whose host copy is not current.
         reserved: Parts to come that have their room, and how many of each.
         used: By item, bytes that are free once it has been computed.
-        leaving: By item, bytes that are free once its offloads are over.
+        leaving: By item and part, in the order of their dispatch, bytes that are free once the
+            part has landed in the host.
         num_bytes: Bytes on the device.
         reach: How many uses, counted from the start of the lap at hand, have been fetched or have
             their room.
@@ -43,7 +47,7 @@ class Device:
     dirty: set[PartKey] = field(default_factory=set)
     reserved: Counter[PartKey] = field(default_factory=Counter)
     used: dict[int, int] = field(default_factory=dict)
-    leaving: dict[int, int] = field(default_factory=dict)
+    leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)
     num_bytes: int = 0
     reach: int = 0
     records: list[Record] = field(default_factory=list)
@@ -58,7 +62,7 @@ class Device:
             dirty=set(self.dirty),
             reserved=Counter(self.reserved),
             used={item - num_items: size for item, size in self.used.items()},
-            leaving={item - num_items: size for item, size in self.leaving.items()},
+            leaving={(i - num_items, key): size for (i, key), size in self.leaving.items()},
             reach=reach,
             records=[],
             ledger=[],
@@ -83,7 +87,7 @@ class Device:
         return (
             self.dirty <= other.dirty
             and all(size <= other.used.get(item, 0) for item, size in self.used.items())
-            and all(size <= other.leaving.get(item, 0) for item, size in self.leaving.items())
+            and all(size <= other.leaving.get(at, 0) for at, size in self.leaving.items())
         )
 
     @property
@@ -100,11 +104,11 @@ class Device:
         self.clock.wait(item)
         self._emit(Record(op=Op.WAIT, item=item))
 
-    def land(self, item: int) -> None:
-        """Waits until an item's offloads are over."""
-        self.num_bytes -= self.leaving.pop(item)
-        self.clock.land(item)
-        self._emit(Record(op=Op.LAND, item=item))
+    def land(self, item: int, key: PartKey) -> None:
+        """Waits until a part that an item offloaded is in the host."""
+        self.num_bytes -= self.leaving.pop((item, key))
+        self.clock.land(item, key)
+        self._emit(Record(op=Op.LAND, group=key[1], part=key[0], item=item))
 
     def fetch(self, key: PartKey, item: int) -> None:
         """Brings a part before an item computes."""
@@ -136,8 +140,8 @@ class Device:
         self.present.discard(key)
         if key in self.dirty:
             self.dirty.discard(key)
-            self.leaving[item] = self.leaving.get(item, 0) + size
-            self.clock.offload(size, item)
+            self.leaving[item, key] = size
+            self.clock.offload(key, size, item)
             self._emit(Record(op=Op.OFFLOAD, group=key[1], part=key[0], item=item))
         else:
             self.used[item] = self.used.get(item, 0) + size
@@ -208,9 +212,9 @@ class Device:
             self._wait_for_oldest()
         for item in sorted(item for item in self.used if item < number - 1):
             self.wait(item)
-        for item in [item for item in self.leaving if item < number]:
-            if self.clock.landed.get(item, 0.0) <= self.clock.driver:
-                self.land(item)
+        for item, key in [at for at in self.leaving if at[0] < number]:
+            if self.clock.landed.get((item, key), 0.0) <= self.clock.driver:
+                self.land(item, key)
         while self.reach < len(line):
             use = line[self.reach]
             size = self._missing(use)
@@ -235,9 +239,13 @@ class Device:
             self.fetch(use.key, number)
 
     def _wait_for_oldest(self) -> None:
-        oldest = min((*self.used, *self.leaving), default=None)
-        assert oldest is not None, "the limit is below the least that a lap needs"
-        (self.wait if oldest in self.used else self.land)(oldest)
+        leaving = min(self.leaving, key=lambda at: at[0], default=None)
+        used = min(self.used, default=None)
+        assert used is not None or leaving is not None, "the limit is below the least of a lap"
+        if used is not None and (leaving is None or used <= leaving[0]):
+            self.wait(used)
+        elif leaving is not None:
+            self.land(*leaving)
 
     def _is_needed(self, needs: dict[PartKey, list[int]], key: PartKey, start: int) -> bool:
         if key in self.resident:
@@ -247,5 +255,5 @@ class Device:
         return at < len(places) and places[at] < self.reach
 
 
-def _largest(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
-    return {item: max(one.get(item, 0), other.get(item, 0)) for item in sorted({*one, *other})}
+def _largest(one: dict[_At, int], other: dict[_At, int]) -> dict[_At, int]:
+    return {at: max(one.get(at, 0), other.get(at, 0)) for at in {**one, **other}}

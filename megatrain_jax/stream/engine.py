@@ -78,7 +78,7 @@ class Engine:
         self.key = jax.device_put(key, pinned())
         self._true = jax.device_put(jnp.array(True), device())
         self._combined_ok = self.ok  # of the step whose updates are pending
-        self._leaving: dict[int, list[tuple[Slabs, Slabs]]] = {}
+        self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the laps since the state was last at rest
         self._begun = 0  # items of those laps
@@ -186,14 +186,15 @@ class Engine:
             self._wait(item)
         elif record.op is Op.LAND:
             self._wait(item)  # a part can land while its item still computes with it
-            jax.block_until_ready([landed for _, landed in self._leaving.pop(item, ())])
+            _, landed = self._leaving.pop((item, _key(record)), ((), ()))
+            jax.block_until_ready(landed)
         elif record.op is Op.UPDATE:
             self._update(_known(record.group), item)
         elif record.part == "A":
             assert step is not None
             self._move_value(record.op, step.rows, _known(record.group), item)
         elif record.part is not None:
-            self._move(record.op, (record.part, _known(record.group)), item)
+            self._move(record.op, _key(record), item)
         elif record.op is Op.ZEROS:
             self._zeros(_known(record.group))
         elif step is None:
@@ -216,12 +217,11 @@ class Engine:
             self.on_device[key] = self._copies.to_device(self.host[key])
             return
         source = self.on_device.pop(key)
-        leaving = self._leaving.setdefault(item, [])
         if op is Op.OFFLOAD:
             if key[0] in LASTING and self.before_replacing is not None:
                 self.before_replacing(key[1])
             self.host[key] = self._copies.to_host(source)
-            leaving.append((source, self.host[key]))
+            self._leaving[item, key] = source, self.host[key]
 
     def _move_value(self, op: Op, rows: list[dict[int, jax.Array]], i: int, item: int) -> None:
         """Moves one value of all microbatches."""
@@ -345,6 +345,10 @@ class Engine:
         self._tokens[item] = masters
         if state:
             self.on_device["O", group] = tuple(state)
+
+
+def _key(record: Record) -> PartKey:
+    return str(record.part), _known(record.group)
 
 
 def _known(number: int | None) -> int:

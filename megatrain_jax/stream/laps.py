@@ -29,7 +29,7 @@ class Op(enum.Enum):
     OFFLOAD = "offload"  # device -> host, then drop the device copy
     RELEASE = "release"  # drop a device copy whose host copy is current
     WAIT = "wait"  # block until an item has been computed
-    LAND = "land"  # block until an item's offloads are over
+    LAND = "land"  # block until what an item offloaded is in the host
     FORWARD = "forward"
     BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
     ZEROS = "zeros"  # create a group's gradient, all zero
@@ -45,9 +45,9 @@ class Record:
     Attributes:
         op: What to do.
         stage: The stage of a FORWARD or BACKWARD.
-        group: The group of every record but FORWARD, BACKWARD, COMBINE, WAIT and LAND; with part
-            "A" the id of a value.
-        part: "P", "O", "G" or "A" of a FETCH, OFFLOAD or RELEASE.
+        group: The group of every record but FORWARD, BACKWARD, COMBINE and WAIT; with part "A" the
+            id of a value.
+        part: "P", "O", "G" or "A" of a FETCH, OFFLOAD, RELEASE or LAND.
         item: The item of its lap this record belongs to; for WAIT and LAND the item to wait for,
             where negative numbers count back from the end of the lap before (-1 is its last item).
     """
