@@ -88,9 +88,9 @@ class Machine:
         key = (str(record.part), -1 if record.group is None else record.group)
         if record.op in WAITS:
             assert item <= self.computing, "waits for what was not dispatched"
-            freed, at = (self.used, item) if record.op is Op.WAIT else (self.leaving, (item, key))
-            assert at in freed or not exact, "nothing to wait for"
-            freed.pop(at, None)
+            waits = record.op is Op.WAIT
+            freed = self.used.pop(item, 0) if waits else self.leaving.pop((item, key), 0)
+            assert freed or not exact, "nothing to wait for"
             return
         assert self.workload.size(key) and key[0] != "R"
         if record.op is Op.FETCH:

@@ -334,7 +334,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
             gate.release(100)  # a step that waits without need would never get here
         wait(group)
 
-    engine.before_replacing = watched
+    engine.moves.before_replacing = watched
     obeyed, obey = [], engine.obey
     monkeypatch.setattr(engine, "obey", lambda r, s: (obeyed.append(r.op), obey(r, s)))
     trainer.step(case.batch(1))

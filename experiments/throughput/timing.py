@@ -36,24 +36,29 @@ def time_steps(trainer: mt.Trainer, batches: list[Batch]) -> tuple[list[float], 
 
 
 def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
-    """Returns what Python needs to dispatch a step, without the time in which it waits.
+    """Returns what Python needs to dispatch the last of some steps, without what it waits.
 
     XLA's GPU client has 32 computations in flight at most, and has a call wait until there are
     fewer again. So what was dispatched is over before each record here.
     """
-    engine, waits = trainer._engine, (Op.WAIT, Op.LAND)
-    obey, seconds = engine.obey, []
+    engine = trainer._engine
+    obey, waited = engine.obey, 0.0
 
     def timed(record: Record, step: Any) -> None:
-        jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
+        nonlocal waited
         start = time.perf_counter()
-        obey(record, step)
-        if record.op not in waits:
-            seconds.append(time.perf_counter() - start)
+        jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
+        if record.op in (Op.WAIT, Op.LAND):
+            obey(record, step)
+        waited += time.perf_counter() - start
+        if record.op not in (Op.WAIT, Op.LAND):
+            obey(record, step)
 
-    engine.obey = timed
+    engine.obey, seconds = timed, 0.0
     for batch in batches:
-        seconds.clear()
-        trainer.read(trainer.step(batch))
+        waited, start = 0.0, time.perf_counter()
+        metrics = trainer.step(batch)
+        seconds = time.perf_counter() - start - waited
+        trainer.read(metrics)
     engine.obey = obey
-    return sum(seconds)
+    return seconds

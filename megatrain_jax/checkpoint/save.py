@@ -77,7 +77,7 @@ class Saving:
             temporary.mkdir()  # whether it can be written shows here, before training goes on
             temporary.rmdir()
         self._left = Counter(g for groups, _ in self._parts for g in groups)
-        engine.before_replacing = self.wait_for
+        engine.moves.before_replacing = self.wait_for
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
         )

@@ -5,7 +5,7 @@ hold the byte budget. State is kept by part and group, as tuples of slabs.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.stream import functions
 from megatrain_jax.stream.compiled import Templates
-from megatrain_jax.stream.copies import Copies, Slabs
-from megatrain_jax.stream.laps import LASTING, Op, PartKey, Record
+from megatrain_jax.stream.laps import Op, Record
+from megatrain_jax.stream.moves import Moves
 from megatrain_jax.stream.schedule import Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
 
@@ -42,8 +42,9 @@ class Engine:
     """Holds all state of a run and runs steps on it.
 
     Attributes:
-        host: Slabs in pinned host memory by ("P" | "O" | "G", group), and values by ("A", id).
-        on_device: Slabs on the device by the same keys.
+        moves: Where slabs are.
+        host: Its slabs in pinned host memory.
+        on_device: Its slabs on the device.
         variables: Non-parameter state of the model.
         globals: Optimizer state that belongs to no group.
         ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
@@ -51,8 +52,6 @@ class Engine:
         group_ok: For the last step, `ok` after each group's gradient.
         step: Number of the next step, on the device.
         templates: All compiled functions.
-        before_replacing: Called with a group before its state gets new arrays in the host, if
-            somebody still reads the old ones.
     """
 
     def __init__(
@@ -65,10 +64,8 @@ class Engine:
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = templates
-        self.before_replacing: Callable[[int], None] | None = None
-        self._copies = Copies()
-        self.host: dict[PartKey, Slabs] = {}
-        self.on_device: dict[PartKey, Slabs] = {}
+        self.moves = Moves()
+        self.host, self.on_device = self.moves.host, self.moves.on_device
         self.variables: list[jax.Array] = []
         self.globals: list[jax.Array] = []
         self.messages: list[jax.Array] = []
@@ -78,7 +75,6 @@ class Engine:
         self.key = jax.device_put(key, pinned())
         self._true = jax.device_put(jnp.array(True), device())
         self._combined_ok = self.ok  # of the step whose updates are pending
-        self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the laps since the state was last at rest
         self._begun = 0  # items of those laps
@@ -101,6 +97,7 @@ class Engine:
             cotangents[plan.program.outputs[0]] = seed
         for record in records:
             self.obey(record, step)
+        self.moves.dispatch()
         self._begun += schedule.num_items
         late = plan.program.outputs[1 + len(plan.metrics) :]
         new = [step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)]
@@ -136,12 +133,11 @@ class Engine:
         self.ok = jax.device_put(jnp.array(True), pinned())
 
     def _rest(self) -> None:
-        assert not self.on_device
+        self.moves.rest()
         self._running, self._begun = None, 0
-        self._leaving.clear()
         self._tokens.clear()
         self._move_small(pinned())
-        jax.block_until_ready([self.variables, self.globals, self.host])
+        jax.block_until_ready([self.variables, self.globals])
 
     def _wake(self) -> None:
         if self._running is None:
@@ -180,21 +176,25 @@ class Engine:
     # ---- records
 
     def obey(self, record: Record, step: _Step | None) -> None:
-        """Carries out one record of the schedule."""
+        """Carries out one record of the schedule.
+
+        What moves is gathered: to the device until the next wait, to the host until something is
+        computed, which may need what was fetched.
+        """
         item = self._begun + (record.item or 0)
+        waits = record.op in (Op.WAIT, Op.LAND)
+        if record.part is not None and not waits:
+            rows = [] if step is None else step.rows
+            self.moves.move(record.op, (record.part, _known(record.group)), item, rows)
+            return
+        self.moves.dispatch(unless_all_leave=waits)
         if record.op is Op.WAIT:
             self._wait(item)
         elif record.op is Op.LAND:
             self._wait(item)  # a part can land while its item still computes with it
-            _, landed = self._leaving.pop((item, _key(record)), ((), ()))
-            jax.block_until_ready(landed)
+            self.moves.wait_landed(item, (str(record.part), _known(record.group)))
         elif record.op is Op.UPDATE:
             self._update(_known(record.group), item)
-        elif record.part == "A":
-            assert step is not None
-            self._move_value(record.op, step.rows, _known(record.group), item)
-        elif record.part is not None:
-            self._move(record.op, _key(record), item)
         elif record.op is Op.ZEROS:
             self._zeros(_known(record.group))
         elif step is None:
@@ -211,27 +211,6 @@ class Engine:
                 self.host.pop(("A", i), None)
                 for row in step.rows:
                     row.pop(i, None)
-
-    def _move(self, op: Op, key: PartKey, item: int) -> None:
-        if op is Op.FETCH:
-            self.on_device[key] = self._copies.to_device(self.host[key])
-            return
-        source = self.on_device.pop(key)
-        if op is Op.OFFLOAD:
-            if key[0] in LASTING and self.before_replacing is not None:
-                self.before_replacing(key[1])
-            self.host[key] = self._copies.to_host(source)
-            self._leaving[item, key] = source, self.host[key]
-
-    def _move_value(self, op: Op, rows: list[dict[int, jax.Array]], i: int, item: int) -> None:
-        """Moves one value of all microbatches."""
-        key = "A", i
-        if op is not Op.FETCH:
-            self.on_device[key] = tuple(row.pop(i) for row in rows)
-        self._move(op, key, item)
-        if op is Op.FETCH:
-            for row, value in zip(rows, self.on_device.pop(key), strict=True):
-                row[i] = value
 
     def _wait(self, item: int) -> None:
         token = self._tokens.get(item)
@@ -345,10 +324,6 @@ class Engine:
         self._tokens[item] = masters
         if state:
             self.on_device["O", group] = tuple(state)
-
-
-def _key(record: Record) -> PartKey:
-    return str(record.part), _known(record.group)
 
 
 def _known(number: int | None) -> int:
