@@ -32,8 +32,10 @@ def test_the_gpu_gives_what_the_definition_gives(head_dim, length, window):
     assert ("fmha" in total(attention).lower(q, k, v).as_text()) == (length % 2 == 0)
     ours = total(attention)(q, k, v)
     exact = total(defined)(*(x.astype(jnp.float32) for x in (q, k, v)))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
-        assert np.abs(a.astype(np.float32) - b).max() < 0.03 * np.abs(b).max()
+    # A token that sees only itself gives its query and its key no gradient at all.
+    largest = [np.abs(b).max() for b in jax.tree.leaves(exact)]
+    for a, b, most in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), largest, strict=True):
+        assert np.abs(a.astype(np.float32) - b).max() < 0.03 * (most or max(largest))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 50.0}, {"window": 1024}])
