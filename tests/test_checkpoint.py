@@ -1,6 +1,7 @@
 """Checkpoints: nothing lost, nothing copied, readable by plain Orbax."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
+from megatrain_jax.checkpoint import save
+from megatrain_jax.checkpoint.contents import entries_of
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.stream.laps import Op
 from optimizers import OPTIMIZERS
@@ -286,13 +289,13 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="can't be written"):
         trainer.save(tmp_path / "file" / "1")
-    save, calls = v1.partial.save, []
+    write, calls = v1.partial.save, []
 
     def full_disk(path, tree):
         calls.append(path)
         if len(calls) > 2:
             raise OSError(28, "No space left on device")
-        save(path, tree)
+        write(path, tree)
 
     monkeypatch.setattr("megatrain_jax.checkpoint.save.PART_BYTES", 0)
     monkeypatch.setattr(v1.partial, "save", full_disk)
@@ -307,6 +310,28 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
     assert losses(second, [case.batch(1)]) == expected
     trainer.wait_for_saving = lambda: None  # its error was read
     trainer.save(tmp_path / "1")
+
+
+@pytest.mark.parametrize("limit", [0, 3000, 10**9])
+def test_a_part_ends_where_orbax_would_copy_too_much(limit, monkeypatch):
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
+    job, entries = trainer._job, entries_of(trainer._job)
+    monkeypatch.setattr(save, "_FILE_BYTES", 0)
+    monkeypatch.setattr(save, "_COPIED_BYTES", limit)
+    rows = [
+        (groups, [e for e, _ in part])
+        for groups, part in save._parts(job, trainer._engine, entries)
+    ]
+    assert sorted(g for groups, _ in rows for g in groups) == list(range(len(job.layouts)))
+    assert sorted(e.name for _, part in rows for e in part) == sorted(e.name for e in entries)
+    sizes = []
+    for _, part in rows:
+        copied = [e for e in part if e.shape and e.shape[0] < max(e.shape)]
+        sizes.append(sum(4 * math.prod(e.shape) for e in copied))
+        assert sizes[-1] <= limit or len({e.groups for e in copied}) == 1
+    assert any(sizes), "the model has such arrays"
+    if limit == 10**9:
+        assert len(rows) == 2, "all groups in one part, beside what is in none"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])

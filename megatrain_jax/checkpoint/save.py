@@ -5,6 +5,7 @@ the store itself, without a copy, and a step waits only before it replaces a gro
 disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from orbax.checkpoint import v1
 
 from megatrain_jax.checkpoint import folder
@@ -29,8 +31,11 @@ from megatrain_jax.stream.laps import LASTING, Op
 _CONCURRENT_BYTES = 512 << 20
 # Of one file; Orbax writes several side by side.
 _FILE_BYTES = 512 << 20
-# How much is given to Orbax at a time, at least: each time costs a few tenths of a second.
-PART_BYTES = 1 << 30
+# How much is given to Orbax at a time, at least: one part's end is not written beside the next
+# one's beginning, which costs up to a second each time.
+PART_BYTES = 8 << 30
+# Less, if Orbax would copy more of it than this.
+_COPIED_BYTES = 1 << 30
 
 _Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
 
@@ -134,8 +139,8 @@ class Saving:
 def orbax_context() -> v1.Context:
     """Options with which Orbax copies little of what it writes and reads.
 
-    While it writes, it still copies arrays whose last axis is longer than the one before, a file's
-    chunk at a time. Compression would need more time than it saves. Files of 2 GiB, which is what
+    While it writes, it still copies arrays of several files whose longest axis is not the first.
+    Compression would need more time than it saves. Files of 2 GiB, which is what
     Orbax makes unless told otherwise, are written one after the other; smaller ones side by side.
     """
     context = v1.Context()
@@ -154,21 +159,30 @@ def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
     parts: list[_Part] = [((), small)] if small else []
     offloads = (r for r in job.first.schedule.cold if r.op is Op.OFFLOAD)
     replaced = [r.group for r in offloads if r.group is not None and str(r.part) in LASTING]
-    size = PART_BYTES  # so that the first group begins a part
+    size, copied = PART_BYTES, 0  # so that the first group begins a part
     for g in dict.fromkeys([*replaced, *range(len(job.layouts))]):
         whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]
         if whole:
-            if size >= PART_BYTES:
+            copies = sum(map(_copied_bytes, whole))
+            if size >= PART_BYTES or (copies and copied + copies > _COPIED_BYTES):
                 parts.append(((), []))
-                size = 0
+                size, copied = 0, 0
             groups, rows = parts[-1]
             parts[-1] = (*groups, g), rows + rows_of(job, engine, whole)
             size += sum(slab.num_bytes for slab in job.layouts[g].slabs)
+            copied += copies
     # One at a time, since each of them becomes a copy.
     for entry in entries:
         if entry.groups and entry.stacked:
             parts.append((tuple(entry.groups), rows_of(job, engine, [entry])))
     return parts
+
+
+def _copied_bytes(entry: Entry) -> int:
+    """Bytes of an array that Orbax copies: its files' chunks, cut across its longest axis."""
+    num_bytes = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
+    cut = num_bytes > _FILE_BYTES and entry.shape[0] < max(entry.shape)
+    return num_bytes if cut else 0
 
 
 @contextmanager
