@@ -1,9 +1,10 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory."""
 
 from megatrain_jax import compilation_cache
-from megatrain_jax.memory import pool
+from megatrain_jax.memory import allocator, pool
 
-# Both before anything starts JAX's backend or compiles.
+# All before anything starts JAX's backend or compiles.
+allocator.choose()
 pool.set_limit()
 compilation_cache.enable()
 

@@ -5,11 +5,13 @@ from contextlib import contextmanager
 
 import jax
 
+from megatrain_jax.memory.allocator import VARIABLE
+
 _ADVICE = (
-    "If this is device memory: an allocator can fail with memory left when none of its gaps is "
-    "large enough. Set XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async before Python starts, which joins "
-    'gaps, or use device_budget="least", more `microbatches` or smaller batches. The trainer '
-    "can't go on; a new one resumes from the newest checkpoint."
+    'If this is device memory: use device_budget="least", more `microbatches` or smaller batches. '
+    f"And import megatrain_jax before JAX's first computation, with {VARIABLE} unset: other "
+    "allocators fail with memory left when none of their gaps is large enough. The trainer can't "
+    "go on; a new one resumes from the newest checkpoint."
 )
 
 
