@@ -1,4 +1,4 @@
-"""Obeys a schedule: the only place that moves state between host and device inside a step.
+"""Obeys a schedule: computes, and has state moved between host and device, inside a step.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
 hold the byte budget. State is kept by part and group, as tuples of slabs.
