@@ -178,8 +178,8 @@ class Engine:
     def obey(self, record: Record, step: _Step | None) -> None:
         """Carries out one record of the schedule.
 
-        What moves is gathered: to the device until the next wait, to the host until something is
-        computed, which may need what was fetched.
+        What moves is gathered until something is computed. A wait would hold up what is to be
+        fetched, but not what is to leave: that has others to leave before it.
         """
         item = self._begun + (record.item or 0)
         waits = record.op in (Op.WAIT, Op.LAND)
@@ -187,7 +187,8 @@ class Engine:
             rows = [] if step is None else step.rows
             self.moves.move(record.op, (record.part, _known(record.group)), item, rows)
             return
-        self.moves.dispatch(unless_all_leave=waits)
+        if not waits or self.moves.fetching:
+            self.moves.dispatch()
         if record.op is Op.WAIT:
             self._wait(item)
         elif record.op is Op.LAND:

@@ -66,15 +66,14 @@ class Moves:
 
         self._copies.to_host(source, land)
 
-    def dispatch(self, *, unless_all_leave: bool = False) -> None:
-        """Dispatches the gathered copies.
+    @property
+    def fetching(self) -> bool:
+        """Whether something to fetch has been gathered and not dispatched."""
+        return self._copies.fetching
 
-        Args:
-            unless_all_leave: Not if none of them goes to the device: before a wait, which holds
-                up nothing that leaves, since others leave before it.
-        """
-        if not unless_all_leave or self._copies.fetching:
-            self._copies.dispatch()
+    def dispatch(self) -> None:
+        """Dispatches the gathered copies."""
+        self._copies.dispatch()
 
     def wait_landed(self, item: int, key: PartKey) -> None:
         """Blocks until what an item offloaded is in the host."""
