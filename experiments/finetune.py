@@ -125,6 +125,7 @@ class Clock:
         """Ends a part."""
         now = time.perf_counter()
         self.seconds[name], self._start = now - self._start, now
+        print(f"{name}: {self.seconds[name]:.1f} s", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
