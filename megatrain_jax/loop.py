@@ -133,11 +133,11 @@ class Save:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Treats SIGTERM like Ctrl-C: the step at hand is finished first."""
+    """Treats SIGTERM like Ctrl-C, also where that is ignored, as in the background of a shell."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from megatrain_jax.checkpoint import folder
 NUM_STEPS = 30
 # Python and the libraries are loaded once; each run is a fork of that, which starts JAX anew.
 SERVER = """
-import json, os, sys
+import json, os, signal, sys
 import jax, numpy as np, optax
 from flax import nnx
 import megatrain_jax as mt
@@ -51,9 +51,11 @@ def run(path, optimizer, steps):
     print("ended", result.trainer.num_steps, result.interrupted, flush=True)
 
 for line in sys.stdin:
-    path, optimizer, steps = json.loads(line)
+    path, optimizer, steps, ignored = json.loads(line)
     child = os.fork()
     if child == 0:
+        # A shell's background jobs ignore SIGINT; pytest may be one.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
         run(path, optimizer, steps)
         os._exit(0)
     print("child", child, flush=True)
@@ -74,9 +76,10 @@ class Server:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         )
 
-    def start(self, path: Path, optimizer: str, steps: int) -> int:
+    def start(self, path: Path, optimizer: str, steps: int, ignored: bool = False) -> int:
+        """Returns the run's process; SIGINT may be ignored in it."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([str(path), optimizer, steps]) + "\n")
+        self.process.stdin.write(json.dumps([str(path), optimizer, steps, ignored]) + "\n")
         self.process.stdin.flush()
         return int(self.read("child")[1])
 
@@ -144,9 +147,12 @@ def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, 
     assert sorted(path.name for path in parts.iterdir()) == ["28", "30"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_a_saved_step(server, number, tmp_path):
-    pid = server.start(tmp_path, "clipped", 100000)
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)],
+)
+def test_a_signal_ends_the_run_after_a_saved_step(server, number, ignored, tmp_path):
+    pid = server.start(tmp_path, "clipped", 100000, ignored)
     while not folder.steps(tmp_path):
         time.sleep(0.01)
     os.kill(pid, number)
