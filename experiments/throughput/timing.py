@@ -46,12 +46,12 @@ def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
 
     def timed(record: Record, step: Any) -> None:
         nonlocal waited
-        start = time.perf_counter()
+        start, waits = time.perf_counter(), record.op in (Op.WAIT, Op.LAND)
         jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
-        if record.op in (Op.WAIT, Op.LAND):
+        if waits:
             obey(record, step)
         waited += time.perf_counter() - start
-        if record.op not in (Op.WAIT, Op.LAND):
+        if not waits:
             obey(record, step)
 
     engine.obey, seconds = timed, 0.0

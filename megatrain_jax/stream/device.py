@@ -239,13 +239,12 @@ class Device:
             self.fetch(use.key, number)
 
     def _wait_for_oldest(self) -> None:
-        leaving = min(self.leaving, key=lambda at: at[0], default=None)
-        used = min(self.used, default=None)
-        assert used is not None or leaving is not None, "the limit is below the least of a lap"
-        if used is not None and (leaving is None or used <= leaving[0]):
-            self.wait(used)
-        elif leaving is not None:
-            self.land(*leaving)
+        oldest = min((*self.used, *(item for item, _ in self.leaving)), default=None)
+        assert oldest is not None, "the limit is below the least that a lap needs"
+        if oldest in self.used:
+            self.wait(oldest)
+        else:
+            self.land(*next(at for at in self.leaving if at[0] == oldest))
 
     def _is_needed(self, needs: dict[PartKey, list[int]], key: PartKey, start: int) -> bool:
         if key in self.resident:
