@@ -1,4 +1,4 @@
-"""Which allocator of device memory the import chooses."""
+"""Which allocator of device memory the import chooses, and how much it may take."""
 
 import os
 
@@ -6,13 +6,50 @@ import pytest
 
 from megatrain_jax.memory import allocator
 
+SET = allocator.VARIABLE, allocator.FRACTION, allocator.OLD_FRACTION
+CHOSEN = {allocator.VARIABLE: "cuda_async", allocator.FRACTION: "0.9"}
 
-@pytest.mark.parametrize("plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin", None])
-@pytest.mark.parametrize("chosen", [None, "default"])
-def test_cudas_pool_allocates_unless_something_else_was_chosen(plugin, chosen, monkeypatch):
+
+def chosen(given, plugin, monkeypatch):
+    for name in (*SET, allocator.PREALLOCATE):
+        monkeypatch.setenv(name, "")  # put back afterwards, whatever it was
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(allocator, "find_spec", lambda name: name == plugin or None)
-    monkeypatch.setenv(allocator.VARIABLE, chosen or "")  # put back afterwards, whatever it was
-    if chosen is None:
-        monkeypatch.delenv(allocator.VARIABLE)
     allocator.choose()
-    assert os.environ.get(allocator.VARIABLE) == (chosen or (plugin and "cuda_async"))
+    return {name: os.environ[name] for name in SET if name in os.environ}
+
+
+@pytest.mark.parametrize("plugin", ["jax_cuda12_plugin", "jax_cuda13_plugin"])
+def test_cudas_pool_allocates_most_of_a_gpu(plugin, monkeypatch):
+    assert chosen({}, plugin, monkeypatch) == CHOSEN
+
+
+def test_nothing_is_chosen_without_a_plugin(monkeypatch):
+    assert chosen({}, None, monkeypatch) == {}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {allocator.VARIABLE: "default"},
+        {allocator.FRACTION: "0.5"},
+        {allocator.VARIABLE: "bfc", allocator.FRACTION: "0.5"},
+    ],
+)
+def test_what_a_user_chose_stays(given, monkeypatch):
+    assert chosen(given, "jax_cuda12_plugin", monkeypatch) == CHOSEN | given
+
+
+def test_a_fraction_under_its_old_name_stays_alone(monkeypatch):
+    given = {allocator.OLD_FRACTION: "0.5"}
+    found = chosen(given, "jax_cuda12_plugin", monkeypatch)
+    assert found == {allocator.VARIABLE: "cuda_async"} | given
+
+
+@pytest.mark.parametrize(("preallocate", "allocates"), [("true", True), ("0", False)])
+def test_cudas_pool_has_to_preallocate_to_tell_its_limit(preallocate, allocates, monkeypatch):
+    given = {allocator.PREALLOCATE: preallocate}
+    found = chosen(given, "jax_cuda12_plugin", monkeypatch)
+    assert (allocator.VARIABLE in found) == allocates and found[allocator.FRACTION] == "0.9"

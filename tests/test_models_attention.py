@@ -1,5 +1,6 @@
 """Attention and experts against their definitions, written without any economy."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.extend import core as jex
 
 from megatrain_jax.models import Experts, attention, moe
 from megatrain_jax.models.activations import ACTIVATIONS
+from megatrain_jax.models.causal_attention import mark
 from megatrain_jax.models.moe import balancing_loss, mix, route, tally
 
 
@@ -65,6 +67,29 @@ def test_pieces_give_what_the_definition_gives(name, piece):
         jax.tree.leaves(both(attention, piece=piece)), jax.tree.leaves(both(defined)), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_marked_documents_need_no_mask(scale):
+    # Numbers that differ in their sign or in one bit alone, and documents in several pieces.
+    numbers = np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int32)
+    segments = numbers[np.random.default_rng(0).integers(0, len(numbers), (2, 21))]
+
+    def marked(q, k, v):
+        return defined(*mark(q, k, v, segments, scale), scale=scale)[..., : q.shape[-1]]
+
+    def both(function):
+        def total(q, k, v):
+            out = function(q, k, v)
+            return jnp.sum(out * jnp.cos(out)), out
+
+        return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arrays())
+
+    exact = functools.partial(defined, segments=segments, scale=scale)
+    with jax.enable_x64(True):
+        ours, theirs = (jax.tree.leaves(both(function)) for function in (marked, exact))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-11)
 
 
 def largest_value(jaxpr: Any) -> int:

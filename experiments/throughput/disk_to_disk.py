@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from megatrain_jax import data
 
 FINETUNE = Path(__file__).parents[1] / "finetune.py"
+CHATS = "chats.jsonl"
 THEIRS = "transformers.json"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,7 +42,7 @@ def make(args: argparse.Namespace) -> None:
     tokenizer = train_tokenizer(texts[:: max(1, len(texts) // 300)], size)
     tokenizer.chat_template = MARKED
     tokenizer.save_pretrained(args.folder / "model")
-    with (args.folder / "chats.jsonl").open("w", encoding="utf-8") as stream:
+    with (args.folder / CHATS).open("w", encoding="utf-8") as stream:
         for row in conversations(texts, args.conversations):
             stream.write(json.dumps(row) + "\n")
 
@@ -50,7 +51,7 @@ def compare(args: argparse.Namespace) -> None:
     """Writes the loss of the export on what was held out, one conversation at a time."""
     exported = args.folder / "out" / "model"
     chats = data.chat(
-        args.folder / "chats.jsonl",
+        args.folder / CHATS,
         str(exported),
         length=args.length,
         batch_size=args.batch,
@@ -95,14 +96,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {seconds[name]:.1f} s", flush=True)
 
     again = [sys.executable, __file__, *sys.argv[1:], "--folder", str(args.folder), "--part"]
-    part("make", [*again, "make"])
+    if not (args.folder / CHATS).exists():
+        part("make", [*again, "make"])
     out = args.folder / "out"
     part(
         "finetune",
         [
             sys.executable,
             str(FINETUNE),
-            *("--model", str(args.folder / "model"), "--data", str(args.folder / "chats.jsonl")),
+            *("--model", str(args.folder / "model"), "--data", str(args.folder / CHATS)),
             *("--out", str(out), "--steps", str(args.steps), "--batch", str(args.batch)),
             *("--length", str(args.length), "--too-long", "cut", "--no-checkpoints"),
             *("--held-out", str(args.held_out), "--microbatches", str(args.microbatches)),
@@ -135,7 +137,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--held-out", type=float, default=0.02)
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go; a temporary one")
+    parser.add_argument("--folder", type=Path, help="for inputs, kept for a next run, and results")
     parser.add_argument("--part", choices=("make", "compare"))
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/disk_to_disk.json"))
     args = parser.parse_args()

@@ -1,9 +1,12 @@
 """Causal attention with windows, packed documents and capped logits, never T × T in memory.
 
-cuDNN computes what its API takes without a mask. It can't cap logits, and for packed documents
-`jax.nn.dot_product_attention` would want a mask of T × T; both are computed here, some queries at a
-time.
+cuDNN computes what its API takes without a mask. For packed documents
+`jax.nn.dot_product_attention` would want one of T × T: queries and keys carry the numbers of their
+documents instead, where cuDNN takes heads that wide. What is left, and capped logits, is computed
+here, some queries at a time.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,11 @@ _PIECE_BYTES = 2**28
 # Into how many spans of queries, with keys of their own, a text is cut at most. Eight leave 56% of
 # the products of a full square, where an endless number would leave half.
 _MAX_SPANS = 8
+# Elements that the number of a document takes in a query: two for each of its bits.
+_MARK = 64
+# What a token's score falls by, at least, for every bit in which its document is another one:
+# exp(-2048) is 0 in fp32, also where scores of one document are a thousand apart.
+_APART = 2048.0
 
 
 def attention(
@@ -43,11 +51,13 @@ def attention(
         The shape and dtype of `q`; softmax is in fp32.
     """
     length, head_dim = q.shape[1], q.shape[3]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if window is not None and window >= length:
         window = None
-    if segments is None and softcap is None and _fits_cudnn(q):
-        return jax.nn.dot_product_attention(
+    if softcap is None and _fits_cudnn(q, packed=segments is not None):
+        if segments is not None:
+            q, k, v = mark(q, k, v, segments, scale)
+        mixed = jax.nn.dot_product_attention(
             q,
             k,
             v,
@@ -56,6 +66,7 @@ def attention(
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
+        return mixed[..., :head_dim]
     piece = min(piece or _piece(q.shape), length)
     spans = []
     for start, stop in _spans(length, piece):
@@ -70,12 +81,36 @@ def attention(
     return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=1)
 
 
-def _fits_cudnn(q: jax.Array) -> bool:
+def mark(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.typing.ArrayLike, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Makes heads wider, so that tokens attend only within their document without a mask.
+
+    Behind a query stand `size * (b, 1)` for each bit of its document's number and behind a key
+    `size * (b, -1)`, b being 1 or -1. Their product is 0 where the bits are equal and
+    `-2 * size**2` where not; powers of two keep both exact.
+
+    Returns:
+        Queries, keys and values with heads of head_dim + 64; the values end in zeros.
+    """
+    size = 2.0 ** math.ceil(math.log2(_APART / (2 * scale)) / 2)
+    numbers = jnp.asarray(segments, jnp.int32)[:, :, None, None]
+    bits = numbers >> jnp.arange(_MARK // 2, dtype=jnp.int32) & 1
+
+    def behind(x: jax.Array, second: int) -> jax.Array:
+        pairs = jnp.stack([2 * bits - 1, jnp.full_like(bits, second)], axis=-1)
+        marks = size * pairs.astype(x.dtype).reshape(*x.shape[:2], 1, _MARK)
+        return jnp.concatenate([x, jnp.broadcast_to(marks, (*x.shape[:3], _MARK))], axis=-1)
+
+    return behind(q, 1), behind(k, -1), jnp.pad(v, [(0, 0)] * 3 + [(0, _MARK)])
+
+
+def _fits_cudnn(q: jax.Array, *, packed: bool) -> bool:
     if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     if q.shape[1] % 2:
         return False  # JAX 0.11 refuses to differentiate odd lengths
-    head_dim = q.shape[-1]
+    head_dim = q.shape[-1] + (_MARK if packed else 0)
     capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
     return head_dim % 8 == 0 and head_dim <= (256 if capability >= 9 else 128)
 
