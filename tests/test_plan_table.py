@@ -183,7 +183,7 @@ def test_table_of_text():
     for words in (
         "host memory at rest 114.00 GiB",
         "host memory at peak 114.00 GiB",
-        "host memory, the process 120.70 GiB estimate, fits in 125.00 GiB",
+        "host memory, the process 116.90 GiB estimate, fits in 125.00 GiB",
         "device memory, in all 17.00 GiB fits in 140.40 GiB",
         "to the device, a step 38.00 GiB 0.868 s",
         "to the host, a step 0 B 0 s",

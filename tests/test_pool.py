@@ -276,10 +276,15 @@ def test_reserved_room_can_be_filled_and_replaced():
         pool.reserve(pool.available_bytes() + GIB)
 
 
+# From experiments/results: allocator/immediate-least-cuda-async.json,
+# batches/clip/64-sequences-40-gib-clip-1.json and peers/megatrain-jax-90-percent.json.
+@pytest.mark.parametrize(("gib", "measured"), [(50.24, 58.8), (55.55, 62.9), (37.97, 46.85)])
+def test_what_a_process_takes_is_what_it_took(gib, measured):
+    taken = pool.process_bytes(int(gib * GIB), int(1.16 * GIB), 125 * GIB)
+    assert taken == pytest.approx(measured * GIB, rel=0.01)
+
+
 def test_what_a_process_takes_holds_what_it_reserves():
-    """Measured: with 44.9 GiB to reserve and arrays of 1.16 GiB a process took 57.9 GiB."""
-    taken = pool.process_bytes(int(44.9 * GIB), int(1.16 * GIB), 125 * GIB)
-    assert taken == pytest.approx(57.9 * GIB, rel=0.03)
     rng = random.Random(0)
     for _ in range(50):
         num_bytes, array = rng.randrange(1 << 36), rng.randrange(1 << 31)

@@ -17,9 +17,9 @@ from jax.sharding import SingleDeviceSharding
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
-# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine;
-# its kernel needs 2.5 GiB more.
-_PROCESS_BYTES = 67 * 2**30 // 10
+# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine with
+# CUDA's memory pool; 3.8 GiB more with JAX's own allocator, and its kernel 2.5 GiB more.
+_PROCESS_BYTES = 29 * 2**30 // 10
 HEAD_ROOM_BYTES = 10 * 2**30
 
 _GIB = 2**30
