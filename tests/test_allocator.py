@@ -7,7 +7,7 @@ import pytest
 from megatrain_jax.memory import allocator
 
 SET = allocator.VARIABLE, allocator.FRACTION, allocator.OLD_FRACTION
-CHOSEN = {allocator.VARIABLE: "cuda_async", allocator.FRACTION: "0.9"}
+CHOSEN = {allocator.VARIABLE: "cuda_async", allocator.FRACTION: "0.85"}
 
 
 def chosen(given, plugin, monkeypatch):
@@ -52,4 +52,4 @@ def test_a_fraction_under_its_old_name_stays_alone(monkeypatch):
 def test_cudas_pool_has_to_preallocate_to_tell_its_limit(preallocate, allocates, monkeypatch):
     given = {allocator.PREALLOCATE: preallocate}
     found = chosen(given, "jax_cuda12_plugin", monkeypatch)
-    assert (allocator.VARIABLE in found) == allocates and found[allocator.FRACTION] == "0.9"
+    assert (allocator.VARIABLE in found) == allocates and found[allocator.FRACTION] == "0.85"
