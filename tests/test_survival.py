@@ -120,10 +120,11 @@ def history(path: Path) -> list[float]:
     ],
 )
 def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, tmp_path):
-    server.start(tmp_path / "whole", optimizer, NUM_STEPS)
-    begun = time.monotonic()
-    assert server.read("over") == ["over", "0"]
-    longest = time.monotonic() - begun
+    for name in ("first", "whole"):  # the first one compiles, which takes longer than all the rest
+        server.start(tmp_path / name, optimizer, NUM_STEPS)
+        begun = time.monotonic()
+        assert server.read("over") == ["over", "0"]
+        longest = time.monotonic() - begun
     rng, parts, newest, killed = random.Random(optimizer), tmp_path / "parts", 0, 0
     while killed < kills:
         pid = server.start(parts, optimizer, NUM_STEPS)
