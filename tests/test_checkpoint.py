@@ -17,7 +17,7 @@ import pytest
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
-from megatrain_jax.checkpoint import save
+from megatrain_jax.checkpoint import restore, save
 from megatrain_jax.checkpoint.contents import entries_of
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.stream.laps import Op
@@ -132,6 +132,42 @@ def test_a_checkpoint_fits_other_budgets_microbatches_and_precisions(
     second.restore(tmp_path / "1")
     check_same_bits(everything(second), everything(first))
     losses(second, [case.batch(1)])
+
+
+def test_the_next_slab_is_read_while_one_is_stored(tmp_path, monkeypatch):
+    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])
+    trainer.save(tmp_path / "0")
+    before = everything(trainer)
+    num_slabs = sum(len(layout.slabs) for layout in trainer._job.layouts)
+    read, fill, put = restore._load, restore._filled, jax.device_put
+    changed, begun, filled = threading.Condition(), 0, []
+
+    def watched_read(*args):
+        nonlocal begun
+        with changed:
+            begun += 1
+            changed.notify_all()
+        return read(*args)
+
+    def watched_fill(*args):
+        # What was read for the next one would be a third slab beside the store.
+        assert begun == len(filled) + 1
+        filled.append(fill(*args))
+        return filled[-1]
+
+    def watched_put(x, target):
+        if any(x is slab for slab in filled):
+            with changed:
+                assert changed.wait_for(lambda: begun > min(len(filled), num_slabs - 1), 60)
+        return put(x, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "_load", watched_read)
+        patch.setattr(restore, "_filled", watched_fill)
+        patch.setattr(jax, "device_put", watched_put)
+        trainer.restore(tmp_path / "0")
+    assert len(filled) == num_slabs
+    check_same_bits(everything(trainer), before)
 
 
 def test_each_difference_is_named_and_nothing_is_touched(tmp_path):

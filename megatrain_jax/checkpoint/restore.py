@@ -1,11 +1,13 @@
-"""Reads a checkpoint into a store, group by group.
+"""Reads a checkpoint into a store, group by group; while one slab is stored, the next is read.
 
 All that can be wrong with a checkpoint is looked for before the store is touched; then each group's
 old arrays make room for the new ones, so that a full pool is large enough.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from megatrain_jax.checkpoint.save import orbax_context
 from megatrain_jax.differences import described, listed
 from megatrain_jax.job import Job
 from megatrain_jax.memory import pool
-from megatrain_jax.memory.layout import Layout, MixedLayout
+from megatrain_jax.memory.layout import Layout
 from megatrain_jax.stream.engine import Engine
 
 
@@ -79,8 +81,14 @@ def load(
     """
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
-    try:
+
+    def read(slab: _Slab) -> dict[TreePath, np.ndarray]:
+        whole = [by_place[p] for p in slab.places if p in by_place and p not in slices]
         with orbax_context():
+            return _load(path, whole)
+
+    try:
+        with orbax_context(), ThreadPoolExecutor(1) as reader:
             for entry in (entry for entry in entries if entry.stacked):
                 for g in entry.groups:
                     _drop(engine, g)
@@ -88,18 +96,21 @@ def load(
                 for place, row in zip(entry.places, whole, strict=True):
                     slices[place] = jax.device_put(row, pool.pinned())
                 jax.block_until_ready(list(slices.values()))
-            for g, layout in enumerate(job.layouts):
-                _drop(engine, g)
-                state = _slab_positions(layout.state)
-                masters = "P", layout.master, list(range(len(layout.master.shapes)))
-                for part, slab, positions in [masters, *state]:
-                    places = [Place(part=part, group=g, position=i) for i in positions]
-                    values = _filled(path, slab, places, by_place, slices)
-                    array = jax.device_put(values, pool.pinned())
-                    del values
-                    array.block_until_ready()
-                    engine.host[part, g] = (*engine.host.get((part, g), ()), array)
-                done()
+            slabs = _slabs(job)
+            coming = reader.submit(read, slabs[0])
+            for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
+                if slab.part == "P":
+                    _drop(engine, slab.group)
+                values = _filled(slab, coming.result(), by_place, slices)
+                # Not earlier: what this one was made of would be a third one beside the store.
+                coming = reader.submit(read, after) if after else coming
+                array = jax.device_put(values, pool.pinned())
+                del values
+                array.block_until_ready()
+                key = slab.part, slab.group
+                engine.host[key] = (*engine.host.get(key, ()), array)
+                if after is None or after.group != slab.group:
+                    done()
             _load_small(path, engine, [entry for entry in entries if not entry.groups])
     except Exception as error:
         raise folder.CheckpointError(
@@ -113,40 +124,49 @@ def _drop(engine: Engine, group: int) -> None:
         engine.host.pop((part, group), None)
 
 
-def _slab_positions(state: MixedLayout) -> list[tuple[str, Layout, list[int]]]:
-    """For each slab of optimizer state the positions of its leaves among the group's."""
-    return [
-        ("O", slab, [i for i, (at, _) in enumerate(state.places) if at == s])
-        for s, slab in enumerate(state.layouts)
-    ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Slab:
+    """A slab to fill: of which part and group, how it is laid out, and its leaves' places."""
+
+    part: str
+    group: int
+    layout: Layout
+    places: tuple[Place, ...]
+
+
+def _slabs(job: Job) -> list[_Slab]:
+    """All slabs, group by group, masters first."""
+    found = []
+    for g, layout in enumerate(job.layouts):
+        masters = "P", layout.master, range(len(layout.master.shapes))
+        state = [
+            ("O", slab, [i for i, (at, _) in enumerate(layout.state.places) if at == s])
+            for s, slab in enumerate(layout.state.layouts)
+        ]
+        for part, slab, positions in [masters, *state]:
+            places = tuple(Place(part=part, group=g, position=i) for i in positions)
+            found.append(_Slab(part=part, group=g, layout=slab, places=places))
+    return found
 
 
 def _filled(
-    path: Path,
-    slab: Layout,
-    places: Sequence[Place],
+    slab: _Slab,
+    loaded: Mapping[TreePath, np.ndarray],
     by_place: Mapping[Place, Entry],
     slices: dict[Place, jax.Array],
 ) -> np.ndarray:
-    """A slab of what is in the checkpoint; what it was made of is gone when it is returned."""
-    loaded = _load(path, [by_place[p] for p in places if p in by_place and p not in slices])
-    values = [
-        slices.pop(p) if p in slices else loaded[by_place[p].path] if p in by_place else None
-        for p in places
-    ]
-    return _slab(slab, values)
+    """A slab of what was loaded and of slices, which are dropped; zeros for leaves without one."""
+    filled = np.zeros(slab.layout.size, jnp.dtype(slab.layout.dtype))
+    layout = slab.layout
+    for place, shape, offset in zip(slab.places, layout.shapes, layout.offsets, strict=True):
+        if place in slices or place in by_place:
+            value = slices.pop(place) if place in slices else loaded[by_place[place].path]
+            filled[offset : offset + math.prod(shape)] = np.asarray(value).reshape(-1)
+    return filled
 
 
 def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
     return load_arrays(path, {entry.path: entry for entry in entries})
-
-
-def _slab(layout: Layout, values: Sequence[Any]) -> np.ndarray:
-    slab = np.zeros(layout.size, jnp.dtype(layout.dtype))
-    for value, shape, offset in zip(values, layout.shapes, layout.offsets, strict=True):
-        if value is not None:
-            slab[offset : offset + math.prod(shape)] = np.asarray(value).reshape(-1)
-    return slab
 
 
 def _load_small(path: Path, engine: Engine, entries: Sequence[Entry]) -> None:
