@@ -3,10 +3,9 @@
 import random
 from dataclasses import replace
 
-from megatrain_jax.stream.laps import Costs, Op, Record, Workload
+from megatrain_jax.stream.laps import WAITS, Costs, Op, Record, Workload
 
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
-WAITS = {Op.WAIT, Op.LAND}
 MOVES = COPIES | WAITS
 BLOCK = {"P": 4, "O": 8, "G": 4}
 

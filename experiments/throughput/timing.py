@@ -8,7 +8,7 @@ import jax
 from decoder import Batch
 
 import megatrain_jax as mt
-from megatrain_jax.stream.laps import Op, Record
+from megatrain_jax.stream.laps import WAITS, Record
 
 
 def time_steps(trainer: mt.Trainer, batches: list[Batch]) -> tuple[list[float], list[float]]:
@@ -46,7 +46,7 @@ def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
 
     def timed(record: Record, step: Any) -> None:
         nonlocal waited
-        start, waits = time.perf_counter(), record.op in (Op.WAIT, Op.LAND)
+        start, waits = time.perf_counter(), record.op in WAITS
         jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
         if waits:
             obey(record, step)

@@ -5,7 +5,6 @@ old arrays make room for the new ones, so that a full pool is large enough.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,10 +81,11 @@ def load(
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
 
-    def read(slab: _Slab) -> dict[TreePath, np.ndarray]:
-        whole = [by_place[p] for p in slab.places if p in by_place and p not in slices]
+    def read(slab: _Slab) -> dict[Place, np.ndarray]:
+        whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
         with orbax_context():
-            return _load(path, whole)
+            loaded = _load(path, whole.values())
+        return {place: loaded[entry.path] for place, entry in whole.items()}
 
     try:
         with orbax_context(), ThreadPoolExecutor(1) as reader:
@@ -101,9 +101,10 @@ def load(
             for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
                 if slab.part == "P":
                     _drop(engine, slab.group)
-                values = _filled(slab, coming.result(), by_place, slices)
-                # Not earlier: what this one was made of would be a third one beside the store.
-                coming = reader.submit(read, after) if after else coming
+                values = _filled(slab, coming.result(), slices)
+                if after is not None:
+                    # Not earlier: what this slab was made of would be a third beside the store.
+                    coming = reader.submit(read, after)
                 array = jax.device_put(values, pool.pinned())
                 del values
                 array.block_until_ready()
@@ -150,18 +151,15 @@ def _slabs(job: Job) -> list[_Slab]:
 
 
 def _filled(
-    slab: _Slab,
-    loaded: Mapping[TreePath, np.ndarray],
-    by_place: Mapping[Place, Entry],
-    slices: dict[Place, jax.Array],
+    slab: _Slab, loaded: Mapping[Place, np.ndarray], slices: dict[Place, jax.Array]
 ) -> np.ndarray:
     """A slab of what was loaded and of slices, which are dropped; zeros for leaves without one."""
     filled = np.zeros(slab.layout.size, jnp.dtype(slab.layout.dtype))
-    layout = slab.layout
-    for place, shape, offset in zip(slab.places, layout.shapes, layout.offsets, strict=True):
-        if place in slices or place in by_place:
-            value = slices.pop(place) if place in slices else loaded[by_place[place].path]
-            filled[offset : offset + math.prod(shape)] = np.asarray(value).reshape(-1)
+    for place, leaf in zip(slab.places, slab.layout.views(filled), strict=True):
+        if place in slices:
+            leaf[...] = slices.pop(place)
+        elif place in loaded:
+            leaf[...] = loaded[place]
     return filled
 
 

@@ -61,8 +61,11 @@ class Layout:
             parts.append(jnp.zeros(self.size - end, dtype))
         return jnp.concatenate(parts)
 
-    def views(self, slab: jax.Array) -> list[np.ndarray]:
-        """The leaves of a slab in host memory, as read-only arrays that share its memory."""
+    def views(self, slab: jax.Array | np.ndarray) -> list[np.ndarray]:
+        """The leaves of a slab in host memory, as arrays that share its memory.
+
+        Those of a JAX array are read-only.
+        """
         flat = np.asarray(slab)
         return [
             flat[start : start + math.prod(shape)].reshape(shape)

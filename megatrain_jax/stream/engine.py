@@ -15,7 +15,7 @@ from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.stream import functions
 from megatrain_jax.stream.compiled import Templates
-from megatrain_jax.stream.laps import Op, Record
+from megatrain_jax.stream.laps import WAITS, Op, Record
 from megatrain_jax.stream.moves import Moves
 from megatrain_jax.stream.schedule import Schedule
 from megatrain_jax.stream.steps import BoundStage, StepPlan
@@ -182,7 +182,7 @@ class Engine:
         fetched, but not what is to leave: that has others to leave before it.
         """
         item = self._begun + (record.item or 0)
-        waits = record.op in (Op.WAIT, Op.LAND)
+        waits = record.op in WAITS
         if record.part is not None and not waits:
             rows = [] if step is None else step.rows
             self.moves.move(record.op, (record.part, _known(record.group)), item, rows)

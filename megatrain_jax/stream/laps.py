@@ -38,6 +38,10 @@ class Op(enum.Enum):
     UPDATE = "update"  # change a group's masters and optimizer state, consume its gradient
 
 
+WAITS = frozenset({Op.WAIT, Op.LAND})
+"""The records in which the driver waits for the device."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One thing for the engine to do.
