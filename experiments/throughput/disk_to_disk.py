@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {seconds[name]:.1f} s", flush=True)
 
     again = [sys.executable, __file__, *sys.argv[1:], "--folder", str(args.folder), "--part"]
-    if not (args.folder / CHATS).exists():
-        part("make", [*again, "make"])
+    part("make", [*again, "make"])
     out = args.folder / "out"
     part(
         "finetune",
@@ -137,7 +136,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--held-out", type=float, default=0.02)
-    parser.add_argument("--folder", type=Path, help="for inputs, kept for a next run, and results")
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go; a temporary one")
     parser.add_argument("--part", choices=("make", "compare"))
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/disk_to_disk.json"))
     args = parser.parse_args()

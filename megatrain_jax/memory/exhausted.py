@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import jax
 
-from megatrain_jax.memory.allocator import VARIABLE
+from megatrain_jax.memory.allocator import PREALLOCATE, VARIABLE
 
 _ADVICE = (
     'If this is device memory: use device_budget="least", more `microbatches` or smaller batches. '
-    f"And import megatrain_jax before JAX's first computation, with {VARIABLE} unset: other "
-    "allocators fail with memory left when none of their gaps is large enough. The trainer can't "
-    "go on; a new one resumes from the newest checkpoint."
+    f"And import megatrain_jax before JAX's first computation, with {VARIABLE} unset and "
+    f"{PREALLOCATE} not false: other allocators fail with memory left when none of their gaps is "
+    "large enough. The trainer can't go on; a new one resumes from the newest checkpoint."
 )
 
 
