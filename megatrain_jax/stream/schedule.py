@@ -108,11 +108,9 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
 
 def _with_residents(laps: Laps, budget: int, bounds: Mapping[str, int]) -> Schedule:
     """The fastest schedule of some with more or fewer parts that stay on the device."""
-    always = frozenset(("R", stage) for stage in laps.workload.kept)
-    units = _resident_units(laps)
-    everything = always.union(*units)
-    if budget >= (needed := least_bytes(laps, everything)):
-        return _lay_down(laps, needed, everything, bounds)
+    if budget >= (needed := least_bytes(laps, _everything(laps))):
+        return _lay_down(laps, needed, _everything(laps), bounds)
+    always, units = _residuals(laps), _resident_units(laps)
 
     def residents(count: int) -> frozenset[PartKey]:
         return always.union(*units[:count])
@@ -137,7 +135,7 @@ def _moved(workload: Workload, schedule: Schedule) -> int:
 
 
 def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
-    """Workloads that keep some stages' residuals, from few to as many as fit.
+    """Workloads that keep some stages' residuals: from few to as many as fit, or fit beside all state.
 
     Those that save the most time for their bytes come first, and of equal ones the last stages,
     whose residuals are needed for the shortest time.
@@ -149,13 +147,15 @@ def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
     def keeping(count: int) -> Workload:
         return replace(workload, kept=frozenset(stages[:count]))
 
-    def fits(count: int) -> bool:
-        always = frozenset(("R", stage) for stage in stages[:count])
-        return least_bytes(build_laps(keeping(count)), always) <= budget
+    def fits(count: int, resident: Callable[[Laps], frozenset[PartKey]]) -> bool:
+        laps = build_laps(keeping(count))
+        return least_bytes(laps, resident(laps)) <= budget
 
-    most = _most(len(stages), fits)
+    most = _most(len(stages), lambda count: fits(count, _residuals))
     shares = range(1, _NUM_KEPT_CANDIDATES + 1)
-    for count in sorted({round(most * share / _NUM_KEPT_CANDIDATES) for share in shares} - {0}):
+    counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
+    counts.add(_most(most, lambda count: fits(count, _everything)))
+    for count in sorted(counts - {0}):
         yield keeping(count)
 
 
@@ -228,6 +228,14 @@ def _least_at(
     here = {use.key for use in uses if not use.creates} | resident
     new = [use.key for use in uses if use.creates]
     return gone + sum(map(workload.size, here)) + sum(map(workload.size, new))
+
+
+def _residuals(laps: Laps) -> frozenset[PartKey]:
+    return frozenset(("R", stage) for stage in laps.workload.kept)
+
+
+def _everything(laps: Laps) -> frozenset[PartKey]:
+    return _residuals(laps).union(*_resident_units(laps))
 
 
 def _resident_units(laps: Laps) -> list[tuple[PartKey, ...]]:
