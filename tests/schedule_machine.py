@@ -147,13 +147,10 @@ class Machine:
             assert ("G", group) not in self.truth
             self.write("G", group, (self.lap, frozenset()))
         elif record.op is Op.REDUCE:
-            self.read("G", group)
+            assert self.workload.deferred
             for part in self.workload.reduce_reads:
                 self.read(part, group)
-            assert self.truth["G", group] == (self.lap, self.backward_stages(group))
-            assert self.combined == self.lap - self.workload.deferred
-            assert self.reduced.get(group, 0) == self.lap - 1
-            self.reduced[group] = self.lap
+            self.reduce(group)
         elif record.op is Op.COMBINE:
             assert self.combined == self.lap - 1
             self.combined = self.lap
@@ -191,9 +188,18 @@ class Machine:
         assert lap == self.lap and stage not in stages
         self.write("G", group, (lap, stages | {stage}))
 
+    def reduce(self, group: int) -> None:
+        self.read("G", group)
+        assert self.truth["G", group] == (self.lap, self.backward_stages(group))
+        assert self.combined == self.lap - self.workload.deferred
+        assert self.reduced.get(group, 0) == self.lap - 1
+        self.reduced[group] = self.lap
+
     def update(self, group: int) -> None:
         for part in "POG":
             self.read(part, group)
+        if not self.workload.deferred:
+            self.reduce(group)  # an update at once measures its gradient itself
         late = self.workload.deferred and self.kind != "flush"
         made = self.lap - late
         assert self.reduced[group] == made <= self.combined

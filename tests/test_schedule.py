@@ -125,13 +125,13 @@ def test_immediate_step_by_hand():
         *("FORWARD 2", "WAIT 1", "LAND O0", "FETCH O2"),
     ]
     backward = [
-        *("BACKWARD 3", "COMBINE", "REDUCE 3", "UPDATE 3", "OFFLOAD P3", "OFFLOAD O3"),
+        *("BACKWARD 3", "COMBINE", "UPDATE 3", "OFFLOAD P3", "OFFLOAD O3"),
         *("LAND P0", "FETCH P1"),
-        *("BACKWARD 2", "REDUCE 2", "UPDATE 2", "OFFLOAD P2", "OFFLOAD O2"),
+        *("BACKWARD 2", "UPDATE 2", "OFFLOAD P2", "OFFLOAD O2"),
         *("WAIT 3", "LAND P3", "FETCH O1", "LAND O3", "FETCH P0"),
-        *("BACKWARD 1", "REDUCE 1", "UPDATE 1", "OFFLOAD P1", "OFFLOAD O1"),
+        *("BACKWARD 1", "UPDATE 1", "OFFLOAD P1", "OFFLOAD O1"),
         *("WAIT 4", "LAND P2", "FETCH O0", "LAND O2", "FETCH P1"),
-        *("BACKWARD 0", "REDUCE 0", "UPDATE 0", "OFFLOAD O0"),
+        *("BACKWARD 0", "UPDATE 0", "OFFLOAD O0"),
     ]
     assert spell(schedule.steady) == [*forward, *backward]
     assert spell(schedule.flush) == [
@@ -156,10 +156,10 @@ def test_resident_step_by_hand():
     schedule = plan_schedule(chain(2), 32)
     assert len(schedule.resident) == 4 and schedule.all_resident_bytes == 32
     assert spell(schedule.steady) == [
-        *("WAIT -2", "FORWARD 0", "WAIT -1", "BACKWARD 1", "COMBINE", "REDUCE 1", "UPDATE 1"),
-        *("BACKWARD 0", "REDUCE 0", "UPDATE 0"),
+        *("WAIT -2", "FORWARD 0", "WAIT -1", "BACKWARD 1", "COMBINE", "UPDATE 1"),
+        *("BACKWARD 0", "UPDATE 0"),
     ]
-    assert schedule.ledger["steady"] == (28, 28, 24, 28, 28, 28, 28, 32, 32, 32)
+    assert schedule.ledger["steady"] == (28, 28, 24, 28, 28, 28, 32, 32)
 
 
 def test_deferred_step_by_hand():
@@ -205,7 +205,7 @@ def test_a_single_item_by_hand():
 
 def test_unused_groups_are_updated_with_zeros():
     workload = chain(2, stages=((0,),), backward=(True,))
-    order = ["BACKWARD 0", "COMBINE", "REDUCE 0", "UPDATE 0", "ZEROS 1", "REDUCE 1", "UPDATE 1"]
+    order = ["BACKWARD 0", "COMBINE", "UPDATE 0", "ZEROS 1", "UPDATE 1"]
     assert computing(plan_schedule(workload, None).steady) == order
     deferred = plan_schedule(replace(workload, deferred=True), None)
     order = ["BACKWARD 0", "REDUCE 0", "ZEROS 1", "REDUCE 1", "COMBINE"]
@@ -218,8 +218,8 @@ def test_microbatches_sum_into_zeros():
     tied = chain(2, stages=((0,), (1,), (0,)), backward=(True,) * 3, accumulate=True)
     assert computing(plan_schedule(tied, None).steady) == [
         *("FORWARD 0", "FORWARD 1"),
-        *("ZEROS 0", "BACKWARD 2", "ZEROS 1", "BACKWARD 1", "COMBINE", "REDUCE 1", "UPDATE 1"),
-        *("BACKWARD 0", "REDUCE 0", "UPDATE 0"),
+        *("ZEROS 0", "BACKWARD 2", "ZEROS 1", "BACKWARD 1", "COMBINE", "UPDATE 1"),
+        *("BACKWARD 0", "UPDATE 0"),
     ]
 
 

@@ -79,11 +79,13 @@ class Templates:
         )
 
     def update(self, cut: OptimizerCut, layout: GroupLayout, group: int) -> Callable:
-        """See `functions.update`."""
-        part = cut.apply[group]
+        """See `functions.update`, and `functions.update_at_once` unless updates are deferred."""
+        part, build = cut.apply[group], functions.update_at_once
+        if cut.deferred:
+            build = functions.update
         return self.get(
             ("update", part.key, layout),
-            lambda: functions.update(part, layout, cut.guarded),
+            lambda: build(part, layout, cut.guarded),
             donate_argnums=(0, 1),
         )
 
@@ -160,9 +162,10 @@ def _calls(
             masters if "P" in cut.reduce_reads else None,
             state if "O" in cut.reduce_reads else None,
         ]
-        key = "reduce", cut.reduce[g].key, layout, gradient(g).dtype
-        args = [gradient(g), *reads, loss, small, ok]
-        yield key, (templates.reduce(cut, layout, g), args, 0)
+        if cut.deferred:
+            key = "reduce", cut.reduce[g].key, layout, gradient(g).dtype
+            args = [gradient(g), *reads, loss, small, ok]
+            yield key, (templates.reduce(cut, layout, g), args, 0)
         key = "update", cut.apply[g].key, layout, gradient(g).dtype
         args = [masters, state, gradient(g), [messages[i] for i in cut.messages[g]], ok]
         yield key, (templates.update(cut, layout, g), args, 0)

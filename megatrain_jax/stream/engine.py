@@ -5,7 +5,7 @@ hold the byte budget. State is kept by part and group, as tuples of slabs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,7 @@ class Engine:
         self.key = jax.device_put(key, pinned())
         self._true = jax.device_put(jnp.array(True), device())
         self._combined_ok = self.ok  # of the step whose updates are pending
+        self._found: dict[tuple[Op, int, StepPlan | None], Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the laps since the state was last at rest
         self._begun = 0  # items of those laps
@@ -195,7 +196,7 @@ class Engine:
             self._wait(item)  # a part can land while its item still computes with it
             self.moves.wait_landed(item, (str(record.part), _known(record.group)))
         elif record.op is Op.UPDATE:
-            self._update(_known(record.group), item)
+            self._update(step, _known(record.group), item)
         elif record.op is Op.ZEROS:
             self._zeros(_known(record.group))
         elif step is None:
@@ -220,15 +221,33 @@ class Engine:
         # The device works in order: what came before this item is over, too.
         self._tokens = {i: token for i, token in self._tokens.items() if i > item}
 
+    def _find(self, op: Op, number: int, plan: StepPlan | None = None) -> Callable:
+        """The function of a stage's or group's record; templates' keys take long to hash."""
+        key = op, number, plan
+        if key not in self._found:
+            self._found[key] = self._look_up(op, number, plan)
+        return self._found[key]
+
+    def _look_up(self, op: Op, number: int, plan: StepPlan | None) -> Callable:
+        templates = self.templates
+        if plan is None:
+            get = templates.reduce if op is Op.REDUCE else templates.update
+            return get(self.optimizer, self.layouts[number], number)
+        if number in plan.schedule.kept:
+            keeps = templates.forward_keeping, templates.backward_of_kept
+            forward, backward = keeps
+        else:
+            forward, backward = templates.forward, templates.backward
+        return (forward if op is Op.FORWARD else backward)(plan.stages[number])
+
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
         return [self.on_device["P", g][0] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, item: int) -> None:
         bound = step.plan.stages[number]
+        run = self._find(Op.FORWARD, number, step.plan)
         if keeps := number in step.plan.schedule.kept:
-            run, step.residuals[number] = self.templates.forward_keeping(bound), []
-        else:
-            run = self.templates.forward(bound)
+            step.residuals[number] = []
         for row in step.rows:
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             if keeps:
@@ -241,7 +260,7 @@ class Engine:
         stage, mode = bound.stage, bound.mode
         assert mode is not None
         keeps = number in step.plan.schedule.kept
-        run = self.templates.backward_of_kept(bound) if keeps else self.templates.backward(bound)
+        run = self._find(Op.BACKWARD, number, step.plan)
         kept = step.residuals.pop(number, [[]] * len(step.rows))
         arriving = [o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a]
         accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
@@ -287,31 +306,35 @@ class Engine:
         self.on_device["G", group] = (make(),)
 
     def _reduce(self, step: _Step, group: int, item: int) -> None:
-        cut, layout = self.optimizer, self.layouts[group]
-        run, reads = self.templates.reduce(cut, layout, group), cut.reduce_reads
+        run, reads = self._find(Op.REDUCE, group), self.optimizer.reduce_reads
         (gradient,) = self.on_device["G", group]
         masters = self.on_device["P", group][0] if "P" in reads else None
         state = self.on_device.get(("O", group), ()) if "O" in reads else None
         loss = self._means(step)["loss"]
-        scalars, square, self.ok = run(gradient, masters, state, loss, self.globals, self.ok)
+        scalars, *measured = run(gradient, masters, state, loss, self.globals, self.ok)
         step.scalars[group] = scalars
+        self._note(step, group, *measured)
+        self._tokens[item] = measured[0]
+
+    def _note(self, step: _Step, group: int, square: jax.Array, ok: jax.Array) -> None:
+        """What is known of a group's gradient: its squared norm, and whether all was finite."""
+        self.ok = ok
         step.squares.append(square)
-        step.group_ok.append((group, self.ok))
-        self._tokens[item] = square
+        step.group_ok.append((group, ok))
 
     def _combine(self, step: _Step) -> None:
         cut = self.optimizer
         run = self.templates.get(
-            "combine", lambda: functions.combine(cut.combine, cut.num_messages, cut.guarded)
+            "combine",
+            lambda: functions.combine(cut.combine, cut.reduce, cut.num_messages, cut.guarded),
         )
-        scalars = [x for g in range(len(self.layouts)) for x in step.scalars.get(g, ())]
+        scalars = [step.scalars.get(g, []) for g in range(len(self.layouts))]
         loss = self._means(step)["loss"]
         self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
         self._combined_ok = self.ok
 
-    def _update(self, group: int, item: int) -> None:
-        cut, layout = self.optimizer, self.layouts[group]
-        run = self.templates.update(cut, layout, group)
+    def _update(self, step: _Step | None, group: int, item: int) -> None:
+        cut, run = self.optimizer, self._find(Op.UPDATE, group)
         (masters,) = self.on_device.pop(("P", group))
         state = self.on_device.pop(("O", group), ())
         gradient = self._take_gradient(group)
@@ -320,7 +343,9 @@ class Engine:
         self.host.pop(("O", group), None)
         # In another step than its gradients, if updates are deferred.
         ok = self._combined_ok if cut.deferred else self.ok
-        masters, state = run(masters, state, gradient, messages, ok)
+        masters, state, *measured = run(masters, state, gradient, messages, ok)
+        if step is not None and not cut.deferred:
+            self._note(step, group, *measured)
         self.on_device["P", group] = (masters,)
         self._tokens[item] = masters
         if state:

@@ -86,7 +86,8 @@ def keep() -> Callable:
 def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool) -> Callable:
     """Builds `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 
-    Masters and state are None unless the optimizer's reduction reads them.
+    Masters and state are None unless the optimizer's reduction reads them. Scalars of one dtype
+    come as one array, since each array that a function returns takes time to dispatch.
     """
 
     def reduce_group(gradient, masters, state, loss, small, ok):
@@ -104,17 +105,45 @@ def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool
             *layout.state.unpack(state),
         ]
         scalars = jx.evaluate(part.jaxpr, [*part.consts, *args, loss, *small])
-        square = jnp.sum(gradient * gradient)
-        return scalars, square, ok & jnp.isfinite(square) if guarded else ok
+        return _stacked(scalars), *_measured(gradient, ok, guarded)
 
     return reduce_group
 
 
-def combine(part: Part, num_messages: int, guarded: bool) -> Callable:
-    """Builds `(loss, globals, scalars, ok) -> (messages, globals, ok)`."""
+def _measured(gradient, ok, guarded):
+    square = jnp.sum(gradient * gradient)
+    return square, ok & jnp.isfinite(square) if guarded else ok
 
-    def combine_groups(loss, state, scalars, ok):
+
+def _stacked(scalars):
+    rows: dict = {}
+    for x in scalars:
+        rows.setdefault(x.dtype, []).append(x.reshape(()))
+    return [jnp.stack(row) for row in rows.values()]
+
+
+def _unstacked(stacked, like):
+    rows = {row.dtype: iter(row) for row in stacked}
+    return [next(rows[v.aval.dtype]).reshape(v.aval.shape) for v in like]
+
+
+def combine(part: Part, reduced: Sequence[Part], num_messages: int, guarded: bool) -> Callable:
+    """Builds `(loss, globals, scalars of each group, ok) -> (messages, globals, ok)`.
+
+    Args:
+        part: What combines.
+        reduced: For each group, what its scalars were computed by.
+        num_messages: How many of the results are messages.
+        guarded: Whether a loss that is not finite changes nothing.
+    """
+
+    def combine_groups(loss, state, stacked, ok):
         ok = ok & jnp.isfinite(loss) if guarded else ok
+        scalars = [
+            x
+            for row, part in zip(stacked, reduced, strict=True)
+            for x in _unstacked(row, part.jaxpr.outvars)
+        ]
         out = jx.evaluate(part.jaxpr, [*part.consts, loss, *state, *scalars])
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
@@ -133,6 +162,20 @@ def update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
         old = (masters, tuple(state))
         new = compute(masters, state, gradient.astype(jnp.float32), messages)
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
+
+    return update_group
+
+
+def update_at_once(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
+    """Builds `(masters, state, gradient, messages, ok) -> (masters, state, squared norm, ok)`.
+
+    `update` for gradients that need not wait: one call also measures what it is given.
+    """
+    apply = update(part, layout, guarded)
+
+    def update_group(masters, state, gradient, messages, ok):
+        square, ok = _measured(gradient.astype(jnp.float32), ok, guarded)
+        return *apply(masters, state, gradient, messages, ok), square, ok
 
     return update_group
 

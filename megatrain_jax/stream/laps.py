@@ -33,7 +33,7 @@ class Op(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
     ZEROS = "zeros"  # create a group's gradient, all zero
-    REDUCE = "reduce"  # a group's complete gradient -> scalars
+    REDUCE = "reduce"  # a group's complete gradient -> scalars, where updates are deferred
     COMBINE = "combine"  # all scalars -> the scalars that updates read
     UPDATE = "update"  # change a group's masters and optimizer state, consume its gradient
 
@@ -222,9 +222,7 @@ def _immediate_lap(workload: Workload) -> list[list[Record]]:
         if complete:
             item.extend(combine)
             combine = []
-        for group in complete:
-            item.extend(Record(op=op, group=group) for op in (Op.REDUCE, Op.UPDATE))
-        items.append(item)
+        items.append([*item, *_for_each(complete, Op.UPDATE)])
     items[-1].extend(combine)
     return items
 

@@ -135,7 +135,7 @@ def _moved(workload: Workload, schedule: Schedule) -> int:
 
 
 def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
-    """Workloads that keep some stages' residuals: from few to as many as fit, or fit beside all state.
+    """Workloads that keep some stages' residuals: few, as many as fit, as many as all state leaves.
 
     Those that save the most time for their bytes come first, and of equal ones the last stages,
     whose residuals are needed for the shortest time.

@@ -62,9 +62,9 @@ class BoundStage:
         return tuple(group for group, dtype in pairs if dtype is not None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
-    """One step of one batch shape.
+    """One step of one batch shape; no two are equal.
 
     Attributes:
         key: Tells batch shapes and kinds of step apart.
