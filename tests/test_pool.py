@@ -282,9 +282,11 @@ def test_reserved_room_can_be_filled_and_replaced():
 @pytest.mark.parametrize(
     "result",
     [
-        "allocator/immediate-least-cuda-async",
+        "updates/immediate-least",
+        "updates/clip-1-least",
         "batches/clip/64-sequences-40-gib-clip-1",
-        "peers/megatrain-jax-90-percent",
+        "peers/megatrain-jax",
+        "small_gpu/10-gib-auto-clip-1",  # one region, as several pieces would take more
     ],
 )
 def test_what_a_process_takes_is_what_it_took(result):

@@ -68,7 +68,9 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     losses = [trainer.read(trainer.step(next(warm_up)))["loss"]]
     first_over, since_process_start = time.perf_counter(), process_seconds()
     losses += [trainer.read(trainer.step(batch))["loss"] for batch in warm_up]
+    driver_start = time.thread_time()
     more_losses, intervals = time_steps(trainer, batches[_WARM_UP_STEPS:])
+    driver_seconds = (time.thread_time() - driver_start) / args.steps
     dispatch = dispatch_seconds(trainer, batches[:3])
     trainer.flush()
     if args.profile is not None:
@@ -79,6 +81,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         **figures_of_plan(trainer.plan),
         **figures_of_steps(shape, trainer.plan, intervals),
         "dispatch_seconds_per_step": dispatch,
+        "driver_cpu_seconds_per_step": driver_seconds,
         "peak_device_gib": peak_device_gib(),
         "peak_device_gib_of_start": peak_of_start,
         "peak_host_gib": peak_host_gib(),

@@ -189,12 +189,11 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     pool, in_use = _pools.get(where, _Pool()), _pinned_bytes_in_use()
     if num_bytes <= pool.proven_bytes - in_use:
         return
-    growth, pieces = 0, [num_bytes]
+    growth, pieces, limit = 0, [num_bytes], _limit_bytes(total_bytes())
     if num_bytes > pool.likely_bytes - in_use:
-        growth = _region_bytes(num_bytes, pool.likely_bytes)
-        exact = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, _limit_bytes(total_bytes()))
-        if not pool.likely_bytes and exact and sum(exact) < growth:
-            growth, pieces = sum(exact), exact
+        growth = _region_bytes(num_bytes, pool.likely_bytes, limit)
+        if not pool.likely_bytes:
+            pieces, growth = _fresh(num_bytes, array_bytes, limit)
         _check(num_bytes, growth)
     _take(pieces, num_bytes)
     _pools[where] = _Pool(proven_bytes=in_use + num_bytes, likely_bytes=pool.likely_bytes + growth)
@@ -211,8 +210,18 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None) -> int:
         array_bytes: See `reserve`.
         total: The machine's host memory; None if unknown.
     """
-    pieces = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, _limit_bytes(total)) or [num_bytes]
-    return sum(pieces) + _PROCESS_BYTES
+    _, growth = _fresh(num_bytes, array_bytes, _limit_bytes(total))
+    return growth + _PROCESS_BYTES
+
+
+def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
+    """Returns what to take from a fresh pool, and what that takes from the system for it.
+
+    No array lies across two pieces, so these need spare room, and one region may be smaller.
+    """
+    growth = _region_bytes(num_bytes, 0, limit)
+    exact = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, limit)
+    return (exact, sum(exact)) if exact and sum(exact) < growth else ([num_bytes], growth)
 
 
 def _pieces(num_bytes: int, limit: int) -> list[int]:
@@ -233,11 +242,11 @@ def _limit_bytes(total: int | None) -> int:
     return sys.maxsize if total is None else max(1, (total - HEAD_ROOM_BYTES) // _GIB) * _GIB
 
 
-def _region_bytes(num_bytes: int, pool_bytes: int) -> int:
+def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:
     """Returns what the pool will take from the system to serve one piece of this size."""
     region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
     # Regions double: the next is as large as all before it together, but stays in the limit.
-    return max(num_bytes, min(max(region, pool_bytes), _limit_bytes(total_bytes()) - pool_bytes))
+    return max(num_bytes, min(max(region, pool_bytes), limit - pool_bytes))
 
 
 def _check(num_bytes: int, growth: int) -> None:
