@@ -191,8 +191,9 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
         return
     growth, pieces, limit = 0, [num_bytes], _limit_bytes(total_bytes())
     if num_bytes > pool.likely_bytes - in_use:
-        growth = _region_bytes(num_bytes, pool.likely_bytes, limit)
-        if not pool.likely_bytes:
+        if pool.likely_bytes:
+            growth = _region_bytes(num_bytes, pool.likely_bytes, limit)
+        else:
             pieces, growth = _fresh(num_bytes, array_bytes, limit)
         _check(num_bytes, growth)
     _take(pieces, num_bytes)

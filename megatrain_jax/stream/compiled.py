@@ -80,9 +80,8 @@ class Templates:
 
     def update(self, cut: OptimizerCut, layout: GroupLayout, group: int) -> Callable:
         """See `functions.update`, and `functions.update_at_once` unless updates are deferred."""
-        part, build = cut.apply[group], functions.update_at_once
-        if cut.deferred:
-            build = functions.update
+        part = cut.apply[group]
+        build = functions.update if cut.deferred else functions.update_at_once
         return self.get(
             ("update", part.key, layout),
             lambda: build(part, layout, cut.guarded),
@@ -158,11 +157,11 @@ def _calls(
             continue
         masters = _on_device(layout.master.aval)
         state = tuple(_on_device(slab.aval) for slab in layout.state.layouts)
-        reads = [
-            masters if "P" in cut.reduce_reads else None,
-            state if "O" in cut.reduce_reads else None,
-        ]
         if cut.deferred:
+            reads = [
+                masters if "P" in cut.reduce_reads else None,
+                state if "O" in cut.reduce_reads else None,
+            ]
             key = "reduce", cut.reduce[g].key, layout, gradient(g).dtype
             args = [gradient(g), *reads, loss, small, ok]
             yield key, (templates.reduce(cut, layout, g), args, 0)

@@ -233,12 +233,12 @@ class Engine:
         if plan is None:
             get = templates.reduce if op is Op.REDUCE else templates.update
             return get(self.optimizer, self.layouts[number], number)
-        if number in plan.schedule.kept:
-            keeps = templates.forward_keeping, templates.backward_of_kept
-            forward, backward = keeps
+        keeps = number in plan.schedule.kept
+        if op is Op.FORWARD:
+            get = templates.forward_keeping if keeps else templates.forward
         else:
-            forward, backward = templates.forward, templates.backward
-        return (forward if op is Op.FORWARD else backward)(plan.stages[number])
+            get = templates.backward_of_kept if keeps else templates.backward
+        return get(plan.stages[number])
 
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
         return [self.on_device["P", g][0] for g in bound.groups]
