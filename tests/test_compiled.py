@@ -28,7 +28,9 @@ def compiled_names(caplog):
     return [name for text in texts if "Compiling" in text for name in FUNCTIONS if name in text]
 
 
-@pytest.mark.parametrize(("compute", "microbatches"), [("float32", 2), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    ("compute", "microbatches"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)]
+)
 @pytest.mark.parametrize("optimizer", ["clip_adamw", "adafactor", "muon"])
 @pytest.mark.parametrize("name", ["nnx_tied", "dropout_nnx"])
 def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, caplog):

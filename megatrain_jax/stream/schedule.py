@@ -108,8 +108,9 @@ def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
 
 def _with_residents(laps: Laps, budget: int, bounds: Mapping[str, int]) -> Schedule:
     """The fastest schedule of some with more or fewer parts that stay on the device."""
-    if budget >= (needed := least_bytes(laps, _everything(laps))):
-        return _lay_down(laps, needed, _everything(laps), bounds)
+    everything = _everything(laps)
+    if budget >= (needed := least_bytes(laps, everything)):
+        return _lay_down(laps, needed, everything, bounds)
     always, units = _residuals(laps), _resident_units(laps)
 
     def residents(count: int) -> frozenset[PartKey]:
