@@ -139,8 +139,8 @@ def test_immediate_step_by_hand():
         *("WAIT -1", "LAND O0", "LAND P0"),
     ]
     assert spell(schedule.evaluation) == [
-        *("FETCH P0", "FETCH P1", "FETCH P2", "FETCH P3", "FORWARD 0", "RELEASE P0"),
-        *("FORWARD 1", "RELEASE P1", "WAIT 0", "FORWARD 2", "RELEASE P2"),
+        *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0"),
+        *("FETCH P2", "FETCH P3", "FORWARD 1", "RELEASE P1", "WAIT 0", "FORWARD 2", "RELEASE P2"),
         *("WAIT 1", "FORWARD 3", "RELEASE P3", "WAIT 2", "WAIT 3"),
     ]
     # From its start: P0, P1; G0 and G1 until they were used up; P1, O1 and O0 on their way out.
@@ -165,8 +165,8 @@ def test_resident_step_by_hand():
 def test_deferred_step_by_hand():
     schedule = plan_schedule(chain(4, deferred=True), None)
     assert spell(schedule.cold) == [
-        *("FETCH P0", "FETCH P1", "FETCH P2", "FETCH P3", "FETCH O0", "FETCH O1"),
-        *("FORWARD 0", "FORWARD 1", "FORWARD 2"),
+        *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0", "FETCH P2", "FETCH P3", "FORWARD 1"),
+        *("WAIT 0", "FETCH P0", "FORWARD 2", "FETCH O0", "FETCH O1"),
         *("BACKWARD 3", "RELEASE P3", "REDUCE 3", "OFFLOAD G3"),
         *("BACKWARD 2", "REDUCE 2", "OFFLOAD G2", "WAIT 3"),
         *("BACKWARD 1", "REDUCE 1", "BACKWARD 0", "REDUCE 0", "COMBINE"),
@@ -288,6 +288,25 @@ def test_a_bound_link_is_never_idle(deferred):
     schedule = plan_schedule(workload, None)
     busier = max(bytes_moved(workload, schedule, op) for op in (Op.FETCH, Op.OFFLOAD))
     assert busier <= schedule.seconds < 1.1 * busier
+
+
+@pytest.mark.parametrize("room", [0, 8, 40, 80])
+def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
+    values = {i: 1 for i in range(19)}
+    makes = (*((i,) for i in values), ())
+    workload = decoder(deferred=True, values=values, makes=makes, reads=((), *makes[:-1]))
+    schedule = plan_schedule(workload, plan_schedule(workload, None).smallest_bytes + room)
+    fetched: list[int] = []
+    between = []
+    for record in schedule.steady:
+        if record.op is Op.FETCH:
+            fetched.append(workload.size((str(record.part), record.group or 0)))
+        elif record.op is Op.BACKWARD:
+            between.append(sum(fetched[:-1]))  # the last may be larger and is due later
+            fetched = []
+    # The head's state leaves and makes room for many blocks, but while a block's backward computes
+    # the link brings 12 bytes. What the next one needs, 4 and 1, has to come in any case.
+    assert max(between[1:]) <= 12 + 4 + 1
 
 
 @pytest.mark.parametrize("deferred", [False, True])

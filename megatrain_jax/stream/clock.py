@@ -5,6 +5,7 @@ and the two directions of the link. A copy to the device starts no earlier than 
 to the device before it, since its memory is allocated in the order of the computations.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from megatrain_jax.stream.laps import Costs, PartKey
@@ -43,9 +44,14 @@ class Clock:
     def compute(self, touches: tuple[PartKey, ...], seconds: float, item: int) -> None:
         """Computes on parts."""
         self._dispatch()
-        ready = (self.arrived.pop(key, 0.0) for key in touches)
-        self.device = max(self.driver, self.device, *ready) + seconds
-        self.computed[item] = self.device
+        self.device = self.computed[item] = self.over(touches, seconds)
+        for key in touches:
+            self.arrived.pop(key, None)
+
+    def over(self, touches: Iterable[PartKey], seconds: float) -> float:
+        """When something would be computed if it came next."""
+        ready = (self.arrived.get(key, 0.0) for key in touches)
+        return max(self.driver, self.device, *ready) + seconds
 
     def offload(self, key: PartKey, size: int, item: int) -> None:
         """Copies a part that was computed last to the host."""

@@ -1,8 +1,8 @@
 """Lays down the records of a lap within a byte limit.
 
-Parts are fetched in the order of their use, as far ahead as the limit allows, and stay as long as
-their next use lies within that reach. What an item has to have is made room for by waiting; what
-is further ahead is fetched into room that the clock says is free.
+Parts are fetched in the order of their use, as far ahead as the limit allows and the link needs to
+be busy, and stay as long as their next use lies within that reach. What an item has to have is made
+room for by waiting; what is further ahead is fetched into room that the clock says is free.
 """
 
 from bisect import bisect_left
@@ -178,7 +178,7 @@ class Device:
         for number, item in enumerate(items):
             last = number == len(items) - 1
             early = boundary if last else items[number + 1].num_early
-            self._make_ready(number, line, starts[number + 1] + early)
+            self._make_ready(number, item, line, starts[number + 1] + early)
             if last:  # a first lap may not use all that stays
                 for key in sorted(key for key in self.resident - self.present if key[0] in LASTING):
                     self.fetch(key, number)
@@ -203,26 +203,34 @@ class Device:
             self._wait_for_oldest()
         assert not self.present and not self.num_bytes
 
-    def _make_ready(self, number: int, line: Sequence[Use], must: int) -> None:
-        """Fetches what the item and the start of the next one use, and what else there is room for.
+    def _make_ready(self, number: int, item: Item, line: Sequence[Use], must: int) -> None:
+        """Fetches what the item and the start of the next one use, and what keeps the link busy.
 
         The device always has the item before this one to compute while the driver waits here.
         """
         while self.room < 0:
             self._wait_for_oldest()
-        for item in sorted(item for item in self.used if item < number - 1):
-            self.wait(item)
-        for item, key in [at for at in self.leaving if at[0] < number]:
-            if self.clock.landed.get((item, key), 0.0) <= self.clock.driver:
-                self.land(item, key)
+        for before in sorted(at for at in self.used if at < number - 1):
+            self.wait(before)
+        for at in [at for at in self.leaving if at[0] < number]:
+            if self.clock.landed.get(at, 0.0) <= self.clock.driver:
+                self.land(*at)
+        # What is fetched the next time can't come before this item is computed. More than keeps
+        # the link busy until then would only wait in line, where streams overtake one another.
+        seconds = sum(step.seconds for step in item.steps)
+        enough = self.clock.over((use.key for use in item.uses), seconds)
         while self.reach < len(line):
             use = line[self.reach]
             size = self._missing(use)
             while size > self.room and self.reach < must:
                 self._wait_for_oldest()
-            if size > self.room:
+            ahead = self.reach >= must and self._has_to_come(use)
+            if size > self.room or (ahead and self.clock.inward > enough):
                 break
-            self._take(use, number)
+            if use.creates:
+                self.reserved[use.key] += 1
+            elif self._has_to_come(use):
+                self.fetch(use.key, number)
             self.reach += 1
 
     def _missing(self, use: Use) -> int:
@@ -230,13 +238,10 @@ class Device:
         known = use.key in self.reserved or use.key in self.present
         return 0 if known and not use.creates else self.workload.size(use.key)
 
-    def _take(self, use: Use, number: int) -> None:
-        if use.creates:
-            self.reserved[use.key] += 1
-        elif use.key not in self.present and (
-            use.key[0] in LASTING or use.key not in self.reserved
-        ):  # what has a reservation and doesn't last is still to be made
-            self.fetch(use.key, number)
+    def _has_to_come(self, use: Use) -> bool:
+        """Whether a use needs a copy; what has its room and doesn't last is still to be made."""
+        known = use.key in self.present or (use.key in self.reserved and use.key[0] not in LASTING)
+        return not use.creates and not known
 
     def _wait_for_oldest(self) -> None:
         oldest = min((*self.used, *(item for item, _ in self.leaving)), default=None)
