@@ -1,6 +1,7 @@
 """Trains a model in one call."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -98,40 +99,42 @@ def fit(
             holds the result of the steps done.
     """
     _check_options(data, steps, eval_data, eval_every)
-    series = _series(checkpoint_dir, checkpoint_every, keep)
-    source = Source(data)
-    try:
-        sample = next(source)
-    except StopIteration:
-        raise ValueError(EMPTY) from None
-    check_batch(sample, microbatches)
-    trainer = Trainer(
-        model,
-        loss_fn,
-        optimizer,
-        sample,
-        microbatches=microbatches,
-        precision=precision,
-        device_budget=device_budget,
-        params=params,
-        trainable=trainable,
-        on_nonfinite=on_nonfinite,
-        seed=seed,
-        progress=progress,
-    )
-    del params
-    facts = series.resume(trainer) if series is not None and resume else None
-    batches: Iterator[Any] = chain([sample], source)
-    if series is not None and facts is not None:
-        if progress:
-            tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-        source.go_to(facts["data"], progress)
-        batches = source
-    run = Run(trainer=trainer, source=source, first=source.count - (batches is not source))
-    left = None if steps is None else max(0, steps - trainer.num_steps)
-    if left == 0:
-        return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
-    return run.train(batches, left, eval_data, eval_every, series, callbacks, progress)
+    with _series(checkpoint_dir, checkpoint_every, keep) as series:
+        source = Source(data)
+        try:
+            sample = next(source)
+        except StopIteration:
+            raise ValueError(EMPTY) from None
+        check_batch(sample, microbatches)
+        trainer = Trainer(
+            model,
+            loss_fn,
+            optimizer,
+            sample,
+            microbatches=microbatches,
+            precision=precision,
+            device_budget=device_budget,
+            params=params,
+            trainable=trainable,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+            progress=progress,
+        )
+        del params
+        facts = None
+        if series is not None:
+            facts = series.resume(trainer) if resume else series.begin(trainer)
+        batches: Iterator[Any] = chain([sample], source)
+        if series is not None and facts is not None:
+            if progress:
+                tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
+            source.go_to(facts["data"], progress)
+            batches = source
+        run = Run(trainer=trainer, source=source, first=source.count - (batches is not source))
+        left = None if steps is None else max(0, steps - trainer.num_steps)
+        if left == 0:
+            return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
+        return run.train(batches, left, eval_data, eval_every, series, callbacks, progress)
 
 
 def train(
@@ -175,20 +178,24 @@ def train(
         FloatingPointError: See `fit`.
     """
     _check_options(data, steps, eval_data, eval_every)
-    series = _series(checkpoint_dir, checkpoint_every, keep)
-    source = Source(data)
-    run = Run(trainer=trainer, source=source, first=0)
-    return run.train(source, steps, eval_data, eval_every, series, callbacks, progress)
+    with _series(checkpoint_dir, checkpoint_every, keep) as series:
+        if series is not None:
+            series.begin(trainer)
+        source = Source(data)
+        run = Run(trainer=trainer, source=source, first=0)
+        return run.train(source, steps, eval_data, eval_every, series, callbacks, progress)
 
 
-def _series(path: str | PathLike[str] | None, every: int | None, keep: int) -> Checkpoints | None:
+def _series(
+    path: str | PathLike[str] | None, every: int | None, keep: int
+) -> AbstractContextManager[Checkpoints | None]:
     for name, value in (("checkpoint_every", every), ("keep", keep)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {value}")
     if path is None:
         if every is not None:
             raise ValueError(f"`checkpoint_every`={every} needs a `checkpoint_dir`")
-        return None
+        return nullcontext()
     return Checkpoints(path, every, keep)
 
 

@@ -1,5 +1,6 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from os import PathLike
@@ -15,8 +16,10 @@ from megatrain_jax import store
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
+from megatrain_jax.checkpoint.folder import CheckpointError, local_path
 from megatrain_jax.checkpoint.restore import check, load
 from megatrain_jax.checkpoint.save import Saving
+from megatrain_jax.checkpoint.workspace import Workspace
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
@@ -222,6 +225,7 @@ class Trainer:
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
+        self._lost: str | None = None  # why there is no state
         self.history = History()
         self.num_steps = self.num_skipped = 0
 
@@ -240,6 +244,7 @@ class Trainer:
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step met a number that is not finite.
         """
+        self._check_state()
         check_batch(batch, self._job.microbatches)
         check_like(batch, self._sample)
         plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
@@ -332,6 +337,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
+        self._check_state()
         with deferred_interrupt():
             self._engine.flush()
 
@@ -375,13 +381,19 @@ class Trainer:
                 from such a checkpoint.
 
         Raises:
+            ValueError: If Orbax could not read from `path` what it has written.
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
-        self.start_saving(Path(path), params_only=params_only).wait()
+        self.start_saving(local_path(path, "path"), params_only=params_only).wait()
 
     def start_saving(
-        self, path: Path, facts: Mapping[str, Any] | None = None, *, params_only: bool = False
+        self,
+        path: Path,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        params_only: bool = False,
+        workspace: Workspace | None = None,
     ) -> Saving:
         """Begins to write a checkpoint and returns; steps may go on meanwhile.
 
@@ -389,14 +401,15 @@ class Trainer:
             path: See `save`.
             facts: What to keep beside the state, as JSON.
             params_only: See `save`.
+            workspace: Of the run whose checkpoint this is; what is at `path` is then replaced.
 
         Returns:
             What to wait for. A second save waits for the first by itself.
         """
-        self.wait_for_saving()
         path = path.absolute()
-        if path.exists():
+        if workspace is None and os.path.lexists(path):
             raise FileExistsError(f"there is something at {path} already")
+        self._join_saving()
         self.flush()
         entries = entries_of(self._job)
         about = {
@@ -406,18 +419,22 @@ class Trainer:
             "history": [dict(record) for record in self.history],  # as it is now
             **(facts or {}),
         }
-        self._saving = Saving(path, self._job, self._engine, entries, about, params_only)
+        self._saving = Saving(path, self._job, self._engine, entries, about, params_only, workspace)
         return self._saving
 
     def wait_for_saving(self) -> None:
         """Waits until a checkpoint that is being written is whole.
 
         Raises:
-            CheckpointError: If it could not be written.
+            CheckpointError: If it could not be written; raised once.
         """
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        if self._saving is not None:
+            self._saving.wait()
+
+    def _join_saving(self) -> None:
+        """Waits until nothing is written; an error is for who waits for that checkpoint."""
+        if self._saving is not None:
+            self._saving.join()
 
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Goes on from a checkpoint of the same model and optimizer.
@@ -433,20 +450,30 @@ class Trainer:
 
         Raises:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
-                otherwise, the training state is as it was.
+                otherwise, the training state is as it was. If it says that the state is lost, all
+                that needs it raises `CheckpointError` until another checkpoint is restored.
         """
-        self.wait_for_saving()
-        path = Path(path).absolute()
+        self._join_saving()
+        path = local_path(path, "path")
         entries = entries_of(self._job)
         facts = check(path, entries)
-        for metrics in list(self._in_flight):
-            self.read(metrics)
-        self.flush()
+        if self._lost is None:
+            for metrics in list(self._in_flight):
+                self.read(metrics)
+            self.flush()
         with deferred_interrupt(), self._bar("restoring", len(self._job.layouts)) as bar:
-            load(path, self._job, self._engine, entries, bar.update)
+            self._lost = f"{path} was read half-way only"
+            load(path, facts.get("arrays"), self._job, self._engine, entries, bar.update)
+            self._lost = None
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])
         return facts
+
+    def _check_state(self) -> None:
+        if self._lost is not None:
+            raise CheckpointError(
+                f"there is no training state: {self._lost}. Restore another checkpoint."
+            )
 
     def _bar(self, what: str, num_groups: int) -> tqdm:
         return tqdm(
