@@ -64,7 +64,10 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
     """
     try:
         with plain_path(folder) as path:
-            return flat(v1.metadata(str(path)).metadata)
+            found = v1.metadata(str(path)).metadata
+        if found is None:  # Orbax logs why
+            raise ValueError("what it knows of its arrays is unreadable")
+        return flat(found)
     except Exception as error:
         raise CheckpointError(
             f"{folder} is no checkpoint that Orbax can read ({type(error).__name__}: {error})"
