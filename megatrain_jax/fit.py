@@ -75,13 +75,15 @@ def fit(
         eval_every: Evaluate after each step whose number this divides. The run's end is always
             evaluated where there is `eval_data`.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder a step, each an ordinary
-            Orbax checkpoint. The last step is always saved.
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no other
+            run can write there meanwhile.
         checkpoint_every: Save after each step whose number this divides. Training goes on while
             a checkpoint is written.
         keep: How many checkpoints to keep, the newest ones.
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
             batch that came after it: `data` is put there by `set_state` if its iterator has that
-            (Grain), or else by skipping the batches that were used.
+            (Grain), or else by skipping the batches that were used. Newer checkpoints that can't
+            be read are renamed. Without it, `checkpoint_dir` must hold no steps yet.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
             record's. A callback ends the run early by raising `KeyboardInterrupt`.
@@ -95,8 +97,9 @@ def fit(
         TypeError: If `data` or `eval_data` is not what it should be.
         DataRanOutError: If `data` ends before `steps` steps; it holds the result of those done.
         FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise".
-        CheckpointError: If a checkpoint can't be written, or none of those there can be read; it
-            holds the result of the steps done.
+        CheckpointError: If `checkpoint_dir` or a checkpoint can't be written, another run has the
+            folder, or none of the checkpoints there can be read; it holds the result of the steps
+            done.
     """
     _check_options(data, steps, eval_data, eval_every)
     with _series(checkpoint_dir, checkpoint_every, keep) as series:
@@ -162,7 +165,7 @@ def train(
         steps: How many further steps to take; None trains until `data` ends.
         eval_data: See `fit`.
         eval_every: See `fit`; steps are counted over the trainer's life.
-        checkpoint_dir: See `fit`; nothing is resumed here.
+        checkpoint_dir: See `fit`; nothing is resumed here, and no later steps may be there.
         checkpoint_every: See `fit`.
         keep: See `fit`.
         callbacks: See `fit`.

@@ -4,6 +4,7 @@ import os
 import warnings
 from contextlib import suppress
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -122,8 +123,9 @@ class Checkpoints:
         """
         self.finish(trainer)
         path = self.folder / str(trainer.num_steps)
-        if os.path.lexists(path):  # a callback may have saved this step by itself
-            manifest.read(path)
+        # A callback may have saved this step by itself; nothing else can be replaced.
+        if os.path.lexists(path) and (strange := _strange(path)):
+            raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
         self._saving = trainer.start_saving(path, {"data": position}, workspace=self._workspace)
         self.saved = trainer.num_steps
 
@@ -133,13 +135,13 @@ class Checkpoints:
         Raises:
             CheckpointError: If it could not be written.
         """
-        saving, self._saving = self._saving, None
-        if saving is not None:
+        if self._saving is not None:
             try:
-                saving.wait()
+                self._saving.wait()
             except CheckpointError:
-                self.saved = None
+                self._saving = self.saved = None
                 raise
+            self._saving = None
             self._remove_oldest()
 
     def finish_quietly(self, trainer: Trainer) -> None:
@@ -183,10 +185,8 @@ class Checkpoints:
         for step in [s for s in steps if s <= self.saved][: -self._keep]:
             path = self.folder / str(step)
             try:
-                strange = ["."] if path.is_symlink() else manifest.strangers(path)
-                if strange:
-                    listed = ", ".join(strange[:3])
-                    self._leave_alone(step, f"megatrain_jax didn't put {listed} there")
+                if strange := _strange(path):
+                    self._leave_alone(step, f"megatrain_jax didn't make {strange}")
                 else:
                     self._workspace.discard(path)
             except (OSError, CheckpointError) as error:
@@ -195,3 +195,14 @@ class Checkpoints:
     def _leave_alone(self, step: int, why: str) -> None:
         self._left_alone.add(step)
         warnings.warn(f"{self.folder / str(step)} is left alone: {why}", stacklevel=5)
+
+
+def _strange(path: Path) -> str:
+    """What is strange about a checkpoint, so that it must not be deleted; nothing if all is ours.
+
+    Raises:
+        CheckpointError: If it is no checkpoint of this library.
+    """
+    if path.is_symlink():
+        return "that symbolic link"
+    return ", ".join(manifest.strangers(path)[:3])
