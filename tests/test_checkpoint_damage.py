@@ -43,7 +43,7 @@ def test_a_changed_byte_is_noticed_or_harmless(trainer, saved):
     rng, expected = random.Random(0), small.state(trainer)
     outcomes = []
     for file in filter(os.path.getsize, small.files(saved)):
-        for _ in range(3):
+        for _ in range(2):
             at, bits = rng.randrange(file.stat().st_size), rng.randrange(1, 256)
             small.flip(file, at, bits)
             try:
@@ -112,7 +112,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     small.damage(tmp_path / "4", first.trainer.opt_state[0].mu[0]["w"])
     with pytest.warns(UserWarning, match="Resumed from step 2 instead"):
         again = small.fit(tmp_path, 6, checkpoint_every=2)
-    assert small.losses(again) == small.losses(small.fit(None, 6))
+    assert small.losses(again) == small.expected(6)
     check_same_bits(plain(tmp_path / "6")["params"]["0"], again.params[0])
 
 
@@ -148,14 +148,15 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_that_is_not_well_formed_is_refused(name, trainer, saved):
+def test_a_manifest_that_is_not_well_formed_is_refused(trainer, saved):
     facts = json.loads((saved / "megatrain.json").read_text())
-    text = MANIFESTS[name](facts)
     before = small.state(trainer)
-    (saved / "megatrain.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(mt.CheckpointError, match="99" if name == "newer" else str(saved)):
-        trainer.restore(saved)
+    for name, change in MANIFESTS.items():
+        text = change(facts)
+        (saved / "megatrain.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(mt.CheckpointError, match="99" if name == "newer" else str(saved)):
+            trainer.restore(saved)
+            pytest.fail(f"accepted: {name}")
     check_same_bits(small.state(trainer), before)
 
 
@@ -165,7 +166,7 @@ def test_a_broken_manifest_is_passed_over(tmp_path):
     (tmp_path / "4" / "megatrain.json").write_text('{"format": 99}')
     with pytest.warns(UserWarning, match="Resumed from step 2 instead"):
         again = small.fit(tmp_path, 8)
-    assert small.losses(again) == small.losses(small.fit(None, 8))
+    assert small.losses(again) == small.expected(8)
 
 
 def test_checkpoints_from_before_there_were_checksums_are_restored(trainer, saved):
@@ -204,7 +205,7 @@ def test_what_orbax_did_not_write_is_not_published(change, trainer, saved, monke
     assert os.listdir(saved.parent) == ["2"] and small.tree(saved) == before
 
 
-NAMES = ("run[1]", "lr[0.1]", "a*", "a?", "[ab", ".dot", "a b", "é%20#", "a:b")
+NAMES = ("run[1]", "a*", "a?", ".dot", "é: [%20#")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -222,7 +223,7 @@ def test_any_name_of_a_local_folder_can_be_used(name, trainer, tmp_path):
 def test_a_run_in_a_folder_with_brackets_goes_on(tmp_path):
     for steps in (2, 5):
         result = small.fit(tmp_path / "lr[0.1]*", steps, checkpoint_every=1, keep=1)
-    assert small.losses(result) == small.losses(small.fit(None, 5))
+    assert small.losses(result) == small.expected(5)
     assert os.listdir(tmp_path / "lr[0.1]*") == ["5"]
 
 

@@ -28,6 +28,7 @@ from megatrain_jax.checkpoint.contents import (
 )
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.checkpoint.workspace import NAME, Workspace
+from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.job import Job
 from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.laps import LASTING, Op
@@ -83,17 +84,20 @@ class Saving:
         self._entries, self._replaces = list(entries), workspace is not None
         self._parts = _parts(job, engine, entries)
         self._left = Counter(g for groups, _ in self._parts for g in groups)
-        if workspace is None:
-            # Whether anything can be written shows here, before training goes on.
-            workspace = Workspace(path.with_name(f"{path.name}.{NAME}"), path)
-        else:
-            workspace.share()
-        self._workspace = workspace
-        engine.moves.before_replacing = self.wait_for
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
         )
-        self._thread.start()
+        # An interrupt in between would leave the workspace to nobody. Insisting helps where the
+        # workspace is waited for.
+        with deferred_interrupt(insist=True):
+            if workspace is None:
+                # Whether anything can be written shows here, before training goes on.
+                workspace = Workspace(path.with_name(f"{path.name}.{NAME}"), path)
+            else:
+                workspace.share()
+            self._workspace = workspace
+            engine.moves.before_replacing = self.wait_for
+            self._thread.start()
 
     @property
     def done(self) -> bool:
