@@ -149,7 +149,7 @@ class Saving:
         with (
             orbax.context(),
             orbax.plain_path(written.parent) as parent,
-            ThreadPoolExecutor(1, "checksums") as beside,
+            ThreadPoolExecutor(1, "checksums", initializer=_give_way) as beside,
         ):
             while self._parts:
                 groups, rows = self._parts.pop(0)
@@ -208,6 +208,12 @@ def _copied_bytes(entry: Entry) -> int:
     num_bytes = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
     cut = num_bytes > orbax.FILE_BYTES and entry.shape[0] < max(entry.shape)
     return num_bytes if cut else 0
+
+
+def _give_way() -> None:
+    """Lets all other threads go first: the disk has to be fed, checksums only be there in time."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _words(error: BaseException) -> str:
