@@ -6,6 +6,7 @@ import os
 import random
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import xxhash
@@ -84,12 +85,18 @@ def test_parameters_to_start_from_are_verified(trainer, saved):
         small.trainer(params=saved)
 
 
+def num_live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 def test_a_restore_that_fails_half_way_leaves_a_trainer_that_can_be_restored(trainer, saved):
     expected = small.state(trainer)
     trainer.save(saved.with_name("bad"))
     small.damage(saved.with_name("bad"), trainer.params[1]["w"])
-    with pytest.raises(mt.CheckpointError, match="lost"):
+    live = num_live_bytes()
+    with pytest.raises(mt.CheckpointError, match="lost") as caught:
         trainer.restore(saved.with_name("bad"))
+    assert num_live_bytes() < live and caught, "the error holds no arrays"
     uses = (
         lambda: trainer.step(small.batch(2)),
         lambda: trainer.evaluate([small.batch(2)]),

@@ -5,6 +5,7 @@ old arrays make room for the new ones, so that a full pool is large enough.
 """
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +73,25 @@ def load(
         CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
             store is then lost, until another checkpoint is loaded.
     """
+    try:
+        _fill(path, known, job, engine, entries, done)
+    except Exception as error:
+        # Whoever holds the error would else hold arrays, too, and need their room.
+        traceback.clear_frames(error.__traceback__)
+        raise CheckpointError(
+            f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
+            "memory is lost: restore another checkpoint."
+        ) from error
+
+
+def _fill(
+    path: Path,
+    known: Mapping[str, str] | None,
+    job: Job,
+    engine: Engine,
+    entries: Sequence[Entry],
+    done: Callable[[], object],
+) -> None:
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
 
@@ -81,42 +101,36 @@ def load(
             loaded = _load(path, whole.values())
         return {place: loaded[entry.path] for place, entry in whole.items()}
 
-    try:
-        with orbax.context(), ThreadPoolExecutor(1) as reader:
-            for entry in (entry for entry in entries if entry.stacked):
-                for g in entry.groups:
-                    _drop(engine, g)
-                whole = _load(path, [entry])[entry.path]
-                checked = reader.submit(verify, path, known, entry.path, [whole])
-                for place, row in zip(entry.places, whole, strict=True):
-                    slices[place] = jax.device_put(row, pool.pinned())
-                jax.block_until_ready(list(slices.values()))
-                checked.result()
-            slabs = _slabs(job)
-            coming = reader.submit(read, slabs[0])
-            for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
-                if slab.part == "P":
-                    _drop(engine, slab.group)
-                values = _filled(slab, coming.result(), slices)
-                if after is not None:
-                    # Not earlier: what this slab was made of would be a third beside the store.
-                    coming = reader.submit(read, after)
-                array = jax.device_put(values, pool.pinned())
-                for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
-                    if place in by_place and not by_place[place].stacked:
-                        verify(path, known, by_place[place].path, [leaf])
-                del values
-                array.block_until_ready()
-                key = slab.part, slab.group
-                engine.host[key] = (*engine.host.get(key, ()), array)
-                if after is None or after.group != slab.group:
-                    done()
-            _load_small(path, known, engine, [entry for entry in entries if not entry.groups])
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
-            "memory is lost: restore another checkpoint."
-        ) from error
+    with orbax.context(), ThreadPoolExecutor(1) as reader:
+        for entry in (entry for entry in entries if entry.stacked):
+            for g in entry.groups:
+                _drop(engine, g)
+            whole = _load(path, [entry])[entry.path]
+            checked = reader.submit(verify, path, known, entry.path, [whole])
+            for place, row in zip(entry.places, whole, strict=True):
+                slices[place] = jax.device_put(row, pool.pinned())
+            jax.block_until_ready(list(slices.values()))
+            checked.result()
+        slabs = _slabs(job)
+        coming = reader.submit(read, slabs[0])
+        for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
+            if slab.part == "P":
+                _drop(engine, slab.group)
+            values = _filled(slab, coming.result(), slices)
+            if after is not None:
+                # Not earlier: what this slab was made of would be a third beside the store.
+                coming = reader.submit(read, after)
+            array = jax.device_put(values, pool.pinned())
+            for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
+                if place in by_place and not by_place[place].stacked:
+                    verify(path, known, by_place[place].path, [leaf])
+            del values
+            array.block_until_ready()
+            key = slab.part, slab.group
+            engine.host[key] = (*engine.host.get(key, ()), array)
+            if after is None or after.group != slab.group:
+                done()
+        _load_small(path, known, engine, [entry for entry in entries if not entry.groups])
 
 
 def _drop(engine: Engine, group: int) -> None:
