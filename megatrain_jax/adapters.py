@@ -27,6 +27,10 @@ from megatrain_jax.model_kinds import (
     path_name,
 )
 
+# What every step's record has of its own, and what its evaluation's metrics begin with.
+RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
+EVALUATED = "eval_"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedModel:
@@ -292,9 +296,12 @@ def _checked_result(
         )
     if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
         raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
-    reserved = sorted({"loss", "grad_norm"} & set(metrics))
+    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVALUATED))
     if reserved:
-        raise ValueError(f"{name} may not name a metric {reserved[0]!r}: every step has its own.")
+        raise ValueError(
+            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
+            f"{', '.join(RESERVED)} and what begins with {EVALUATED}; rename the metric."
+        )
     numbers = {}
     for key, metric in metrics.items():
         number = _as_number(metric)

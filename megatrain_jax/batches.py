@@ -195,6 +195,11 @@ class Prefetch(Iterator[Any]):
             self._check(batch)
             self._ready.append(jax.device_put(batch))
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether no batch is ready; after `fill`, whether the data has ended."""
+        return not self._ready
+
     def __next__(self) -> Any:
         """Gives the oldest batch that is ready, drawing one if none is."""
         if not self._ready:

@@ -11,9 +11,10 @@ from tqdm.auto import tqdm
 from megatrain_jax.batches import Source, check_batch
 from megatrain_jax.checkpoint.series import Checkpoints
 from megatrain_jax.job import DeviceBudget, OnNonfinite, Trainable
-from megatrain_jax.loop import Callback, EvalData, Run
+from megatrain_jax.loop import Callback, EvalData
 from megatrain_jax.precision import Precision
-from megatrain_jax.result import EMPTY, FitResult
+from megatrain_jax.result import EMPTY, FitResult, handed_over
+from megatrain_jax.run import Run
 from megatrain_jax.trainer import Trainer
 
 _DEFAULT_PRECISION = Precision()
@@ -32,6 +33,7 @@ def fit(
     params: Any = None,
     trainable: Trainable = None,
     on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
     seed: int = 0,
     eval_data: EvalData | None = None,
     eval_every: int | None = None,
@@ -44,9 +46,12 @@ def fit(
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
-    Ctrl-C or SIGTERM ends the run after the step at hand, saves it if there is a `checkpoint_dir`,
-    and returns what was trained so far. To go on after it, or after `steps`, call `train` with the
-    result's trainer. The same call in a new process goes on from the newest checkpoint.
+    Ctrl-C ends the run after the step at hand, saves it if there is a `checkpoint_dir`, and returns
+    what was trained so far. SIGTERM does the same and then ends the process with status 143, by
+    `SystemExit`, or calls the handler that was installed for it. An error on the way is raised
+    once the last whole step is saved. Whatever is raised has the result as its attribute `result`.
+    To go on after any of these, or after `steps`, call `train` with the result's trainer. The same
+    call in a new process goes on from the newest checkpoint.
 
     Args:
         model: An `nnx.Module`, a function of no arguments that builds one, a
@@ -68,6 +73,7 @@ def fit(
             function of the path; None trains all. See `Trainer`.
         on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state as they were; see `Trainer`.
+        max_skipped: How many steps in a row may be skipped; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
         eval_data: Batches to evaluate on, or a function that returns them; they are iterated over
             anew each time.
@@ -84,7 +90,8 @@ def fit(
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
             record's. A callback ends the run early by raising `KeyboardInterrupt`.
-        progress: Whether to show a progress bar; without it nothing is printed.
+        progress: Whether to show a progress bar; without it nothing is printed, but that a signal
+            ended the run.
 
     Returns:
         The trainer and its history.
@@ -92,10 +99,11 @@ def fit(
     Raises:
         ValueError: If `data` is empty, a batch does not fit, or the options contradict each other.
         TypeError: If `data` or `eval_data` is not what it should be.
-        DataRanOutError: If `data` ends before `steps` steps; it holds the result of those done.
-        FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise".
-        CheckpointError: If a checkpoint can't be written, or none of those there can be read; it
-            holds the result of the steps done.
+        DataRanOutError: If `data` ends before `steps` steps.
+        FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
+            `max_skipped` steps in a row were skipped.
+        CheckpointError: If a checkpoint can't be written, or none of those there can be read.
+        SystemExit: After SIGTERM.
     """
     _check_options(data, steps, eval_data, eval_every)
     series = _series(checkpoint_dir, checkpoint_every, keep)
@@ -116,22 +124,22 @@ def fit(
         params=params,
         trainable=trainable,
         on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
         seed=seed,
         progress=progress,
     )
     del params
-    facts = series.resume(trainer) if series is not None and resume else None
-    batches: Iterator[Any] = chain([sample], source)
-    if series is not None and facts is not None:
-        if progress:
-            tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-        source.go_to(facts["data"], progress)
-        batches = source
-    run = Run(trainer=trainer, source=source, first=source.count - (batches is not source))
-    left = None if steps is None else max(0, steps - trainer.num_steps)
-    if left == 0:
-        return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
-    return run.train(batches, left, eval_data, eval_every, series, callbacks, progress)
+    with handed_over(trainer):
+        facts = series.resume(trainer) if series is not None and resume else None
+        batches: Iterator[Any] = chain([sample], source)
+        first = 0
+        if series is not None and facts is not None:
+            if progress:
+                tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
+            source.go_to(facts["data"], progress)
+            batches, first = source, source.count
+        run = Run(trainer=trainer, source=source, first=first, counted_from=0)
+        return run.train(batches, steps, eval_data, eval_every, series, callbacks, progress)
 
 
 def train(
@@ -148,6 +156,8 @@ def train(
     progress: bool = True,
 ) -> FitResult:
     """Trains on with a trainer; `fit` is `Trainer` followed by this.
+
+    It ends as `fit` does: after Ctrl-C, after SIGTERM, and with an error.
 
     With `steps` it draws exactly that many batches, so that a second call on the same iterator
     goes on where the first one stopped. A run that Ctrl-C ended may have drawn one batch that it
@@ -177,8 +187,9 @@ def train(
     _check_options(data, steps, eval_data, eval_every)
     series = _series(checkpoint_dir, checkpoint_every, keep)
     source = Source(data)
-    run = Run(trainer=trainer, source=source, first=0)
-    return run.train(source, steps, eval_data, eval_every, series, callbacks, progress)
+    run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
+    with handed_over(trainer):
+        return run.train(source, steps, eval_data, eval_every, series, callbacks, progress)
 
 
 def _series(path: str | PathLike[str] | None, every: int | None, keep: int) -> Checkpoints | None:

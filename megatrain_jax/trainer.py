@@ -1,5 +1,6 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from os import PathLike
@@ -40,6 +41,7 @@ from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.steps import StepPlan
 
 _DEFAULT_PRECISION = Precision()
+_END = object()
 
 
 class StepMetrics(dict[str, jax.Array]):
@@ -47,13 +49,11 @@ class StepMetrics(dict[str, jax.Array]):
 
     Attributes:
         step: Number of the step, from 1.
-        healthy_before: Whether all numbers had been finite before the step.
-        healthy: Whether they still were after it.
+        healthy: Whether all numbers have been finite up to its end, or in it if steps are skipped.
         group_ok: For each group, in order of its gradient, whether it and all before were finite.
     """
 
     step: int
-    healthy_before: jax.Array
     healthy: jax.Array
     group_ok: list[tuple[int, jax.Array]]
 
@@ -144,6 +144,7 @@ class Trainer:
         params: Any = None,
         trainable: Trainable = None,
         on_nonfinite: OnNonfinite = "raise",
+        max_skipped: int = 10,
         seed: int = 0,
         progress: bool = True,
     ):
@@ -177,6 +178,7 @@ class Trainer:
             on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the number of the step as it was and go on. To skip is a
                 decision over all gradients, so no parameter is updated before all are known.
+            max_skipped: How many steps in a row may be skipped; the last of them is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
             progress: Whether to show a progress bar while the state is made or restored.
 
@@ -188,6 +190,8 @@ class Trainer:
         """
         if microbatches < 1:
             raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
+        if max_skipped < 1:
+            raise ValueError(f"`max_skipped` must be at least 1, but is {max_skipped}")
         adapted, initial = adapt(model, loss_fn, sample_batch, seed)
         del model
         hardware, templates = this_machine(), Templates()
@@ -222,6 +226,9 @@ class Trainer:
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
+        self._max_skipped, self._skipped_in_row = max_skipped, 0
+        self._lost: str | None = None  # why there is no state, if there is none
+        self._partial: str | None = None  # which step the state holds in part, if any
         self.history = History()
         self.num_steps = self.num_skipped = 0
 
@@ -247,11 +254,13 @@ class Trainer:
         while len(self._in_flight) > 1:
             self.read(self._in_flight[0])
         with deferred_interrupt():
+            self._check_whole()
             arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
-            before = self._engine.ok
+            self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
             metrics = StepMetrics(self._engine.train(plan, arrays))
+            self._lost = self._partial = None
             self.num_steps += 1
-            metrics.step, metrics.healthy_before = self.num_steps, before
+            metrics.step = self.num_steps
             metrics.healthy, metrics.group_ok = self._engine.ok, self._engine.group_ok
             self._in_flight.append(metrics)
         return metrics
@@ -263,32 +272,54 @@ class Trainer:
         Where steps may be skipped, a metric "skipped" tells whether this one was.
 
         Raises:
-            FloatingPointError: If its loss or a gradient was not finite, and such steps are not
-                skipped. The message says what was updated nevertheless; training can go on with
-                the next batch.
+            FloatingPointError: If its loss or a gradient, or that of a step before it which was
+                not read, was not finite, and such steps are not skipped. The message says what was
+                updated nevertheless; the step and those after it are no longer counted, and
+                training can go on with the next batch. Also if too many steps in a row were
+                skipped.
         """
         values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
         if isinstance(metrics, StepMetrics):
-            first_time = any(m is metrics for m in self._in_flight)
-            self._in_flight = deque(m for m in self._in_flight if m.step > metrics.step)
+            while self._in_flight and self._in_flight[0].step <= metrics.step:
+                self._settle(self._in_flight[0])
             healthy = bool(jax.device_get(metrics.healthy))
             if self._job.optimizer.skips:
                 values["skipped"] = float(not healthy)
-                self.num_skipped += first_time and not healthy
             elif not healthy:
-                self._fail(metrics, values["loss"])
+                raise FloatingPointError(f"step {metrics.step} or one before it was not finite")
         return values
 
-    def _fail(self, metrics: StepMetrics, loss: float) -> None:
-        """Raises; first applies nothing, drops what is pending and lets training go on."""
-        healthy_before, flags = jax.device_get((metrics.healthy_before, metrics.group_ok))
+    def _settle(self, metrics: StepMetrics) -> None:
+        """Waits for the oldest step in flight, and looks whether it was finite."""
+        healthy = bool(jax.device_get(metrics.healthy))
+        if not healthy and not self._job.optimizer.skips:
+            self._fail(metrics)
+        self._in_flight.popleft()
+        self._skipped_in_row = 0 if healthy else self._skipped_in_row + 1
+        self.num_skipped += not healthy
+        if self._skipped_in_row == self._max_skipped:
+            self._skipped_in_row = 0
+            raise FloatingPointError(
+                f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
+                f"{metrics.step} was not finite. They were skipped, as many in a row as "
+                f"`max_skipped`={self._max_skipped} allows; parameters and optimizer state are as "
+                "before them."
+            )
+
+    def _fail(self, metrics: StepMetrics) -> None:
+        """Raises; first drops the step and what is pending, so that training can go on."""
+        loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
         names = self._job.grouping.names
+        updated = [names[g] for g, ok in flags if ok]
+        touched = bool(updated) and bool(np.isfinite(loss)) and not self._job.optimizer.deferred
         self._in_flight.clear()
         self._engine.recover()
+        # What was dispatched after this step did nothing. A step that has changed something counts.
+        self.num_steps = metrics.step if touched else metrics.step - 1
+        self._engine.set_step(self.num_steps)
         step = f"step {metrics.step}"
-        if not healthy_before:
-            raise FloatingPointError(f"{step} did nothing: an earlier step was not finite")
-        updated = [names[g] for g, ok in flags if ok]
+        if touched:
+            self._partial = f"{step} was done in part, since a gradient was not finite"
         if not np.isfinite(loss):
             raise FloatingPointError(f"the loss of {step} is {loss}; nothing was updated")
         if self._job.optimizer.deferred:
@@ -317,12 +348,17 @@ class Trainer:
         Raises:
             ValueError: If there is no batch.
         """
-        rows = []
-        with deferred_interrupt():
-            self.flush()
-            for batch in batches:
-                check_batch(batch)
-                plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
+        self.flush()
+        rows, iterator = [], iter(batches)
+        while True:
+            # An iterator that hangs gives way to a second signal.
+            with deferred_interrupt(insist=True):
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            check_batch(batch)
+            plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
+            with deferred_interrupt():
                 arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
                 rows.append(self._engine.evaluate(plan, arrays))
         if not rows:
@@ -331,9 +367,26 @@ class Trainer:
         return {k: float(np.mean([row[k] for row in values])) for k in values[0]}
 
     def flush(self) -> None:
-        """Applies pending updates and brings all state to rest in pinned host memory."""
+        """Applies pending updates and brings all state to rest in pinned host memory.
+
+        Raises:
+            RuntimeError: If an error has cut off a step or a restore: there is no state then.
+        """
         with deferred_interrupt():
+            self._check_whole()
             self._engine.flush()
+
+    def is_finite(self) -> bool:
+        """Whether all parameters and all state are finite; reads all of it once."""
+        self.flush()
+        return store.is_finite(self._engine)
+
+    def _check_whole(self) -> None:
+        if self._lost is not None:
+            raise RuntimeError(
+                f"this trainer's state is lost: {self._lost}. Restore a checkpoint with "
+                "`trainer.restore(path)`, or make a new trainer."
+            )
 
     @property
     def params(self) -> Any:
@@ -403,6 +456,7 @@ class Trainer:
             "step": self.num_steps,
             "skipped": self.num_skipped,
             "params_only": params_only,
+            "partial": self._partial,
             "history": [dict(record) for record in self.history],  # as it is now
             **(facts or {}),
         }
@@ -439,13 +493,21 @@ class Trainer:
         path = Path(path).absolute()
         entries = entries_of(self._job)
         facts = check(path, entries)
-        for metrics in list(self._in_flight):
-            self.read(metrics)
-        self.flush()
+        if self._lost is None:
+            for metrics in list(self._in_flight):
+                self.read(metrics)
+            self.flush()
+        self._in_flight.clear()
         with deferred_interrupt(), self._bar("restoring", len(self._job.layouts)) as bar:
+            self._lost = f"{path} could not be restored to its end"
+            self._engine.drop()
             load(path, self._job, self._engine, entries, bar.update)
+            self._lost = None
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])
+        self._partial = facts.get("partial")
+        if self._partial is not None:
+            warnings.warn(f"{path}: {self._partial}. Training goes on from there.", stacklevel=2)
         return facts
 
     def _bar(self, what: str, num_groups: int) -> tqdm:

@@ -286,7 +286,7 @@ def test_an_interrupt_leaves_a_generator_usable(capfd: pytest.CaptureFixture[str
 
     batches, trainer = data(), log_trainer()
     assert train(trainer, batches).interrupted
-    assert "Interrupted after step 1." in "".join(capfd.readouterr())
+    assert "Interrupted by SIGINT after step 1." in "".join(capfd.readouterr())
     result = train(trainer, batches, progress=False)
     # Batch 2 had been drawn when the interrupt took effect.
     assert [record["first"] for record in result.history] == [1, 3, 4, 5, 6]

@@ -102,7 +102,7 @@ class Engine:
         self._begun += schedule.num_items
         late = plan.program.outputs[1 + len(plan.metrics) :]
         new = [step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)]
-        if self.optimizer.skips:
+        if new:
             keep = self.templates.get("keep", functions.keep)
             new = keep(new, variables, self.ok)
         self.variables = new
@@ -112,14 +112,20 @@ class Engine:
         return metrics
 
     def evaluate(self, plan: StepPlan, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Computes the loss and metrics of one batch; changes nothing."""
+        """Computes the loss and metrics of one batch; changes nothing, also where it fails."""
         self.flush()
         self._wake()
-        step, _, _ = self._begin(plan, batch)
-        for record in plan.schedule.evaluation:
-            self.obey(record, step)
-        self._rest()
-        return self._means(step)
+        try:
+            step, _, _ = self._begin(plan, batch)
+            for record in plan.schedule.evaluation:
+                self.obey(record, step)
+            means = self._means(step)
+        except BaseException:
+            self.moves.abandon()
+            raise
+        finally:
+            self._rest()
+        return means
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
@@ -132,6 +138,19 @@ class Engine:
         """Drops what a step with a number that is not finite left pending, and starts afresh."""
         self.flush()  # updates do nothing while `ok` is false
         self.ok = jax.device_put(jnp.array(True), pinned())
+
+    def drop(self) -> None:
+        """Drops all slabs and what runs, also of a step that was cut off, to be filled anew."""
+        self.moves.abandon()
+        self.host.clear()
+        self._tokens.clear()
+        self._running, self._begun = None, 0
+        self.ok = jax.device_put(jnp.array(True), pinned())
+
+    def set_step(self, step: int) -> None:
+        """Sets the number of the next step; all state is at rest."""
+        assert self._running is None
+        self.step = jax.device_put(jnp.array(step, jnp.int32), pinned())
 
     def _rest(self) -> None:
         self.moves.rest()
