@@ -20,11 +20,11 @@ from megatrain_jax.batches import Prefetch, Source, batch_size
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.checkpoint.series import Checkpoints
 from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax.options import EvalData, eval_batches
 from megatrain_jax.result import EMPTY, DataRanOutError, FitResult
 from megatrain_jax.trainer import Trainer
 
 Callback = Callable[[Trainer, dict[str, Any]], None]
-EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +240,13 @@ class Loop:
                     callback(self.trainer, record)
 
     def _evaluate(self) -> dict[str, float]:
-        data = self.eval_data
-        assert data is not None
-        batches = data if isinstance(data, Iterable) else data()
-        means = self.trainer.evaluate(batches)
+        assert self.eval_data is not None
+        batches = eval_batches(self.eval_data)
+        try:
+            means = self.trainer.evaluate(batches)
+        except Exception as error:
+            error.add_note("This was raised by the evaluation of `eval_data`.")
+            raise
         return {f"eval_{name}": value for name, value in means.items()}
 
     @contextmanager

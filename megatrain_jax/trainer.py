@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from tqdm.auto import tqdm
 
-from megatrain_jax import store
+from megatrain_jax import checks, store
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
@@ -20,19 +20,20 @@ from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import (
-    DeviceBudget,
-    OnNonfinite,
-    Trainable,
-    batch_key,
-    exact_dtypes,
-    fit_to_device,
-    make_job,
-)
+from megatrain_jax.job import batch_key, exact_dtypes, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.exhausted import advised
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
+from megatrain_jax.options import (
+    DeviceBudget,
+    OnNonfinite,
+    RunOptions,
+    Trainable,
+    check_data,
+    check_loss,
+    check_parts,
+)
 from megatrain_jax.parameters import starting_from
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates
@@ -106,20 +107,19 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    adapted, _ = adapt(model, loss_fn, sample_batch, seed)
-    job = make_job(
-        adapted,
-        loss_fn,
-        optimizer,
-        sample_batch,
+    options = RunOptions(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
         trainable=trainable,
         on_nonfinite=on_nonfinite,
+        seed=seed,
         hardware=hardware,
     )
-    return job.plan(hardware)
+    check_parts(model, loss_fn, optimizer)
+    check_batch(sample_batch, options.microbatches, "sample_batch")
+    adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
+    return make_job(adapted, loss_fn, optimizer, sample_batch, options).plan(hardware)
 
 
 class Trainer:
@@ -186,27 +186,25 @@ class Trainer:
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
-        if microbatches < 1:
-            raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
-        adapted, initial = adapt(model, loss_fn, sample_batch, seed)
-        del model
         hardware, templates = this_machine(), Templates()
-        job = make_job(
-            adapted,
-            loss_fn,
-            optimizer,
-            sample_batch,
+        options = RunOptions(
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
             trainable=trainable,
             on_nonfinite=on_nonfinite,
+            seed=seed,
             hardware=hardware,
         )
+        self._progress = checks.boolean("progress", progress)
+        check_parts(model, loss_fn, optimizer, params)
+        check_batch(sample_batch, options.microbatches, "sample_batch")
+        adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
+        del model
+        job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(job))
             del params
-        self._progress = progress
         with self._bar("compiling", len(job.layouts)) as bar:
             if hardware is not None:
                 free = pool.free_device_bytes()
@@ -215,7 +213,9 @@ class Trainer:
             bar.set_description("reserving host memory")
             pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
+            self._engine = Engine(
+                job.layouts, job.optimizer, templates, jax.random.key(options.seed)
+            )
             initialise(job, self._engine, initial, bar.update)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
@@ -267,6 +267,8 @@ class Trainer:
                 skipped. The message says what was updated nevertheless; training can go on with
                 the next batch.
         """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics))
         values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
         if isinstance(metrics, StepMetrics):
             first_time = any(m is metrics for m in self._in_flight)
@@ -317,6 +319,9 @@ class Trainer:
         Raises:
             ValueError: If there is no batch.
         """
+        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        if loss_fn is not None:
+            check_loss(loss_fn)
         rows = []
         with deferred_interrupt():
             self.flush()
@@ -378,7 +383,8 @@ class Trainer:
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
-        self.start_saving(Path(path), params_only=params_only).wait()
+        path = Path(checks.path("path", path))
+        self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
 
     def start_saving(
         self, path: Path, facts: Mapping[str, Any] | None = None, *, params_only: bool = False
@@ -435,8 +441,8 @@ class Trainer:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
                 otherwise, the training state is as it was.
         """
+        path = Path(checks.path("path", path)).absolute()
         self.wait_for_saving()
-        path = Path(path).absolute()
         entries = entries_of(self._job)
         facts = check(path, entries)
         for metrics in list(self._in_flight):
