@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
+from megatrain_jax import checks
 from megatrain_jax.initial import Initial, initial_from_trace, initial_from_values, strong_array
 from megatrain_jax.model_kinds import (
     Form,
@@ -80,7 +81,8 @@ def adapt(
         TypeError: the model is of no supported kind, or `loss_fn` has another signature.
         ValueError: the model has no parameters, or some that are no real floating-point arrays.
     """
-    _takes_rng(loss_fn)
+    check_model(model)
+    takes_rng(loss_fn)
     if isinstance(model, linen.Module):
         key = jax.random.key(seed)
 
@@ -88,17 +90,34 @@ def adapt(
             return linen_parts(model, loss_fn, key, _loss_arguments(loss_fn, batch, key))
 
         return _adapt_traced(take_linen_apart, (key, sample_batch))
+    if is_pytree_model(model):
+        return _adapt_values(model)
+    return _adapt_traced(lambda: _built_parts(model), ())
+
+
+def check_model(model: Any) -> None:
+    """Checks that a model is of a supported kind, as far as is known before it is built.
+
+    Raises:
+        TypeError: it is of none, or a function that needs arguments.
+    """
+    if isinstance(model, linen.Module):
+        return
     if isinstance(model, type):
         raise TypeError(
             f"model is the class {model.__qualname__}; pass an instance of it, or a function of "
             "no arguments that builds one."
         )
+    checks.leaves("model", model)
     if is_pytree_model(model):
-        return _adapt_values(model)
+        return
     if not callable(model):
         raise TypeError(f"model is a {type(model).__qualname__}; {_SUPPORTED}")
-
-    return _adapt_traced(lambda: _built_parts(model), ())
+    if not checks.can_be_called(model, 0):
+        raise TypeError(
+            f"model is the function {_name(model)}, which can't be called without arguments; "
+            "pass a function of no arguments that builds the model."
+        )
 
 
 _SUPPORTED = (
@@ -233,19 +252,15 @@ def _as_declared(path: Path, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Arr
 
 def _call_builder(build: Callable[[], Any]) -> Any:
     try:
-        inspect.signature(build).bind()
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"model is the function {_name(build)}, which can't be called without arguments; "
-            "pass a function of no arguments that builds the model."
-        ) from error
-    try:
         return build()
     except jax.errors.JAXTypeError as error:
         raise ValueError(
             f"{_name(build)} can't be traced, because it needs the values of arrays while it "
             "builds the model; pass the model that it builds instead."
         ) from error
+    except Exception as error:
+        error.add_note(f"This was raised by {_name(build)}, called to build the `model`.")
+        raise
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -255,8 +270,12 @@ def _name(function: Callable[..., Any]) -> str:
 # The user's loss function
 
 
-def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
-    """Tells whether to call loss_fn with a key, and refuses signatures that can't be called."""
+def takes_rng(loss_fn: Callable[..., Any]) -> bool:
+    """Tells whether to call loss_fn with a key.
+
+    Raises:
+        TypeError: it can't be called with a model and a batch, or those and a key.
+    """
     expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
     if not callable(loss_fn):
         raise TypeError(f"{expected}, not a {type(loss_fn).__qualname__}.")
@@ -277,7 +296,7 @@ def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
-    return (batch, rng) if _takes_rng(loss_fn) else (batch,)
+    return (batch, rng) if takes_rng(loss_fn) else (batch,)
 
 
 def _checked_result(

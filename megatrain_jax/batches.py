@@ -6,6 +6,7 @@ A wrong batch is named here, by its path, before it can become an error from ins
 import base64
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,43 +14,47 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from megatrain_jax import checks
+
 # A step or two may be drawn ahead of the one that is saved.
 _STATES_KEPT = 4
 _END = object()
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 
 
-def check_batch(batch: Any, microbatches: int = 1) -> None:
+def check_batch(batch: Any, microbatches: int = 1, name: str = "batch") -> None:
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
     Args:
         batch: A pytree of NumPy or JAX arrays (or their `jax.ShapeDtypeStruct`s) whose leading
             axes, one entry an example, all have the same size.
         microbatches: Into how many equal parts the leading axis will be cut.
+        name: What the batch is called.
 
     Raises:
-        TypeError: If a leaf is no array or holds something a device can't compute with.
+        TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
+            compute with.
         ValueError: If there are no leaves, or the leading axes are missing, empty, unequal or not
             divisible by `microbatches`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = checks.leaves(name, batch)
     if not leaves:
-        raise ValueError("the batch holds no arrays")
+        raise ValueError(f"`{name}` holds no arrays")
     for path, leaf in leaves:
-        _check_leaf(_name(path), leaf)
+        _check_leaf(_name(path, name), leaf)
     (first_path, first), *others = leaves
     examples = first.shape[0]
     for path, leaf in others:
         if leaf.shape[0] != examples:
             raise ValueError(
                 f"the arrays of a batch must agree in their leading axis (the examples), but "
-                f"{_name(first_path)} has shape {first.shape} and {_name(path)} has shape "
-                f"{leaf.shape}"
+                f"{_name(first_path, name)} has shape {first.shape} and {_name(path, name)} has "
+                f"shape {leaf.shape}"
             )
     if examples % microbatches:
         raise ValueError(
             f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
-            f"{_name(first_path)} has shape {first.shape}"
+            f"{_name(first_path, name)} has shape {first.shape}"
         )
 
 
@@ -209,14 +214,21 @@ class Prefetch(Iterator[Any]):
         return self._ready.popleft()
 
     def _check(self, batch: Any) -> None:
-        try:
+        with numbered(self._drawn):
             check_batch(batch)
             if self._first is None:
                 self._first = jax.tree.map(_abstract, batch)
             check_like(batch, self._first)
-        except (TypeError, ValueError) as error:
-            error.add_note(f"This was batch {self._drawn} of `data` (counted from 1).")
-            raise
+
+
+@contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Tells with an error which batch of `data` it was about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This was batch {number} of `data` (counted from 1).")
+        raise
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
@@ -239,8 +251,8 @@ def _check_leaf(name: str, leaf: Any) -> None:
         raise ValueError(f"{name} has shape {leaf.shape}: there are no examples in it")
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return f"batch{jax.tree_util.keystr(path)}"
+def _name(path: tuple[Any, ...], batch: str = "batch") -> str:
+    return f"{batch}{jax.tree_util.keystr(path)}"
 
 
 def _dtype(leaf: Any) -> Any:

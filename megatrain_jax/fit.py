@@ -1,6 +1,6 @@
 """Trains a model in one call."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -8,16 +8,27 @@ from typing import Any
 import optax
 from tqdm.auto import tqdm
 
-from megatrain_jax.batches import Source, check_batch
+from megatrain_jax.batches import Source, check_batch, numbered
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.job import DeviceBudget, OnNonfinite, Trainable
-from megatrain_jax.loop import Callback, EvalData
+from megatrain_jax.loop import Callback
+from megatrain_jax.options import (
+    DeviceBudget,
+    EvalData,
+    LoopOptions,
+    OnNonfinite,
+    RunOptions,
+    Trainable,
+    check_data,
+    check_parts,
+    check_trainer,
+)
 from megatrain_jax.precision import Precision
 from megatrain_jax.result import EMPTY, FitResult, handed_over
 from megatrain_jax.run import Run
 from megatrain_jax.trainer import Trainer
 
 _DEFAULT_PRECISION = Precision()
+_ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 
 
 def fit(
@@ -105,14 +116,36 @@ def fit(
         CheckpointError: If a checkpoint can't be written, or none of those there can be read.
         SystemExit: After SIGTERM.
     """
-    _check_options(data, steps, eval_data, eval_every)
-    series = _series(checkpoint_dir, checkpoint_every, keep)
+    options = LoopOptions(
+        steps=steps,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    shape = RunOptions(
+        microbatches=microbatches,
+        precision=precision,
+        device_budget=device_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+    )
+    check_parts(model, loss_fn, optimizer, params)
+    check_data("data", data, _ONE_BATCH)
+    series = _series(options)
     source = Source(data)
     try:
         sample = next(source)
     except StopIteration:
         raise ValueError(EMPTY) from None
-    check_batch(sample, microbatches)
+    with numbered(1):
+        check_batch(sample, shape.microbatches)
     trainer = Trainer(
         model,
         loss_fn,
@@ -130,16 +163,16 @@ def fit(
     )
     del params
     with handed_over(trainer):
-        facts = series.resume(trainer) if series is not None and resume else None
+        facts = series.resume(trainer) if series is not None and options.resume else None
         batches: Iterator[Any] = chain([sample], source)
         first = 0
         if series is not None and facts is not None:
-            if progress:
+            if options.progress:
                 tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-            source.go_to(facts["data"], progress)
+            source.go_to(facts["data"], options.progress)
             batches, first = source, source.count
         run = Run(trainer=trainer, source=source, first=first, counted_from=0)
-        return run.train(batches, steps, eval_data, eval_every, series, callbacks, progress)
+        return run.train(batches, options, series)
 
 
 def train(
@@ -184,46 +217,26 @@ def train(
         DataRanOutError: See `fit`.
         FloatingPointError: See `fit`.
     """
-    _check_options(data, steps, eval_data, eval_every)
-    series = _series(checkpoint_dir, checkpoint_every, keep)
+    options = LoopOptions(
+        steps=steps,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    check_trainer(trainer)
+    check_data("data", data, _ONE_BATCH)
     source = Source(data)
+    series = _series(options)
     run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
     with handed_over(trainer):
-        return run.train(source, steps, eval_data, eval_every, series, callbacks, progress)
+        return run.train(source, options, series)
 
 
-def _series(path: str | PathLike[str] | None, every: int | None, keep: int) -> Checkpoints | None:
-    for name, value in (("checkpoint_every", every), ("keep", keep)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value}")
-    if path is None:
-        if every is not None:
-            raise ValueError(f"`checkpoint_every`={every} needs a `checkpoint_dir`")
+def _series(options: LoopOptions) -> Checkpoints | None:
+    if options.checkpoint_dir is None:
         return None
-    return Checkpoints(path, every, keep)
-
-
-def _check_options(
-    data: Any, steps: int | None, eval_data: EvalData | None, eval_every: int | None
-) -> None:
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise TypeError(
-            f"`data` must be an iterable of batches, but is of type {type(data).__name__}; to "
-            "train on one batch, pass itertools.repeat(batch) and `steps`"
-        )
-    for name, value in (("steps", steps), ("eval_every", eval_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value}")
-    if eval_data is None:
-        if eval_every is not None:
-            raise ValueError(f"`eval_every`={eval_every} needs `eval_data`")
-    elif isinstance(eval_data, Iterator):
-        raise TypeError(
-            "`eval_data` is an iterator, which can be used only once, but each evaluation goes "
-            "through it anew: pass a list, or a function that returns a new iterator"
-        )
-    elif isinstance(eval_data, Mapping) or not isinstance(eval_data, Iterable | Callable):
-        raise TypeError(
-            "`eval_data` must be an iterable of batches or a function that returns one, but is of "
-            f"type {type(eval_data).__name__}"
-        )
+    return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep)

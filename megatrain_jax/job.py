@@ -6,7 +6,7 @@ from the same object.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,13 +14,13 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax.adapters import AdaptedModel
-from megatrain_jax.batches import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax.memory.hardware import H200, Hardware
 from megatrain_jax.memory.make_plan import make_plan
 from megatrain_jax.memory.plan import Plan
 from megatrain_jax.model_kinds import chosen, path_name
 from megatrain_jax.optim import OptimizerCut, cut_optimizer
+from megatrain_jax.options import RunOptions
 from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
@@ -37,10 +37,6 @@ _ITEMS_IN_FLIGHT = 3
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
 _RESERVED = 0.05
-
-DeviceBudget = int | Literal["least"] | None
-OnNonfinite = Literal["raise", "skip"]
-Trainable = str | Callable[[str], bool] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,33 +198,21 @@ def make_job(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
-    *,
-    microbatches: int,
-    precision: Precision,
-    device_budget: DeviceBudget,
-    trainable: Trainable,
-    on_nonfinite: OnNonfinite,
-    hardware: Hardware | None,
+    options: RunOptions,
 ) -> Job:
     """Cuts model and optimizer and lays everything out, on shapes alone."""
-    if isinstance(device_budget, str) and device_budget != "least":
-        raise ValueError(
-            f'device_budget={device_budget!r} must be a number of bytes, "least", or None for '
-            "what the device has left"
-        )
-    if on_nonfinite not in get_args(OnNonfinite):
-        raise ValueError(f'on_nonfinite={on_nonfinite!r} must be "raise" or "skip"')
-    hardware = hardware or H200  # some machine has to be assumed to order a step
-    budget = None if device_budget in (None, "least") else int(device_budget)
+    microbatches, precision = options.microbatches, options.precision
+    hardware = options.hardware or H200  # some machine has to be assumed to order a step
+    budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
-    trained = chosen(trainable, adapted.paths)
+    trained = chosen(options.trainable, adapted.paths)
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained)
     program = cut_loss(traced, leaves)
     if microbatches > 1:
         _refuse_batch_statistics(adapted, program, len(traced.metrics))
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     cut = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, precision)
-    if on_nonfinite == "skip":
+    if options.on_nonfinite == "skip":
         cut = dataclasses.replace(cut, deferred=True, guarded=True, skips=True)
     layouts = tuple(
         layout_group(
@@ -257,7 +241,7 @@ def make_job(
         precision=precision,
         microbatches=microbatches,
         device_budget=budget,
-        automatic=device_budget is None,
+        automatic=options.device_budget is None,
         temporary_bytes=None,
         hardware=hardware,
         leaves=leaves,
@@ -343,7 +327,6 @@ def batch_key(batch: Any) -> Hashable:
 
 
 def _trace(adapted, loss_fn, precision, batch, microbatches, train) -> TracedLoss:
-    check_batch(batch, microbatches)
     part = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             (x.shape[0] // microbatches, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)

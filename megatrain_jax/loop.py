@@ -6,7 +6,7 @@ so that the driver always has the next one ready while the device computes.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ from megatrain_jax.adapters import EVALUATED
 from megatrain_jax.batches import Prefetch, batch_size
 from megatrain_jax.checkpoint.series import Checkpoints
 from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax.options import LoopOptions, eval_batches
 from megatrain_jax.trainer import Trainer
 
 Callback = Callable[[Trainer, dict[str, Any]], None]
-EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,15 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
-        eval_data: EvalData | None,
-        eval_every: int | None,
+        options: LoopOptions,
         save: Save,
-        callbacks: Sequence[Callback],
         bar: tqdm,
     ):
         """Starts with none in flight."""
         self.trainer = trainer
+        self.options = options
         self.save = save
-        self.eval_data = eval_data
-        self.eval_every = eval_every
-        self.callbacks = callbacks
+        self.callbacks = options.callbacks
         self.bar = bar
         self.pending: deque[_Pending] = deque()
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
@@ -111,8 +108,9 @@ class Loop:
             # Not cut off at once, which would kill a generator that the user wants to go on with.
             with deferred_interrupt(insist=True):
                 batches.fill()
-            due = self.eval_every is not None and step % self.eval_every == 0
-            evaluate = self.eval_data is not None and (due or batches.exhausted)
+            every = self.options.eval_every
+            due = every is not None and step % every == 0
+            evaluate = self.options.eval_data is not None and (due or batches.exhausted)
             save = self.save.is_due(step)
             self.complete(keep=0 if evaluate or save else 1, evaluate=evaluate)
             if save:
@@ -183,8 +181,11 @@ class Loop:
             raise
 
     def _evaluate(self) -> dict[str, float]:
-        data = self.eval_data
-        assert data is not None
-        batches = data if isinstance(data, Iterable) else data()
-        means = self.trainer.evaluate(batches)
+        assert self.options.eval_data is not None
+        batches = eval_batches(self.options.eval_data)
+        try:
+            means = self.trainer.evaluate(batches)
+        except Exception as error:
+            error.add_note("This was raised by the evaluation of `eval_data`.")
+            raise
         return {EVALUATED + name: value for name, value in means.items()}

@@ -1,7 +1,7 @@
 """One call of `fit` or `train`, from its first step to what it leaves behind, however it ends."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,7 +11,8 @@ from tqdm.auto import tqdm
 from megatrain_jax.batches import Prefetch, Source
 from megatrain_jax.checkpoint.series import Checkpoints
 from megatrain_jax.interrupt import Signals
-from megatrain_jax.loop import Callback, EvalData, Loop, Save
+from megatrain_jax.loop import Loop, Save
+from megatrain_jax.options import LoopOptions
 from megatrain_jax.result import EMPTY, DataRanOutError, FitResult
 from megatrain_jax.trainer import Trainer
 
@@ -38,27 +39,23 @@ class Run:
     def train(
         self,
         batches: Iterable[Any],
-        steps: int | None,
-        eval_data: EvalData | None,
-        eval_every: int | None,
+        options: LoopOptions,
         series: Checkpoints | None,
-        callbacks: Sequence[Callback],
-        progress: bool,
     ) -> FitResult:
-        """Trains on batches until they end or `steps` steps were done, then saves the last one.
+        """Trains on batches until they end or all steps were done, then saves the last one.
 
         Whatever ends the run, the steps in flight are completed and the last one is saved before
         the error is raised or, after SIGTERM, the process ends.
         """
         trainer = self.trainer
-        before = trainer.num_steps
+        before, steps, progress = trainer.num_steps, options.steps, options.progress
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0:
             return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
         error: BaseException | None = None
         with Signals() as signals, tqdm(total=left, unit="step", disable=not progress) as bar:
-            loop = Loop(trainer, eval_data, eval_every, save, callbacks, bar)
+            loop = Loop(trainer, options, save, bar)
             try:
                 loop.run(Prefetch(islice(batches, left)))
             except BaseException as raised:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from tqdm.auto import tqdm
 
-from megatrain_jax import store
+from megatrain_jax import checks, store
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
@@ -21,19 +21,20 @@ from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import (
-    DeviceBudget,
-    OnNonfinite,
-    Trainable,
-    batch_key,
-    exact_dtypes,
-    fit_to_device,
-    make_job,
-)
+from megatrain_jax.job import batch_key, exact_dtypes, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.exhausted import advised
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
+from megatrain_jax.options import (
+    DeviceBudget,
+    OnNonfinite,
+    RunOptions,
+    Trainable,
+    check_data,
+    check_loss,
+    check_parts,
+)
 from megatrain_jax.parameters import starting_from
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates
@@ -106,20 +107,19 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    adapted, _ = adapt(model, loss_fn, sample_batch, seed)
-    job = make_job(
-        adapted,
-        loss_fn,
-        optimizer,
-        sample_batch,
+    options = RunOptions(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
         trainable=trainable,
         on_nonfinite=on_nonfinite,
+        seed=seed,
         hardware=hardware,
     )
-    return job.plan(hardware)
+    check_parts(model, loss_fn, optimizer)
+    check_batch(sample_batch, options.microbatches, "sample_batch")
+    adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
+    return make_job(adapted, loss_fn, optimizer, sample_batch, options).plan(hardware)
 
 
 class Trainer:
@@ -188,29 +188,26 @@ class Trainer:
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
-        if microbatches < 1:
-            raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
-        if max_skipped < 1:
-            raise ValueError(f"`max_skipped` must be at least 1, but is {max_skipped}")
-        adapted, initial = adapt(model, loss_fn, sample_batch, seed)
-        del model
         hardware, templates = this_machine(), Templates()
-        job = make_job(
-            adapted,
-            loss_fn,
-            optimizer,
-            sample_batch,
+        options = RunOptions(
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
             trainable=trainable,
             on_nonfinite=on_nonfinite,
+            max_skipped=max_skipped,
+            seed=seed,
             hardware=hardware,
         )
+        self._progress = checks.boolean("progress", progress)
+        check_parts(model, loss_fn, optimizer, params)
+        check_batch(sample_batch, options.microbatches, "sample_batch")
+        adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
+        del model
+        job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(job))
             del params
-        self._progress = progress
         with self._bar("compiling", len(job.layouts)) as bar:
             if hardware is not None:
                 free = pool.free_device_bytes()
@@ -219,14 +216,16 @@ class Trainer:
             bar.set_description("reserving host memory")
             pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
+            self._engine = Engine(
+                job.layouts, job.optimizer, templates, jax.random.key(options.seed)
+            )
             initialise(job, self._engine, initial, bar.update)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
-        self._max_skipped, self._skipped_in_row = max_skipped, 0
+        self._max_skipped, self._skipped_in_row = options.max_skipped, 0
         self._lost: str | None = None  # why there is no state, if there is none
         self._partial: str | None = None  # which step the state holds in part, if any
         self.history = History()
@@ -278,6 +277,8 @@ class Trainer:
                 training can go on with the next batch. Also if too many steps in a row were
                 skipped.
         """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics))
         values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
         if isinstance(metrics, StepMetrics):
             while self._in_flight and self._in_flight[0].step <= metrics.step:
@@ -348,6 +349,9 @@ class Trainer:
         Raises:
             ValueError: If there is no batch.
         """
+        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        if loss_fn is not None:
+            check_loss(loss_fn)
         self.flush()
         rows, iterator = [], iter(batches)
         while True:
@@ -431,7 +435,8 @@ class Trainer:
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
-        self.start_saving(Path(path), params_only=params_only).wait()
+        path = Path(checks.path("path", path))
+        self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
 
     def start_saving(
         self, path: Path, facts: Mapping[str, Any] | None = None, *, params_only: bool = False
@@ -489,8 +494,8 @@ class Trainer:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
                 otherwise, the training state is as it was.
         """
+        path = Path(checks.path("path", path)).absolute()
         self.wait_for_saving()
-        path = Path(path).absolute()
         entries = entries_of(self._job)
         facts = check(path, entries)
         if self._lost is None:

@@ -20,6 +20,7 @@ import megatrain_jax as mt
 from megatrain_jax import batches, interrupt, loop
 from megatrain_jax import run as run_module
 from megatrain_jax.checkpoint import folder
+from megatrain_jax.options import LoopOptions
 from megatrain_jax.stream.engine import Engine
 from poison import poisoned
 from runs import check_same_bits
@@ -315,6 +316,7 @@ class Slots:
 
 def test_signals_at_any_line_lose_nothing():
     """SIGINT, often twice, before any line of the loop: as if there were no unlucky moments."""
+    options = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)
     watched = {module.__file__ for module in (batches, interrupt, loop, run_module)}
 
     def train(lines: set[int]) -> tuple[mt.FitResult, int]:
@@ -338,7 +340,7 @@ def test_signals_at_any_line_lose_nothing():
         data = (batch_of(i) for i in range(1, 8))
         sys.settrace(watch)
         try:
-            result = driver.train(data, 7, [0], 2, slots, [], False)
+            result = driver.train(data, options, slots)
         finally:
             sys.settrace(None)
         assert slots.saved == trainer.num_steps

@@ -218,7 +218,7 @@ def test_empty_data_is_named():
     with pytest.raises(ValueError, match="`data` gave no batch"):
         train(log_trainer(), [], progress=False)
     with pytest.raises(ValueError, match="`data` gave no batch"):
-        fit({}, lambda model, batch: 0.0, iter([]), optax.sgd(0.1))
+        fit({"w": np.ones(3)}, lambda model, batch: 0.0, iter([]), optax.sgd(0.1))
 
 
 def test_an_error_in_the_data_keeps_the_steps_done():
