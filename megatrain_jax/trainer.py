@@ -267,9 +267,10 @@ class Trainer:
                 skipped. The message says what was updated nevertheless; training can go on with
                 the next batch.
         """
-        if not isinstance(metrics, Mapping):
-            raise TypeError(checks.refused("metrics", "what `step` returned", metrics))
-        values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        try:
+            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        except (TypeError, ValueError) as error:
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
         if isinstance(metrics, StepMetrics):
             first_time = any(m is metrics for m in self._in_flight)
             self._in_flight = deque(m for m in self._in_flight if m.step > metrics.step)
