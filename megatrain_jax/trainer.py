@@ -277,9 +277,10 @@ class Trainer:
                 training can go on with the next batch. Also if too many steps in a row were
                 skipped.
         """
-        if not isinstance(metrics, Mapping):
-            raise TypeError(checks.refused("metrics", "what `step` returned", metrics))
-        values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        try:
+            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        except (TypeError, ValueError) as error:
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
         if isinstance(metrics, StepMetrics):
             while self._in_flight and self._in_flight[0].step <= metrics.step:
                 self._settle(self._in_flight[0])
