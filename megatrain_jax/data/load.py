@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
+from megatrain_jax import checks
 from megatrain_jax.data.corpus import TOO_LONG, Builder, WhenTooLong
 from megatrain_jax.data.dataset import Dataset, Options
 from megatrain_jax.data.forms import Conversation, to_conversation, to_text
@@ -74,10 +75,13 @@ def chat(
         DataError: If rows are invalid or too long and that is an error, if there is nothing left,
             or if the chat template is missing or can't be understood. Names files and lines.
         FileNotFoundError: If a file does not exist.
-        ValueError: If an option is not one of those above.
+        TypeError: If an argument has another type.
+        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
     """
     options = _options(length, batch_size, seed, shuffle, epochs, workers)
     _check_choices(train_on=train_on, too_long=too_long, invalid=invalid)
+    _check_template(chat_template, template_variables)
+    checks.boolean("progress", progress)
     names = as_paths(paths)
     tokens = Tokens(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
@@ -126,10 +130,12 @@ def text(
     Raises:
         DataError: As of `chat`; or if the tokenizer has no end of text.
         FileNotFoundError: If a file does not exist.
-        ValueError: If an option is not one of those above.
+        TypeError: If an argument has another type.
+        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
     """
     options = _options(length, batch_size, seed, shuffle, epochs, workers)
     _check_choices(too_long=too_long, invalid=invalid)
+    checks.boolean("progress", progress)
     names = as_paths(paths)
     tokens = Tokens(tokenizer)
     report, errors = Report(), invalid == "error"
@@ -216,8 +222,22 @@ def _options(
 def _check_choices(**given: str) -> None:
     known = {"train_on": TRAIN_ON, "too_long": TOO_LONG, "invalid": _INVALID}
     for name, value in given.items():
-        if value not in known[name]:
-            raise ValueError(f"`{name}` must be one of {known[name]}, but is {value!r}")
+        if not isinstance(value, str) or value not in known[name]:
+            raise ValueError(checks.refused(name, f"one of {known[name]}", value))
+
+
+def _check_template(chat_template: Any, template_variables: Any) -> None:
+    if not isinstance(chat_template, str | None):
+        allowed = "a Jinja template or the name of one, as a str"
+        raise TypeError(checks.refused("chat_template", allowed, chat_template))
+    if template_variables is None:
+        return
+    named = isinstance(template_variables, Mapping) and all(
+        isinstance(name, str) for name in template_variables
+    )
+    if not named:
+        allowed = "a mapping of names to values"
+        raise TypeError(checks.refused("template_variables", allowed, template_variables))
 
 
 def _progress(items: Iterable[Any], progress: bool) -> Iterable[Any]:

@@ -6,17 +6,17 @@ and no text is kept.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
-from transformers import AutoTokenizer
 
 from megatrain_jax.data.corpus import Builder
 from megatrain_jax.data.forms import Conversation
 from megatrain_jax.data.report import DataError, InvalidRow, Place, Report
 from megatrain_jax.data.template import Rendered, Template
+from megatrain_jax.data.tokenizer import load_tokenizer
 
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
@@ -35,13 +35,15 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: Any):
-        """Takes a tokenizer, or loads one from a folder (or the hub).
+        """Takes a tokenizer, or loads one from a folder.
 
         Raises:
             TypeError: If it is no fast tokenizer.
+            FileNotFoundError: See `load_tokenizer`.
+            ValueError: See `load_tokenizer`.
         """
         if isinstance(tokenizer, str | PathLike):
-            tokenizer = AutoTokenizer.from_pretrained(fspath(tokenizer))
+            tokenizer = load_tokenizer(tokenizer)
         if not getattr(tokenizer, "is_fast", False):
             raise TypeError(
                 "`tokenizer` must be the folder of one, or a fast tokenizer of Transformers (one "

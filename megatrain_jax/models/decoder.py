@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from megatrain_jax import checks
+from megatrain_jax.models.arrays import check_array, check_floating
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.layers import MLP, Attention, Linear, Maker, MixtureOfExperts, RMSNorm
 from megatrain_jax.models.moe import balancing_loss
@@ -92,7 +94,15 @@ class Decoder(nnx.Module):
             config: What the decoder is made of.
             rngs: Gives the key "params".
             param_dtype: The dtype of all parameters.
+
+        Raises:
+            TypeError: If an argument has another type.
         """
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(checks.refused("config", "a models.DecoderConfig", config))
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(checks.refused("rngs", "flax.nnx.Rngs", rngs))
+        check_floating("param_dtype", param_dtype)
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
@@ -140,7 +150,12 @@ class Decoder(nnx.Module):
             The last layer's result, normalised, (rows, length, hidden_size); and the load-balancing
             loss, a scalar in fp32, to be added to a loss after multiplying it with
             `config.experts.balance_weight`. It is 0 where there are no experts.
+
+        Raises:
+            TypeError: If an argument is no array of integers.
+            ValueError: If shapes don't fit together.
         """
+        _check_rows(tokens, positions, segments)
         segments = None if segments is None else jnp.asarray(segments)
         if positions is None:
             positions = _positions(tokens.shape[1], segments)
@@ -162,6 +177,22 @@ class Decoder(nnx.Module):
         """Returns the head's matrix, (vocab_size, hidden_size)."""
         module = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         return module.weight[...]
+
+
+def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers | None) -> None:
+    check_array("tokens", tokens, "(rows, length)", num_axes=2, of_integers=True)
+    rows, length = tokens.shape
+    for name, array, allowed in (
+        ("positions", positions, ((rows, length), (1, length))),
+        ("segments", segments, ((rows, length),)),
+    ):
+        if array is None:
+            continue
+        check_array(name, array, "(rows, length)", num_axes=2, of_integers=True)
+        if array.shape not in allowed:
+            raise ValueError(
+                f"`{name}` must have the shape of `tokens`, {tokens.shape}, but has {array.shape}"
+            )
 
 
 def _positions(length: int, segments: Integers | None) -> jax.Array:

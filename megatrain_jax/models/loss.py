@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from megatrain_jax import losses
+from megatrain_jax import checks, losses
 from megatrain_jax.models.decoder import Decoder
 
 
@@ -27,7 +27,14 @@ def next_token_loss(
 
     Returns:
         The loss, a scalar in fp32.
+
+    Raises:
+        TypeError: If `model` is no decoder, `batch` no mapping or an option no number.
+        ValueError: If `batch` lacks `tokens` or `labels`, or shapes don't fit together.
     """
+    _check(model, batch)
+    checks.number("z_loss", z_loss, least=0)
+    checks.integer("chunk", chunk)
     hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
     per_row = batch.get("learned_per_row")
     loss = losses.next_token(
@@ -42,3 +49,13 @@ def next_token_loss(
     )
     experts = model.config.experts
     return loss if experts is None else loss + experts.balance_weight * balance
+
+
+def _check(model: Decoder, batch: Mapping[str, Any]) -> None:
+    if not (hasattr(model, "hidden") and hasattr(model, "head_weight")):
+        raise TypeError(checks.refused("model", "a models.Decoder", model))
+    if not isinstance(batch, Mapping):
+        raise TypeError(checks.refused("batch", "a mapping of names to arrays", batch))
+    missing = [name for name in ("tokens", "labels") if name not in batch]
+    if missing:
+        raise ValueError(f"`batch` has no {' and no '.join(map(repr, missing))}, but {list(batch)}")
