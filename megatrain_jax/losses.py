@@ -43,7 +43,8 @@ def next_token(
         hidden: Final hidden states, after the last norm: (..., width), of any float dtype.
         head: The head's weights, or a tied embedding's: (vocabulary, width).
         labels: What each position should predict: integers (...); tokens already shifted by one.
-            Negative ones, as Hugging Face's -100, do not count.
+            Negative ones, as Hugging Face's -100, do not count. One that counts and is beyond the
+            vocabulary makes the loss NaN, and so its gradients.
         mask: Which labels count, or with which weight: (...); None counts all.
         count: What the sum over the labels is divided by, a scalar; None takes the sum of their
             weights. Where a batch is cut into microbatches, whose losses are averaged, the mean
@@ -59,6 +60,7 @@ def next_token(
         and `head`.
 
     Raises:
+        TypeError: If labels are no integers.
         ValueError: If shapes don't fit together.
 
     Examples:
@@ -70,6 +72,10 @@ def next_token(
         3.912...
     """
     labels = jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"`labels` must be integers, but have dtype {labels.dtype}")
+    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
+        labels = labels.astype(jnp.int32)
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"`hidden` has shape {hidden.shape} and `labels` {labels.shape}: they must agree in "
@@ -86,6 +92,9 @@ def next_token(
     weights = (labels >= 0).astype(jnp.float32)
     if mask is not None:
         weights *= jnp.asarray(mask, jnp.float32)
+    # Without a logit such a label would be learned as a loss without its second half.
+    beyond = (labels >= head.shape[0]) & (weights != 0)
+    weights = jnp.where(beyond, jnp.nan, weights)
     options = _Options(chunk, z_loss, softcap)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Divided outside, so that gradients of single tokens are large enough for half precision.

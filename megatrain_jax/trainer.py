@@ -242,6 +242,7 @@ class Trainer:
         """
         check_batch(batch, self._job.microbatches)
         check_like(batch, self._sample)
+        self._job.adapted.check_batch(batch)
         plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
         # Two steps may overlap, no more: what runs ahead of the device holds its memory.
         while len(self._in_flight) > 1:
@@ -322,6 +323,7 @@ class Trainer:
             self.flush()
             for batch in batches:
                 check_batch(batch)
+                self._job.adapted.check_batch(batch)
                 plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
                 arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
                 rows.append(self._engine.evaluate(plan, arrays))
