@@ -89,9 +89,7 @@ def next_token(
         raise ValueError(f"`mask` has shape {jnp.shape(mask)}, but `labels` {labels.shape}")
     if chunk < 1:
         raise ValueError(f"`chunk` must be at least 1, but is {chunk}")
-    weights = (labels >= 0).astype(jnp.float32)
-    if mask is not None:
-        weights *= jnp.asarray(mask, jnp.float32)
+    weights = _weights(labels, mask)
     # Without a logit such a label would be learned as a loss without its second half.
     beyond = (labels >= head.shape[0]) & (weights != 0)
     weights = jnp.where(beyond, jnp.nan, weights)
@@ -101,6 +99,30 @@ def next_token(
     total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
     divisor = weights.sum() if count is None else jnp.asarray(count, jnp.float32)
     return total / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
+
+
+def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
+    """How many labels count, which is what `next_token` divides by unless it is told.
+
+    A loss function that returns it as the metric `weight` has its evaluations weighted by it.
+
+    Args:
+        labels: See `next_token`.
+        mask: See `next_token`.
+
+    Returns:
+        The sum of the labels' weights, a scalar in fp32.
+
+    Examples:
+        >>> float(num_labels(jnp.array([[4, 0, 49], [7, -100, -100]])))
+        4.0
+    """
+    return _weights(jnp.asarray(labels), mask).sum()
+
+
+def _weights(labels: jax.Array, mask: ArrayLike | None) -> jax.Array:
+    weights = (labels >= 0).astype(jnp.float32)
+    return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,7 +1,7 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,8 @@ class Trainer:
 
         Returns:
             The loss, the loss function's metrics and the global norm of the gradients, as scalar
-            device arrays. The step may still be running; `read` waits for it.
+            device arrays: means over the microbatches, and the sum of a metric called "weight".
+            The step may still be running; `read` waits for it.
 
         Raises:
             ValueError: If the batch does not fit.
@@ -313,12 +314,14 @@ class Trainer:
             loss_fn: Another loss function than the one trained with.
 
         Returns:
-            Means over the batches.
+            Means over all batches. Each batch, and each of its microbatches, counts as much as the
+            metric "weight" of its loss says, or as it has examples if there is no such metric.
+            "weight" itself is the sum.
 
         Raises:
-            ValueError: If there is no batch.
+            ValueError: If there is no batch, or all weights are 0.
         """
-        rows = []
+        rows, sizes = [], []
         with deferred_interrupt():
             self.flush()
             for batch in batches:
@@ -327,10 +330,10 @@ class Trainer:
                 plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
                 arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
                 rows.append(self._engine.evaluate(plan, arrays))
+                sizes.append(arrays[0].shape[0])
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
-        values = jax.device_get(rows)
-        return {k: float(np.mean([row[k] for row in values])) for k in values[0]}
+        return _weighted_means(jax.device_get(rows), sizes)
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
@@ -460,3 +463,19 @@ class Trainer:
         if key not in self._plans:
             self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
         return self._plans[key]
+
+
+def _weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
+    """Means over batches of some metrics each, by their weights or else by their examples."""
+    weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
+    weights = weights.astype(np.float64)
+    total = float(weights.sum())
+    if total == 0:
+        raise ValueError('`batches` gave nothing that counts: "weight" is 0 in all of them')
+    # Without a weight, a batch's loss is the mean of nothing: it may well be 0 / 0.
+    counts = weights != 0
+    means = {
+        name: float(weights[counts] @ np.array([row[name] for row in rows])[counts] / total)
+        for name in rows[0]
+    }
+    return means | ({"weight": total} if "weight" in rows[0] else {})
