@@ -48,6 +48,8 @@ class AdaptedModel:
         params_tree: `params_tree(leaves)` is the tree that Optax sees and users get, with its
             leaves in the order of `paths`.
         rebuild: `rebuild(leaves, variables)` is a model of the user's kind that holds these.
+        check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
+            and all arrays of the batch are NumPy's: none is brought back from the device.
     """
 
     paths: tuple[Path, ...]
@@ -57,6 +59,7 @@ class AdaptedModel:
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]]
     params_tree: Callable[[Sequence[Any]], Any]
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
+    check_batch: Callable[[Any], None]
 
 
 def adapt(
@@ -209,7 +212,21 @@ def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
         loss=loss,
         params_tree=params_tree,
         rebuild=rebuild,
+        check_batch=_batch_check(rebuild(shapes, variable_shapes)),
     )
+
+
+def _batch_check(model: Any) -> Callable[[Any], None]:
+    """The check of a batch that a model brings, which may have shapes in place of its arrays."""
+    # Asked of the class: an instance may well compute what it is asked for.
+    if not callable(getattr(type(model), "check_batch", None)):
+        return lambda batch: None
+
+    def check_batch(batch: Any) -> None:
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
+            model.check_batch(batch)
+
+    return check_batch
 
 
 def _flatten_shapes(tree: Any) -> tuple[tuple[Path, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:

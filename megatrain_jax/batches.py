@@ -5,7 +5,7 @@ A wrong batch is named here, by its path, before it can become an error from ins
 
 import base64
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,11 +166,18 @@ class Prefetch(Iterator[Any]):
     It draws from the iterable only on `fill` and on `next`, never beyond `depth` batches ahead.
     """
 
-    def __init__(self, data: Iterable[Any], depth: int = 1):
+    def __init__(
+        self,
+        data: Iterable[Any],
+        check: Callable[[Any], None],
+        depth: int = 1,
+    ):
         """Starts iterating; draws nothing yet.
 
         Args:
             data: An iterable of batches.
+            check: Raises a `TypeError` or `ValueError` if a batch, which is on the host yet, is
+                wrong.
             depth: How many batches `fill` draws ahead.
 
         Raises:
@@ -181,15 +188,15 @@ class Prefetch(Iterator[Any]):
         self._source = iter(data)
         self._depth = depth
         self._ready: deque[Any] = deque()
-        self._first: Any = None
+        self._check = check
         self._drawn = 0
 
     def fill(self) -> None:
         """Draws batches until `depth` of them are ready or the data has ended.
 
         Raises:
-            TypeError: If a batch fails `check_batch`.
-            ValueError: If a batch fails `check_batch`, or `check_like` against the first one.
+            TypeError: If a batch is of a wrong kind.
+            ValueError: If a batch is wrong.
         """
         while len(self._ready) < self._depth:
             try:
@@ -197,7 +204,8 @@ class Prefetch(Iterator[Any]):
             except StopIteration:
                 return
             self._drawn += 1
-            self._check(batch)
+            with numbered(self._drawn):
+                self._check(batch)
             self._ready.append(jax.device_put(batch))
 
     @property
@@ -212,13 +220,6 @@ class Prefetch(Iterator[Any]):
         if not self._ready:
             raise StopIteration
         return self._ready.popleft()
-
-    def _check(self, batch: Any) -> None:
-        with numbered(self._drawn):
-            check_batch(batch)
-            if self._first is None:
-                self._first = jax.tree.map(_abstract, batch)
-            check_like(batch, self._first)
 
 
 @contextmanager
@@ -257,7 +258,3 @@ def _name(path: tuple[Any, ...], batch: str = "batch") -> str:
 
 def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

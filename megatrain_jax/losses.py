@@ -47,7 +47,8 @@ def next_token(
         hidden: Final hidden states, after the last norm: (..., width), of any float dtype.
         head: The head's weights, or a tied embedding's: (vocabulary, width).
         labels: What each position should predict: integers (...); tokens already shifted by one.
-            Negative ones, as Hugging Face's -100, do not count.
+            Negative ones, as Hugging Face's -100, do not count. One that counts and is beyond the
+            vocabulary makes the loss NaN, and so its gradients.
         mask: Which labels count, or with which weight: (...); None counts all.
         count: What the sum over the labels is divided by, a scalar; None takes the sum of their
             weights. Where a batch is cut into microbatches, whose losses are averaged, the mean
@@ -77,6 +78,8 @@ def next_token(
     hidden = _array("hidden", hidden, "floating-point numbers", jnp.floating)
     head = _array("head", head, "floating-point numbers", jnp.floating)
     labels = _array("labels", labels, "integers", jnp.integer)
+    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
+        labels = labels.astype(jnp.int32)
     if not hidden.ndim or hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"`hidden` has shape {hidden.shape} and `labels` {labels.shape}: they must agree in "
@@ -86,12 +89,10 @@ def next_token(
         raise ValueError(
             f"`head` has shape {head.shape}, but must be (vocabulary, {hidden.shape[-1]})"
         )
-    weights = (labels >= 0).astype(jnp.float32)
     if mask is not None:
         mask = _array("mask", mask, "real numbers", *_REAL)
         if mask.shape != labels.shape:
             raise ValueError(f"`mask` has shape {mask.shape}, but `labels` {labels.shape}")
-        weights *= mask.astype(jnp.float32)
     if count is not None:
         count = _array("count", count, "real numbers", *_REAL)
         if count.shape:
@@ -101,11 +102,39 @@ def next_token(
         checks.number("z_loss", z_loss, least=0),
         None if softcap is None else checks.number("softcap", softcap, above=0),
     )
+    weights = _weights(labels, mask)
+    # Without a logit such a label would be learned as a loss without its second half.
+    beyond = (labels >= head.shape[0]) & (weights != 0)
+    weights = jnp.where(beyond, jnp.nan, weights)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Divided outside, so that gradients of single tokens are large enough for half precision.
     total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
     divisor = weights.sum() if count is None else count.astype(jnp.float32)
     return total / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
+
+
+def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
+    """How many labels count, which is what `next_token` divides by unless it is told.
+
+    A loss function that returns it as the metric `weight` has its evaluations weighted by it.
+
+    Args:
+        labels: See `next_token`.
+        mask: See `next_token`.
+
+    Returns:
+        The sum of the labels' weights, a scalar in fp32.
+
+    Examples:
+        >>> float(num_labels(jnp.array([[4, 0, 49], [7, -100, -100]])))
+        4.0
+    """
+    return _weights(jnp.asarray(labels), mask).sum()
+
+
+def _weights(labels: jax.Array, mask: ArrayLike | None) -> jax.Array:
+    weights = (labels >= 0).astype(jnp.float32)
+    return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
 
 
 def _array(name: str, value: Any, what: str, *kinds: Any) -> jax.Array:

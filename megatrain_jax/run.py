@@ -57,7 +57,7 @@ class Run:
         with Signals() as signals, tqdm(total=left, unit="step", disable=not progress) as bar:
             loop = Loop(trainer, options, save, bar)
             try:
-                loop.run(Prefetch(islice(batches, left)))
+                loop.run(Prefetch(islice(batches, left), trainer.check_batch))
             except BaseException as raised:
                 error = raised
             signals.ending = loop.stopping = True

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,7 @@ class Trainer:
         check_batch(sample_batch, options.microbatches, "sample_batch")
         adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
         del model
+        adapted.check_batch(sample_batch)
         job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(job))
@@ -240,14 +241,14 @@ class Trainer:
 
         Returns:
             The loss, the loss function's metrics and the global norm of the gradients, as scalar
-            device arrays. The step may still be running; `read` waits for it.
+            device arrays: means over the microbatches, and the sum of a metric called "weight".
+            The step may still be running; `read` waits for it.
 
         Raises:
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step met a number that is not finite.
         """
-        check_batch(batch, self._job.microbatches)
-        check_like(batch, self._sample)
+        self.check_batch(batch)
         plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
         # Two steps may overlap, no more: what runs ahead of the device holds its memory.
         while len(self._in_flight) > 1:
@@ -263,6 +264,18 @@ class Trainer:
             metrics.healthy, metrics.group_ok = self._engine.ok, self._engine.group_ok
             self._in_flight.append(metrics)
         return metrics
+
+    def check_batch(self, batch: Any) -> None:
+        """Checks a batch as `step` does, best while it is on the host.
+
+        Raises:
+            TypeError: If it is no pytree of arrays.
+            ValueError: If it is unlike the sample, can't be cut into microbatches, or fails the
+                model's own `check_batch`.
+        """
+        check_batch(batch, self._job.microbatches)
+        check_like(batch, self._sample)
+        self._job.adapted.check_batch(batch)
 
     @advised()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -345,16 +358,18 @@ class Trainer:
             loss_fn: Another loss function than the one trained with.
 
         Returns:
-            Means over the batches.
+            Means over all batches. Each batch, and each of its microbatches, counts as much as the
+            metric "weight" of its loss says, or as it has examples if there is no such metric.
+            "weight" itself is the sum.
 
         Raises:
-            ValueError: If there is no batch.
+            ValueError: If there is no batch, or all weights are 0.
         """
         check_data("batches", batches, "to evaluate on one batch, pass [batch]")
         if loss_fn is not None:
             check_loss(loss_fn)
         self.flush()
-        rows, iterator = [], iter(batches)
+        rows, sizes, iterator = [], [], iter(batches)
         while True:
             # An iterator that hangs gives way to a second signal.
             with deferred_interrupt(insist=True):
@@ -362,14 +377,15 @@ class Trainer:
             if batch is _END:
                 break
             check_batch(batch)
+            self._job.adapted.check_batch(batch)
             plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
             with deferred_interrupt():
                 arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
                 rows.append(self._engine.evaluate(plan, arrays))
+                sizes.append(arrays[0].shape[0])
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
-        values = jax.device_get(rows)
-        return {k: float(np.mean([row[k] for row in values])) for k in values[0]}
+        return _weighted_means(jax.device_get(rows), sizes)
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory.
@@ -526,3 +542,19 @@ class Trainer:
         if key not in self._plans:
             self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
         return self._plans[key]
+
+
+def _weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
+    """Means over batches of some metrics each, by their weights or else by their examples."""
+    weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
+    weights = weights.astype(np.float64)
+    total = float(weights.sum())
+    if total == 0:
+        raise ValueError('`batches` gave nothing that counts: "weight" is 0 in all of them')
+    # Without a weight, a batch's loss is the mean of nothing: it may well be 0 / 0.
+    counts = weights != 0
+    means = {
+        name: float(weights[counts] @ np.array([row[name] for row in rows])[counts] / total)
+        for name in rows[0]
+    }
+    return means | ({"weight": total} if "weight" in rows[0] else {})

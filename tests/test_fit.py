@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.fit import fit, train
 from megatrain_jax.history import History
 from megatrain_jax.interrupt import deferred_interrupt
@@ -34,6 +35,7 @@ class LogTrainer:
         self.num_steps = self.num_skipped = 0
         self.on_step: dict[int, Any] = {}
         self.on_read: dict[int, Any] = {}
+        self.first: Any = None
 
     def step(self, batch: Any) -> dict[str, Any]:
         with deferred_interrupt():
@@ -55,6 +57,11 @@ class LogTrainer:
     def evaluate(self, batches: Any) -> dict[str, float]:
         self.log.append(("evaluate", self.num_steps))
         return {"loss": float(len(list(batches)))}
+
+    def check_batch(self, batch: Any) -> None:
+        check_batch(batch)
+        self.first = self.first or batch
+        check_like(batch, self.first)
 
     def flush(self) -> None:
         self.log.append(("flush", self.num_steps))

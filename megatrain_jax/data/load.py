@@ -15,6 +15,7 @@ from megatrain_jax.data.reading import Paths, as_paths, blocks, rows
 from megatrain_jax.data.report import DataError, InvalidRow, Place, Report, Summary, TooLong
 from megatrain_jax.data.template import Template
 from megatrain_jax.data.tokenise import TRAIN_ON, Tokens, TrainOn, add_conversations, add_texts
+from megatrain_jax.data.vocabulary import BeyondVocabulary
 
 Invalid = Literal["error", "drop"]
 _INVALID = ("error", "drop")
@@ -22,6 +23,10 @@ _ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
 _ADVICE_TOO_LONG = (
     'Pass a larger `length` (the longest has {longest:,} tokens), or say `too_long="cut"` (lose '
     'their end), "split" (go on in other rows, without what came before) or "drop".'
+)
+_ADVICE_BEYOND = (
+    "Use the tokenizer that the model was trained with, or a model with a row for each token that "
+    'was added to it; or pass `invalid="drop"` to leave such rows out.'
 )
 
 
@@ -73,7 +78,9 @@ def chat(
 
     Raises:
         DataError: If rows are invalid or too long and that is an error, if there is nothing left,
-            or if the chat template is missing or can't be understood. Names files and lines.
+            or if the chat template is missing or can't be understood. Names files and lines. Rows
+            are also invalid if they have a token beyond the `vocab_size` of the `config.json` that
+            lies beside the tokenizer.
         FileNotFoundError: If a file does not exist.
         TypeError: If an argument has another type.
         ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
@@ -83,10 +90,10 @@ def chat(
     _check_template(chat_template, template_variables)
     checks.boolean("progress", progress)
     names = as_paths(paths)
-    tokens = Tokens(tokenizer)
+    tokens = _tokens(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     report, errors = Report(), invalid == "error"
-    builder = Builder(options.length, too_long, errors, report)
+    builder = Builder(options.length, too_long, errors, report, tokens.vocabulary.fault)
     read = _progress((item for path in names for item in rows(path, report, errors)), progress)
     conversations = _conversations(read, report, errors)
     add_conversations(conversations, template, tokens, train_on, errors, builder, report)
@@ -137,12 +144,18 @@ def text(
     _check_choices(too_long=too_long, invalid=invalid)
     checks.boolean("progress", progress)
     names = as_paths(paths)
-    tokens = Tokens(tokenizer)
+    tokens = _tokens(tokenizer)
     report, errors = Report(), invalid == "error"
-    builder = Builder(options.length, too_long, errors, report)
+    builder = Builder(options.length, too_long, errors, report, tokens.vocabulary.fault)
     parts = (part for path in names for part in _parts(path, report, errors))
     add_texts(_progress(parts, progress), tokens, errors, builder, report)
     return _finish(builder, report, options, progress)
+
+
+def _tokens(tokenizer: Any) -> Tokens:
+    tokens = Tokens(tokenizer)
+    tokens.vocabulary.warn(stacklevel=3)
+    return tokens
 
 
 def _conversations(
@@ -180,7 +193,13 @@ def _parts(path: str, report: Report, errors: bool) -> Iterator[tuple[Place, str
 
 def _finish(builder: Builder, report: Report, options: Options, progress: bool) -> Dataset:
     longest = builder.longest
-    report.check({InvalidRow: _ADVICE_INVALID, TooLong: _ADVICE_TOO_LONG.format(longest=longest)})
+    report.check(
+        {
+            InvalidRow: _ADVICE_INVALID,
+            TooLong: _ADVICE_TOO_LONG.format(longest=longest),
+            BeyondVocabulary: _ADVICE_BEYOND,
+        }
+    )
     corpus = builder.finish()
     if not corpus.num_documents:
         raise DataError("\n".join(["there is nothing to train on:", *report.examples()]))
@@ -198,6 +217,7 @@ def _finish(builder: Builder, report: Report, options: Options, progress: bool) 
         num_pieces_left_out=report.num_pieces_left_out,
         num_blurred=report.num_blurred,
         ignored=dict(report.ignored),
+        not_shown=dict(report.not_shown),
         file_faults=dict(report.file_faults),
         examples=tuple(report.examples()),
     )

@@ -4,6 +4,8 @@ Parameters have the names and the layout of Hugging Face checkpoints, so that re
 one moves bytes only: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from flax import nnx
 from megatrain_jax import checks
 from megatrain_jax.models.arrays import check_array, check_floating
 from megatrain_jax.models.config import DecoderConfig
+from megatrain_jax.models.ids import check_ids
 from megatrain_jax.models.layers import MLP, Attention, Linear, Maker, MixtureOfExperts, RMSNorm
 from megatrain_jax.models.moe import balancing_loss
 from megatrain_jax.models.rotary import Tables, tables
@@ -71,7 +74,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Integers) -> jax.Array:
         """Maps tokens (rows, length) to (rows, length, dim); NaN for tokens there are not."""
-        return jnp.take(self.weight[...], tokens, axis=0)
+        rows = jnp.asarray(self.weight[...]).at[tokens]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 class Decoder(nnx.Module):
@@ -172,6 +176,17 @@ class Decoder(nnx.Module):
         # In one go behind the norm, so that no layer has a part in it that others don't have.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
+
+    def check_batch(self, batch: Any) -> None:
+        """Checks token ids before a batch is sent to the device; needs no parameters.
+
+        Args:
+            batch: As `next_token_loss` takes it; what is called otherwise is not looked at.
+
+        Raises:
+            ValueError: If NumPy arrays hold ids that the vocabulary doesn't have.
+        """
+        check_ids(batch, self.config.vocab_size)
 
     def head_weight(self) -> jax.Array:
         """Returns the head's matrix, (vocab_size, hidden_size)."""

@@ -11,7 +11,7 @@ from megatrain_jax.models.decoder import Decoder
 
 def next_token_loss(
     model: Decoder, batch: Mapping[str, Any], *, z_loss: float = 0.0, chunk: int = 4096
-) -> jax.Array:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy of the next tokens, with the balancing loss of experts if there are any.
 
     A `loss_fn` for `megatrain_jax.fit`; `functools.partial` sets the options.
@@ -26,7 +26,8 @@ def next_token_loss(
         chunk: See `losses.next_token`.
 
     Returns:
-        The loss, a scalar in fp32.
+        The loss, a scalar in fp32, and as the metric `weight` how many labels it is the mean of.
+        An evaluation weighs by that, so that its loss is the mean over all labels.
 
     Raises:
         TypeError: If `model` is no decoder, `batch` no mapping or an option no number.
@@ -36,19 +37,21 @@ def next_token_loss(
     checks.number("z_loss", z_loss, least=0)
     checks.integer("chunk", chunk)
     hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
-    per_row = batch.get("learned_per_row")
+    labels, mask, per_row = batch["labels"], batch.get("mask"), batch.get("learned_per_row")
+    count = losses.num_labels(labels, mask) if per_row is None else per_row.sum()
     loss = losses.next_token(
         hidden,
         model.head_weight(),
-        batch["labels"],
-        mask=batch.get("mask"),
-        count=None if per_row is None else per_row.sum(),
+        labels,
+        mask=mask,
+        count=count,
         z_loss=z_loss,
         softcap=model.config.final_softcap,
         chunk=chunk,
     )
     experts = model.config.experts
-    return loss if experts is None else loss + experts.balance_weight * balance
+    loss = loss if experts is None else loss + experts.balance_weight * balance
+    return loss, {"weight": count}
 
 
 def _check(model: Decoder, batch: Mapping[str, Any]) -> None:

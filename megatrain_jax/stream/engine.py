@@ -119,7 +119,7 @@ class Engine:
             step, _, _ = self._begin(plan, batch)
             for record in plan.schedule.evaluation:
                 self.obey(record, step)
-            means = self._means(step)
+            means = self._means(step, weighted=True)
         except BaseException:
             self.moves.abandon()
             raise
@@ -184,13 +184,15 @@ class Engine:
         )
         return step, seed, variables
 
-    def _means(self, step: _Step) -> dict[str, jax.Array]:
+    def _means(self, step: _Step, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once a step."""
         if not step.means:
             names = step.plan.metrics
             ids = step.plan.program.outputs[: 1 + len(names)]
-            mean = self.templates.get(("mean", names), lambda: functions.mean_metrics(names))
-            step.means = mean([[row[i] for i in ids] for row in step.rows])
+            means = self.templates.get(
+                ("means", names, weighted), lambda: functions.mean_metrics(names, weighted=weighted)
+            )
+            step.means = means([[row[i] for i in ids] for row in step.rows])
         return step.means
 
     # ---- records

@@ -51,17 +51,36 @@ def _slice(x, m, microbatches):
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 
 
-def mean_metrics(names: Sequence[str]) -> Callable:
-    """Builds `(rows of loss and metrics, one a microbatch) -> dict of means`."""
+def mean_metrics(names: Sequence[str], *, weighted: bool = False) -> Callable:
+    """Builds `(rows of loss and metrics, one a microbatch) -> dict of means`.
 
-    def mean(rows):
-        columns = zip(*rows, strict=True)
-        return {
-            name: sum(x.astype(jnp.float32) for x in column) / len(rows)
-            for name, column in zip(("loss", *names), columns, strict=True)
-        }
+    The metric "weight", which says how much a row's loss is the mean of, is summed.
 
-    return mean
+    Args:
+        names: Of the metrics.
+        weighted: Whether rows count by their weights, if they have any, as in an evaluation.
+            Otherwise they count alike, as they do in the gradient.
+    """
+    names = ("loss", *names)
+
+    def means(rows):
+        columns = [[x.astype(jnp.float32) for x in column] for column in zip(*rows, strict=True)]
+        result = dict(zip(names, columns, strict=True))
+        weights = result.get("weight") if weighted else None
+        result = {name: _mean(column, weights) for name, column in result.items()}
+        if "weight" in names:
+            result["weight"] = sum(columns[names.index("weight")])
+        return result
+
+    return means
+
+
+def _mean(column, weights):
+    if weights is None:
+        return sum(column) / len(column)
+    # Without a weight, a row's loss is the mean of nothing: it may well be 0 / 0.
+    parts = [jnp.where(w == 0, 0, w * x) for w, x in zip(weights, column, strict=True)]
+    return sum(parts) / sum(weights)
 
 
 def end() -> Callable:
