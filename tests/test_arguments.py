@@ -148,7 +148,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
             checkpoint_dir=folder,
             checkpoint_every=kind(3),
             keep=kind(1),
-            callbacks=(callback for callback in [Callback()]),
+            callbacks=(Callback(),),
             progress=False,
         )
         assert [p.name for p in Path(folder).iterdir()] == ["5"]
