@@ -86,8 +86,8 @@ def fit(
             which leaves parameters and optimizer state as they were; see `Trainer`.
         max_skipped: How many steps in a row may be skipped; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-        eval_data: Batches to evaluate on, or a function that returns them; they are iterated over
-            anew each time.
+        eval_data: Batches to evaluate on, or a function that returns them, called for each
+            evaluation and not before; they are iterated over anew each time.
         eval_every: Evaluate after each step whose number this divides. The run's end is always
             evaluated where there is `eval_data`.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder a step, each an ordinary
@@ -108,8 +108,9 @@ def fit(
         The trainer and its history.
 
     Raises:
-        ValueError: If `data` is empty, a batch does not fit, or the options contradict each other.
-        TypeError: If `data` or `eval_data` is not what it should be.
+        ValueError: If `data` is empty, a batch does not fit, an option is out of its range, or the
+            options contradict each other.
+        TypeError: If an argument is of another type than it should be.
         DataRanOutError: If `data` ends before `steps` steps.
         FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
             `max_skipped` steps in a row were skipped.

@@ -92,6 +92,10 @@ def plan(
     Returns:
         The plan; print it, or let a notebook show it.
 
+    Raises:
+        TypeError: See `Trainer`.
+        ValueError: See `Trainer`.
+
     Examples:
         >>> import jax, optax
         >>> def build():
@@ -183,8 +187,9 @@ class Trainer:
             progress: Whether to show a progress bar while the state is made or restored.
 
         Raises:
-            TypeError: If the model or the optimizer is of no supported kind.
-            ValueError: If model, loss, batch, parameters and options don't fit together.
+            TypeError: If an argument is of another type than it should be.
+            ValueError: If an option is out of its range, or model, loss, batch, parameters and
+                options don't fit together.
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
@@ -363,6 +368,7 @@ class Trainer:
             "weight" itself is the sum.
 
         Raises:
+            TypeError: If `batches` is no iterable, or a batch is no pytree of arrays.
             ValueError: If there is no batch, or all weights are 0.
         """
         check_data("batches", batches, "to evaluate on one batch, pass [batch]")
@@ -449,6 +455,7 @@ class Trainer:
                 from such a checkpoint.
 
         Raises:
+            TypeError: If `path` is no path.
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
