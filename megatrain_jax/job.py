@@ -25,6 +25,7 @@ from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.flops import count_flops, is_product
+from megatrain_jax.program.gradients import refuse_no_gradient
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from megatrain_jax.stream.compiled import Templates, compile_ahead
@@ -224,6 +225,8 @@ def make_job(
     trained = chosen(trainable, adapted.paths)
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained)
     program = cut_loss(traced, leaves)
+    if warning := refuse_no_gradient(program, leaves):
+        program = dataclasses.replace(program, warnings=(*program.warnings, warning))
     if microbatches > 1:
         _refuse_batch_statistics(adapted, program, len(traced.metrics))
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])

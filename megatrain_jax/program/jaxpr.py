@@ -135,6 +135,15 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -
     )
 
 
+def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+    """The variables of a jaxpr that depend on some of them, these included."""
+    found = set(sources)
+    for eqn in jaxpr.eqns:
+        if not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that has no constants, also under a transformation."""
     return core.eval_jaxpr(jaxpr, (), *args)

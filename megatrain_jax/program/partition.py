@@ -219,10 +219,7 @@ def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
 
 def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
     """Moves what depends on no data (sums of regularisers) to where it is first used."""
-    data = set(flow.data)
-    for eqn in flow.jaxpr.eqns:
-        if any(v in data for v in jx.variables(eqn.invars)):
-            data.update(eqn.outvars)
+    data = jx.dependent(flow.jaxpr, flow.data)
     uses: dict[Any, int] = {}
     moved = dict(stage_of)
     for i in reversed(main):
