@@ -116,6 +116,16 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters, opened."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
+                found.append(opened(item))
+    return found
+
+
 def without_dead_code(traced: Traced) -> Traced:
     """Drops equations that no output needs; keeps all inputs."""
     used = [True] * len(traced.jaxpr.outvars)

@@ -25,6 +25,7 @@ from megatrain_jax.program.partition import (
     assign,
     find_runs,
 )
+from megatrain_jax.program.state import StateUse, find_state_use
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Program:
         prologue_values: Ids of the prologue's outputs.
         values: Shape and dtype of each value by id.
         outputs: Ids of the traced function's outputs; the first is the loss.
-        late: For each output, whether it depends on parameters or the batch, not only on state.
+        state: What the model's variables depend on.
         warnings: What could not be cut, in words.
     """
 
@@ -93,7 +94,7 @@ class Program:
     prologue_values: tuple[int, ...]
     values: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[int, ...]
-    late: tuple[bool, ...]
+    state: StateUse
     warnings: tuple[str, ...]
 
 
@@ -160,7 +161,7 @@ class _Builder:
             prologue_values=ids,
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
-            late=self._late(num_variables),
+            state=find_state_use(self.flow.jaxpr, self.flow.data, num_variables),
             warnings=self._warnings(),
         )
 
@@ -276,15 +277,6 @@ class _Builder:
         )
         jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
-
-    def _late(self, num_variables: int) -> tuple[bool, ...]:
-        """Which outputs depend on more than state and randomness."""
-        jaxpr = self.flow.jaxpr
-        tainted = {*self.flow.parameters, *self.flow.data[num_variables:-1]}
-        for eqn in jaxpr.eqns:
-            if any(v in tainted for v in jx.variables(eqn.invars)):
-                tainted.update(eqn.outvars)
-        return tuple(not jx.is_literal(a) and a in tainted for a in jaxpr.outvars)
 
     def _warnings(self) -> tuple[str, ...]:
         found = []
