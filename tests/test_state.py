@@ -153,7 +153,8 @@ def test_state_that_the_parts_of_a_batch_cant_agree_on_is_refused(path):
         return Tracking(nnx.Rngs(0), path)
 
     arguments = build, square_loss, optax.sgd(0.1), batch_of(0)
+    precision = mt.Precision(compute=jnp.float32)
     expected = "state noise, which depends on par" if path == "noise" else "state seen depends on"
     with pytest.raises(ValueError, match=f"microbatches > 1.*{expected}"):
-        mt.plan(*arguments, microbatches=2)
-    mt.plan(*arguments)
+        mt.plan(*arguments, microbatches=2, precision=precision)
+    mt.plan(*arguments, precision=precision)

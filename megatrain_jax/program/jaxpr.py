@@ -103,8 +103,9 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Applies an equation's primitive to other operands; always a list."""
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    """Applies an equation's primitive to other operands, in its own context; always a list."""
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -124,6 +125,21 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
             if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
                 found.append(opened(item))
     return found
+
+
+def largest_mesh(jaxpr: Any) -> Any:
+    """The mesh of most devices that an equation was traced in, or None; also within equations."""
+    found: dict[Any, None] = {}
+    seen: set[int] = set()
+    todo = [jaxpr]
+    while todo:
+        for eqn in todo.pop().eqns:
+            found.setdefault(eqn.ctx.cur_abstract_mesh)
+            found.setdefault(eqn.params.get("mesh"))  # of a shard_map
+            inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
+            seen.update(map(id, inner))
+            todo += inner
+    return max((m for m in found if m is not None), key=lambda m: m.size, default=None)
 
 
 def without_dead_code(traced: Traced) -> Traced:
@@ -178,6 +194,7 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
     `consts` are the values of the jaxpr's first inputs, if these are fixed.
     Variables are numbered, literals and constants compared by their bytes, parameters recursively,
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
+    What an equation was traced in, such as a mesh, counts, too.
     """
     return _keys.setdefault(_jaxpr_key(jaxpr, consts, rules=True), Key())
 
@@ -199,7 +216,7 @@ def _jaxpr_key(jaxpr, consts, rules):
     for eqn in jaxpr.eqns:
         ins = tuple(read(a) for a in eqn.invars)
         outs = tuple(define(v) for v in eqn.outvars)
-        body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs))
+        body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs, eqn.ctx))
     tail = tuple(read(a) for a in jaxpr.outvars)
     return (head, tuple(body), tail)
 
