@@ -122,9 +122,19 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     found = []
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
+            if is_jaxpr(item):
                 found.append(opened(item))
     return found
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def with_body(jaxpr: Any, body: Any) -> Any:
+    """A jaxpr that may be closed, with another open form."""
+    return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
 
 
 def largest_mesh(jaxpr: Any) -> Any:

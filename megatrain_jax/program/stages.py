@@ -14,9 +14,11 @@ from jax.extend import core as jex
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.effects import answers, fires
 from megatrain_jax.program.partition import (
     CONST,
     DATA,
+    EFFECT,
     MAIN,
     PARAM,
     SMALL,
@@ -109,7 +111,21 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
         raise ValueError(
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
+    _refuse_answers(flow)
     return _Builder(flow, find_runs(flow)).program(num_variables)
+
+
+def _refuse_answers(flow: Dataflow) -> None:
+    """Refuses results of effects that a backward would have to compute again."""
+    for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
+        direct = not jx.inner_jaxprs(eqn)
+        if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
+            raise ValueError(
+                "loss_fn reads the result of a callback with side effects (io_callback) on what "
+                "depends on parameters: backward, which computes stages again, would call it "
+                "again. Use jax.pure_callback if calling it twice does no harm, or call it on "
+                "values of the batch alone"
+            )
 
 
 class _Builder:
@@ -135,12 +151,13 @@ class _Builder:
         home: dict[int, int | None] = {}
         for i in range(len(jaxpr.eqns) - 1, -1, -1):
             eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
-            if kind == MAIN:
+            if kind in (MAIN, EFFECT):
                 stage = self.stage_of[i]
             elif kind == DATA:
                 stages = set().union(*(uses[v] for v in eqn.outvars))
                 large = any(jx.num_elements(v.aval) > SMALL for v in eqn.outvars)
-                stage = home[i] = next(iter(stages)) if large and len(stages) == 1 else None
+                alone = large and len(stages) == 1 and not fires(eqn)
+                stage = home[i] = next(iter(stages)) if alone else None
             else:
                 continue
             for v in jx.variables(eqn.invars):
@@ -174,7 +191,7 @@ class _Builder:
 
     def _body(self, s: int) -> "_Body":
         body = _Body(self, s)
-        for i in (i for i, stage in self.stage_of.items() if stage == s):
+        for i in sorted(i for i, stage in self.stage_of.items() if stage == s):
             body.pull(i)
         if s == len(self.runs) - 1:
             for v in jx.variables(self.flow.jaxpr.outvars):

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.effects import fires
 from megatrain_jax.program.flops import count_flops
 from megatrain_jax.program.gradients import differentiated
 from megatrain_jax.program.stages import Stage
@@ -77,7 +78,12 @@ class Residuals:
 
 
 def find_residuals(stage: Stage) -> Residuals | None:
-    """Traces a stage's two halves; None if there is nothing worth keeping."""
+    """Traces a stage's two halves; None if there is nothing worth keeping, or it has effects.
+
+    What the halves share would fire in both.
+    """
+    if fires(stage.jaxpr):
+        return None
     saved_flops = count_flops(stage.jaxpr, lambda eqn: is_kept(eqn.primitive, **eqn.params))
     if not saved_flops:
         return None

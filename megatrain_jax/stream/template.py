@@ -12,6 +12,7 @@ import jax
 
 from megatrain_jax.memory.layout import Layout
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.effects import fires, firing_once
 from megatrain_jax.program.gradients import differentiated
 from megatrain_jax.program.stages import Stage
 from megatrain_jax.stream.residuals import Residuals
@@ -90,6 +91,8 @@ def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
         new, summed = _finish(stage, binding, mode, pull(list(cotangents)), gradients, sent)
         return (outputs if mode.give_outputs else []), new, summed
 
+    if fires(stage.jaxpr):
+        return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
     return backward_stage
 
 
