@@ -25,6 +25,7 @@ from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.flops import count_flops, is_product
+from megatrain_jax.program.gradients import refuse_no_gradient
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from megatrain_jax.stream.compiled import Templates, compile_ahead
@@ -208,8 +209,10 @@ def make_job(
     trained = chosen(options.trainable, adapted.paths)
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained)
     program = cut_loss(traced, leaves)
+    if warning := refuse_no_gradient(program, leaves):
+        program = dataclasses.replace(program, warnings=(*program.warnings, warning))
     if microbatches > 1:
-        _refuse_batch_statistics(adapted, program, len(traced.metrics))
+        _refuse_batch_statistics(adapted, program)
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     cut = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, precision)
     if options.on_nonfinite == "skip":
@@ -298,7 +301,8 @@ def fit_to_device(job: Job, templates: Templates, device_bytes: int | None) -> J
 def _other_bytes(step: StepPlan) -> int:
     """Bytes of the values that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.values.keys()
-    return step.microbatches * sum(jx.num_bytes(step.program.values[i]) for i in others)
+    times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
+    return sum(n * jx.num_bytes(step.program.values[i]) for i, n in times.items())
 
 
 def _in_flight_bytes(step: StepPlan) -> int:
@@ -354,13 +358,23 @@ def _plan_step(key, program, traced, grouping, layouts, cut: OptimizerCut, **opt
     )
 
 
-def _refuse_batch_statistics(adapted: AdaptedModel, program: Program, num_metrics: int) -> None:
-    late = program.late[1 + num_metrics :]
-    names = [path_name(p) for p, bad in zip(adapted.variable_paths, late, strict=True) if bad]
-    if names:
+def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:
+    """Refuses state that the parts of a batch can't agree on."""
+    names = [path_name(path) for path in adapted.variable_paths]
+    new = program.outputs[len(program.outputs) - len(names) :]
+    of_batch, _ = jx.split(program.state.of_batch, names)
+    if of_batch:
         raise ValueError(
             "microbatches > 1 can't train this model: its state "
-            f"{', '.join(names[:6])} depends on the batch (statistics as of a batch norm), and "
+            f"{', '.join(of_batch[:6])} depends on the batch (statistics as of a batch norm), and "
             "statistics of a part of a batch differ from those of the whole. Use microbatches=1, "
             "or a normalisation without batch statistics."
+        )
+    pairs = zip(program.state.drawn, new, strict=True)
+    drawn, _ = jx.split([d and i not in program.prologue_values for d, i in pairs], names)
+    if drawn:
+        raise ValueError(
+            "microbatches > 1 can't train this model: random numbers are drawn from its state "
+            f"{', '.join(drawn[:6])}, which depends on parameters, so that the parts of a batch "
+            "would all draw the same. Use microbatches=1, or draw from the `rng` of the loss."
         )

@@ -100,8 +100,9 @@ class Engine:
             self.obey(record, step)
         self.moves.dispatch()
         self._begun += schedule.num_items
-        late = plan.program.outputs[1 + len(plan.metrics) :]
-        new = [step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)]
+        new = list(self.variables)
+        for k, i in plan.late_state.items():
+            new[k] = step.rows[0][i]
         if new:
             keep = self.templates.get("keep", functions.keep)
             new = keep(new, variables, self.ok)
@@ -302,8 +303,10 @@ class Engine:
             self._send(bound, cotangents, back)
 
     def _keep(self, step: _Step, bound: BoundStage, row, outputs, item: int) -> None:
+        plan = step.plan
+        kept = plan.kept if row is step.rows[0] else plan.kept - plan.kept_once
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
-            if i in step.plan.kept:
+            if i in kept:
                 row[i] = value
         self._tokens[item] = outputs[0]
 

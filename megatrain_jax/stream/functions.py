@@ -21,29 +21,37 @@ from megatrain_jax.program.stages import Program
 def begin(program: Program, microbatches: int, num_metrics: int) -> Callable:
     """Builds `(variables, batch, key, step) -> (values, seed, new variables)`.
 
-    Splits the batch, runs the prologue for each microbatch, and brings the state from microbatch
-    to microbatch. Microbatch m of step t draws from `fold_in(fold_in(key, t), m)`.
+    Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
+    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from goes on from microbatch
+    to microbatch; the rest changes once a step, as in the first of them.
     """
     place = {v: i for i, v in enumerate(program.prologue_values)}
     new_ids = program.outputs[1 + num_metrics :]
+    drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
 
     def begin_step(variables, batch, key, step):
         step_key = jax.random.fold_in(key, step)
-        rows = []
+        rows, once = [], None
         for m in range(microbatches):
             part = [_slice(x, m, microbatches) for x in batch]
             rng = jax.random.fold_in(step_key, m)
             data = [*program.prologue_consts, *variables, *part, rng]
             values = jx.evaluate(program.prologue, data)
             rows.append(values)
-            variables = [
+            new = [
                 values[place[i]] if i in place else v
                 for i, v in zip(new_ids, variables, strict=True)
             ]
-        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), variables
+            once = new if once is None else once
+            variables = _chosen(drawn, new, variables)
+        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
 
     return begin_step
+
+
+def _chosen(mask, yes, no):
+    return [y if m else n for m, y, n in zip(mask, yes, no, strict=True)]
 
 
 def _slice(x, m, microbatches):
