@@ -1,6 +1,7 @@
 """Trains a model in one call."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -91,13 +92,15 @@ def fit(
         eval_every: Evaluate after each step whose number this divides. The run's end is always
             evaluated where there is `eval_data`.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder a step, each an ordinary
-            Orbax checkpoint. The last step is always saved.
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no other
+            run can write there meanwhile.
         checkpoint_every: Save after each step whose number this divides. Training goes on while
             a checkpoint is written.
         keep: How many checkpoints to keep, the newest ones.
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
             batch that came after it: `data` is put there by `set_state` if its iterator has that
-            (Grain), or else by skipping the batches that were used.
+            (Grain), or else by skipping the batches that were used. Newer checkpoints that can't
+            be read are renamed. Without it, `checkpoint_dir` must hold no steps yet.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
             record's. A callback ends the run early by raising `KeyboardInterrupt`.
@@ -114,7 +117,9 @@ def fit(
         DataRanOutError: If `data` ends before `steps` steps.
         FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
             `max_skipped` steps in a row were skipped.
-        CheckpointError: If a checkpoint can't be written, or none of those there can be read.
+        CheckpointError: If `checkpoint_dir` or a checkpoint can't be written, another run has the
+            folder, it holds later steps than the run starts from, or none of the checkpoints there
+            can be read.
         SystemExit: After SIGTERM.
     """
     options = LoopOptions(
@@ -139,41 +144,43 @@ def fit(
     )
     check_parts(model, loss_fn, optimizer, params)
     check_data("data", data, _ONE_BATCH)
-    series = _series(options)
-    source = Source(data)
-    try:
-        sample = next(source)
-    except StopIteration:
-        raise ValueError(EMPTY) from None
-    with numbered(1):
-        check_batch(sample, shape.microbatches)
-    trainer = Trainer(
-        model,
-        loss_fn,
-        optimizer,
-        sample,
-        microbatches=microbatches,
-        precision=precision,
-        device_budget=device_budget,
-        params=params,
-        trainable=trainable,
-        on_nonfinite=on_nonfinite,
-        max_skipped=max_skipped,
-        seed=seed,
-        progress=progress,
-    )
-    del params
-    with handed_over(trainer):
-        facts = series.resume(trainer) if series is not None and options.resume else None
-        batches: Iterator[Any] = chain([sample], source)
-        first = 0
-        if series is not None and facts is not None:
-            if options.progress:
-                tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-            source.go_to(facts["data"], options.progress)
-            batches, first = source, source.count
-        run = Run(trainer=trainer, source=source, first=first, counted_from=0)
-        return run.train(batches, options, series)
+    with _series(options) as series:
+        source = Source(data)
+        try:
+            sample = next(source)
+        except StopIteration:
+            raise ValueError(EMPTY) from None
+        with numbered(1):
+            check_batch(sample, shape.microbatches)
+        trainer = Trainer(
+            model,
+            loss_fn,
+            optimizer,
+            sample,
+            microbatches=microbatches,
+            precision=precision,
+            device_budget=device_budget,
+            params=params,
+            trainable=trainable,
+            on_nonfinite=on_nonfinite,
+            max_skipped=max_skipped,
+            seed=seed,
+            progress=progress,
+        )
+        del params
+        with handed_over(trainer):
+            facts = None
+            if series is not None:
+                facts = series.resume(trainer) if options.resume else series.begin(trainer)
+            batches: Iterator[Any] = chain([sample], source)
+            first = 0
+            if series is not None and facts is not None:
+                if options.progress:
+                    tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
+                source.go_to(facts["data"], options.progress)
+                batches, first = source, source.count
+            run = Run(trainer=trainer, source=source, first=first, counted_from=0)
+            return run.train(batches, options, series)
 
 
 def train(
@@ -203,7 +210,7 @@ def train(
         steps: How many further steps to take; None trains until `data` ends.
         eval_data: See `fit`.
         eval_every: See `fit`; steps are counted over the trainer's life.
-        checkpoint_dir: See `fit`; nothing is resumed here.
+        checkpoint_dir: See `fit`; nothing is resumed here, and no later steps may be there.
         checkpoint_every: See `fit`.
         keep: See `fit`.
         callbacks: See `fit`.
@@ -230,14 +237,15 @@ def train(
     )
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
-    source = Source(data)
-    series = _series(options)
-    run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
-    with handed_over(trainer):
+    with handed_over(trainer), _series(options) as series:
+        if series is not None:
+            series.begin(trainer)
+        source = Source(data)
+        run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
         return run.train(source, options, series)
 
 
-def _series(options: LoopOptions) -> Checkpoints | None:
+def _series(options: LoopOptions) -> AbstractContextManager[Checkpoints | None]:
     if options.checkpoint_dir is None:
-        return None
+        return nullcontext()
     return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep)

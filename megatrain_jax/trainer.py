@@ -1,5 +1,6 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -16,8 +17,10 @@ from megatrain_jax import checks, store
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
+from megatrain_jax.checkpoint.folder import local_path
 from megatrain_jax.checkpoint.restore import check, load
 from megatrain_jax.checkpoint.save import Saving
+from megatrain_jax.checkpoint.workspace import Workspace
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
@@ -253,6 +256,7 @@ class Trainer:
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step met a number that is not finite.
         """
+        self._check_whole()
         self.check_batch(batch)
         plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
         # Two steps may overlap, no more: what runs ahead of the device holds its memory.
@@ -456,14 +460,20 @@ class Trainer:
 
         Raises:
             TypeError: If `path` is no path.
+            ValueError: If Orbax could not read from `path` what it has written.
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
-        path = Path(checks.path("path", path))
+        path = local_path(checks.path("path", path), "path")
         self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
 
     def start_saving(
-        self, path: Path, facts: Mapping[str, Any] | None = None, *, params_only: bool = False
+        self,
+        path: Path,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        params_only: bool = False,
+        workspace: Workspace | None = None,
     ) -> Saving:
         """Begins to write a checkpoint and returns; steps may go on meanwhile.
 
@@ -471,14 +481,15 @@ class Trainer:
             path: See `save`.
             facts: What to keep beside the state, as JSON.
             params_only: See `save`.
+            workspace: Of the run whose checkpoint this is; what is at `path` is then replaced.
 
         Returns:
             What to wait for. A second save waits for the first by itself.
         """
-        self.wait_for_saving()
         path = path.absolute()
-        if path.exists():
+        if workspace is None and os.path.lexists(path):
             raise FileExistsError(f"there is something at {path} already")
+        self._join_saving()
         self.flush()
         entries = entries_of(self._job)
         about = {
@@ -489,18 +500,22 @@ class Trainer:
             "history": [dict(record) for record in self.history],  # as it is now
             **(facts or {}),
         }
-        self._saving = Saving(path, self._job, self._engine, entries, about, params_only)
+        self._saving = Saving(path, self._job, self._engine, entries, about, params_only, workspace)
         return self._saving
 
     def wait_for_saving(self) -> None:
         """Waits until a checkpoint that is being written is whole.
 
         Raises:
-            CheckpointError: If it could not be written.
+            CheckpointError: If it could not be written; raised once.
         """
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        if self._saving is not None:
+            self._saving.wait()
+
+    def _join_saving(self) -> None:
+        """Waits until nothing is written; an error is for who waits for that checkpoint."""
+        if self._saving is not None:
+            self._saving.join()
 
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Goes on from a checkpoint of the same model and optimizer.
@@ -516,10 +531,11 @@ class Trainer:
 
         Raises:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
-                otherwise, the training state is as it was.
+                otherwise, the training state is as it was. If it says that the state is lost, all
+                that needs it raises `RuntimeError` until another checkpoint is restored.
         """
-        path = Path(checks.path("path", path)).absolute()
-        self.wait_for_saving()
+        path = local_path(checks.path("path", path), "path")
+        self._join_saving()
         entries = entries_of(self._job)
         facts = check(path, entries)
         if self._lost is None:
@@ -529,8 +545,7 @@ class Trainer:
         self._in_flight.clear()
         with deferred_interrupt(), self._bar("restoring", len(self._job.layouts)) as bar:
             self._lost = f"{path} could not be restored to its end"
-            self._engine.drop()
-            load(path, self._job, self._engine, entries, bar.update)
+            load(path, facts.get("arrays"), self._job, self._engine, entries, bar.update)
             self._lost = None
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])

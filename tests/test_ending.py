@@ -19,7 +19,8 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import batches, interrupt, loop
 from megatrain_jax import run as run_module
-from megatrain_jax.checkpoint import folder
+from megatrain_jax.checkpoint import folder, manifest
+from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.options import LoopOptions
 from megatrain_jax.stream.engine import Engine
 from poison import poisoned
@@ -219,7 +220,7 @@ def test_a_step_that_was_cut_off_is_not_taken_for_whole(mode, tmp_path, monkeypa
             lambda t=trainer: t.step(BATCHES[0]),
             lambda t=trainer: t.save(tmp_path / "never"),
         ):
-            with pytest.raises(RuntimeError, match="state is lost.*restore"):
+            with pytest.raises(RuntimeError, match="state is lost.*Restore"):
                 attempt()
         trainer.restore(path / "2")
         mt.train(trainer, BATCHES[2:], progress=False)
@@ -244,14 +245,14 @@ def test_an_evaluation_that_was_cut_off_loses_nothing(mode, monkeypatch):
 
 def during_the_save(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Sends signals when all is written but the checkpoint's name."""
-    publish = folder.publish
+    publish = Saving._publish
 
     def interrupted(*args: Any) -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
         publish(*args)
 
-    monkeypatch.setattr(folder, "publish", interrupted)
+    monkeypatch.setattr(Saving, "_publish", interrupted)
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGINT, signal.SIGTERM])
@@ -403,7 +404,7 @@ def test_the_last_step_is_evaluated_and_saved_with_that(steps, checkpoint_every,
     )
     evaluated = ["eval_loss" in record for record in result.history]
     assert evaluated == [*[False] * ((steps or STEPS) - 1), True]
-    saved = folder.facts_of(tmp_path / str(steps or STEPS))["history"]
+    saved = manifest.facts_of(tmp_path / str(steps or STEPS))["history"]
     assert saved == list(result.history)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_jax.checkpoint import folder
+from megatrain_jax.checkpoint import folder, manifest
 
 NUM_STEPS = 30
 # Python and the libraries are loaded once; each run is a fork of that, which starts JAX anew.
@@ -108,7 +108,7 @@ def server():
 
 def history(path: Path) -> list[float]:
     (*_, newest) = folder.steps(path)
-    return [record["loss"] for record in folder.facts_of(path / str(newest))["history"]]
+    return [record["loss"] for record in manifest.facts_of(path / str(newest))["history"]]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, 
         killed += over[1] != "0"
         found = folder.steps(parts)
         for step in found:
-            folder.facts_of(parts / str(step))  # whole
+            manifest.facts_of(parts / str(step))  # whole
         assert max(found, default=0) >= newest
         newest = max(found, default=0)
         if over[1] == "0" or newest == NUM_STEPS:
@@ -167,4 +167,4 @@ def test_a_signal_ends_the_run_after_a_saved_step(server, number, ignored, tmp_p
         assert folder.steps(tmp_path)[-1] == int(steps)
     # The last step is there, not only those that were due.
     newest = folder.steps(tmp_path)[-1]
-    assert len(folder.facts_of(tmp_path / str(newest))["history"]) == newest
+    assert len(manifest.facts_of(tmp_path / str(newest))["history"]) == newest

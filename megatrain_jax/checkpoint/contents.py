@@ -191,6 +191,11 @@ def as_data(x: jax.Array) -> np.ndarray:
     return np.asarray(x)
 
 
+def pointer(path: Path) -> str:
+    """A path as one string from which it can be told apart from all others (RFC 6901)."""
+    return "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
+
+
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     """Sets a leaf of a nested dict."""
     for key in path[:-1]:

@@ -1,18 +1,18 @@
 """Arrays of any checkpoint that Orbax can read, loaded when they are asked for."""
 
 import dataclasses
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1
 
+from megatrain_jax.checkpoint import manifest, orbax
+from megatrain_jax.checkpoint.checksums import verify
 from megatrain_jax.checkpoint.contents import Path as TreePath
-from megatrain_jax.checkpoint.contents import flat, put
-from megatrain_jax.checkpoint.folder import CheckpointError
-from megatrain_jax.checkpoint.save import orbax_context
+from megatrain_jax.checkpoint.folder import has_manifest, local_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,24 @@ class SavedArray:
         path: Its path in there.
         shape: Its shape.
         dtype: Its dtype.
+        checksums: Of the checkpoint's arrays; None if nobody wrote any.
     """
 
     folder: Path
     path: TreePath
     shape: tuple[int, ...]
     dtype: np.dtype
+    checksums: Mapping[str, str] | None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Loads it."""
-        with orbax_context():
-            (array,) = load_arrays(self.folder, {self.path: self}).values()
+        """Loads it.
+
+        Raises:
+            CheckpointError: If it is not what was written.
+        """
+        with orbax.context():
+            (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
+        verify(self.folder, self.checksums, self.path, [array])
         return array if dtype is None else array.astype(dtype)
 
 
@@ -42,41 +49,19 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray]:
     """The arrays of a checkpoint by path; nothing is loaded yet.
 
     Raises:
-        CheckpointError: If there is no checkpoint that Orbax can read.
+        CheckpointError: If there is no checkpoint that Orbax can read, or a damaged one of this
+            library.
     """
-    where = Path(folder).absolute()
+    where = local_path(folder, "params")
+    known = manifest.facts_of(where).get("arrays") if has_manifest(where) else None
     return {
         path: SavedArray(
-            folder=where, path=path, shape=tuple(found.shape), dtype=jnp.dtype(found.dtype)
+            folder=where,
+            path=path,
+            shape=tuple(found.shape),
+            dtype=jnp.dtype(found.dtype),
+            checksums=known,
         )
-        for path, found in metadata(where).items()
+        for path, found in orbax.metadata(where).items()
         if hasattr(found, "shape")  # Python numbers have none
     }
-
-
-def metadata(folder: Path) -> dict[TreePath, Any]:
-    """What Orbax knows of the arrays of a checkpoint, by path.
-
-    Raises:
-        CheckpointError: If there is no checkpoint that Orbax can read.
-    """
-    try:
-        return flat(v1.metadata(str(folder)).metadata)
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder} is no checkpoint that Orbax can read ({type(error).__name__}: {error})"
-        ) from error
-
-
-def load_arrays(folder: Path, arrays: dict[TreePath, Any]) -> dict[TreePath, np.ndarray]:
-    """Loads arrays as NumPy's, in `orbax_context`.
-
-    Args:
-        folder: The checkpoint.
-        arrays: Things with a shape and a dtype, by path.
-    """
-    tree: dict[str, Any] = {}
-    for path, array in arrays.items():
-        # Describes the array to Orbax, and takes no memory.
-        put(tree, path, np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape))
-    return flat(v1.load(str(folder), tree)) if tree else {}

@@ -1,6 +1,6 @@
 """Reads a checkpoint into a store, group by group; while one slab is stored, the next is read.
 
-All that can be wrong with a checkpoint is looked for before the store is touched; then each group's
+All that can be wrong with a checkpoint is looked for before the store is touched; then its
 old arrays make room for the new ones, so that a full pool is large enough.
 """
 
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax.checkpoint import folder
+from megatrain_jax.checkpoint import manifest, orbax
+from megatrain_jax.checkpoint.checksums import verify
 from megatrain_jax.checkpoint.contents import (
     Entry,
     Place,
@@ -22,9 +23,7 @@ from megatrain_jax.checkpoint.contents import (
     small_arrays,
 )
 from megatrain_jax.checkpoint.contents import Path as TreePath
-from megatrain_jax.checkpoint.foreign import load_arrays, metadata
-from megatrain_jax.checkpoint.save import orbax_context
-from megatrain_jax.differences import described, listed
+from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.job import Job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.layout import Layout
@@ -40,89 +39,81 @@ def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is damaged, or holds other arrays; the first differences are listed.
     """
-    facts = folder.facts_of(path)
-    if facts.get("params_only"):
-        raise folder.CheckpointError(
+    facts = manifest.facts_of(path)
+    if facts["params_only"]:
+        raise CheckpointError(
             f"{path} holds parameters only, so training can't go on from it exactly"
         )
-    found = {p: (tuple(m.shape), jnp.dtype(m.dtype).name) for p, m in metadata(path).items()}
-    wanted = {entry.path: (entry.shape, entry.dtype) for entry in entries}
-    differences = [
-        *(f"{_name(p)} is missing" for p in wanted if p not in found),
-        *(f"{_name(p)} is not part of this run" for p in found if p not in wanted),
-        *(
-            f"{_name(p)} is {described(*found[p])} there, but {described(*wanted[p])} here"
-            for p in wanted
-            if p in found and found[p] != wanted[p]
-        ),
-    ]
-    if differences:
-        raise folder.CheckpointError(
-            f"{path} is a checkpoint of another model or optimizer:{listed(differences)}"
-        )
+    orbax.check_arrays(path, list(entries), "a checkpoint of another model or optimizer")
     return facts
 
 
 def load(
-    path: Path, job: Job, engine: Engine, entries: Sequence[Entry], done: Callable[[], object]
+    path: Path,
+    known: Mapping[str, str] | None,
+    job: Job,
+    engine: Engine,
+    entries: Sequence[Entry],
+    done: Callable[[], object],
 ) -> None:
     """Fills a store that is at rest with a checkpoint that was checked.
 
+    Each array's checksum is computed while what comes next is read.
+
     Args:
         path: The checkpoint.
+        known: Checksums of its arrays; None if it has none.
         job: What the store holds.
         engine: The store.
         entries: All arrays of the job's checkpoints.
         done: Called after each group.
 
     Raises:
-        CheckpointError: If the checkpoint can't be read after all; the store is then lost.
+        CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
+            store is then lost, until another checkpoint is loaded.
     """
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
 
     def read(slab: _Slab) -> dict[Place, np.ndarray]:
         whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
-        with orbax_context():
+        with orbax.context():
             loaded = _load(path, whole.values())
         return {place: loaded[entry.path] for place, entry in whole.items()}
 
+    engine.drop()
     try:
-        with orbax_context(), ThreadPoolExecutor(1) as reader:
+        with orbax.context(), ThreadPoolExecutor(1) as reader:
             for entry in (entry for entry in entries if entry.stacked):
-                for g in entry.groups:
-                    _drop(engine, g)
                 whole = _load(path, [entry])[entry.path]
+                checked = reader.submit(verify, path, known, entry.path, [whole])
                 for place, row in zip(entry.places, whole, strict=True):
                     slices[place] = jax.device_put(row, pool.pinned())
                 jax.block_until_ready(list(slices.values()))
+                checked.result()
             slabs = _slabs(job)
             coming = reader.submit(read, slabs[0])
             for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
-                if slab.part == "P":
-                    _drop(engine, slab.group)
                 values = _filled(slab, coming.result(), slices)
                 if after is not None:
                     # Not earlier: what this slab was made of would be a third beside the store.
                     coming = reader.submit(read, after)
                 array = jax.device_put(values, pool.pinned())
+                for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
+                    if place in by_place and not by_place[place].stacked:
+                        verify(path, known, by_place[place].path, [leaf])
                 del values
                 array.block_until_ready()
                 key = slab.part, slab.group
                 engine.host[key] = (*engine.host.get(key, ()), array)
                 if after is None or after.group != slab.group:
                     done()
-            _load_small(path, engine, [entry for entry in entries if not entry.groups])
+            _load_small(path, known, engine, [entry for entry in entries if not entry.groups])
     except Exception as error:
-        raise folder.CheckpointError(
+        raise CheckpointError(
             f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
             "memory is lost: restore another checkpoint."
         ) from error
-
-
-def _drop(engine: Engine, group: int) -> None:
-    for part in "PO":
-        engine.host.pop((part, group), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,18 +155,17 @@ def _filled(
 
 
 def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
-    return load_arrays(path, {entry.path: entry for entry in entries})
+    return orbax.load_arrays(path, {entry.path: entry for entry in entries})
 
 
-def _load_small(path: Path, engine: Engine, entries: Sequence[Entry]) -> None:
+def _load_small(
+    path: Path, known: Mapping[str, str] | None, engine: Engine, entries: Sequence[Entry]
+) -> None:
     arrays, loaded = small_arrays(engine), _load(path, entries)
     for entry in entries:
         (place,), value = entry.places, loaded[entry.path]
+        verify(path, known, entry.path, [value])
         if entry.key is not None:
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
         arrays[place.part][place.position] = jax.device_put(value, pool.pinned())
     set_small_arrays(engine, arrays)
-
-
-def _name(path: TreePath) -> str:
-    return "/".join(path)

@@ -6,36 +6,40 @@ disk yet: until then, the group's old arrays live on, and its new ones would be 
 """
 
 import math
+import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from orbax.checkpoint import v1
 
-from megatrain_jax.checkpoint import folder
+from megatrain_jax.checkpoint import manifest, orbax
+from megatrain_jax.checkpoint.checksums import checksums
 from megatrain_jax.checkpoint.contents import (
     PARAMS,
     Entry,
     rows_of,
     tree_of,
 )
+from megatrain_jax.checkpoint.folder import CheckpointError
+from megatrain_jax.checkpoint.workspace import NAME, Workspace
+from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.job import Job
 from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.laps import LASTING, Op
 
-# What Orbax may hold beside the arrays it reads.
-_CONCURRENT_BYTES = 512 << 20
-# Of one file; Orbax writes several side by side.
-_FILE_BYTES = 512 << 20
 # How much is given to Orbax at a time, at least: one part's end is not written beside the next
 # one's beginning, which costs up to a second each time.
 PART_BYTES = 8 << 30
 # Less, if Orbax would copy more of it than this.
 _COPIED_BYTES = 1 << 30
+# In the workspace, where only one is written at a time.
+_WRITTEN = "checkpoint"
 
 _Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
 
@@ -55,16 +59,19 @@ class Saving:
         entries: Sequence[Entry],
         facts: Mapping[str, Any],
         params_only: bool = False,
+        workspace: Workspace | None = None,
     ):
         """Starts writing.
 
         Args:
-            path: Where to; must not exist.
+            path: Where to.
             job: What the store holds.
             engine: The store, at rest; it will wait for this before it replaces a group.
             entries: All arrays of the job's checkpoints.
             facts: What to keep beside the arrays, as JSON.
             params_only: Whether to write nothing but parameters.
+            workspace: Of the run whose checkpoint this is; it may then replace what is at `path`.
+                None makes one for this checkpoint alone, and removes it.
 
         Raises:
             CheckpointError: If the folder can't be written.
@@ -74,19 +81,23 @@ class Saving:
         self._changed = threading.Condition()
         if params_only:
             entries = [entry for entry in entries if entry.path[0] == PARAMS]
+        self._entries, self._replaces = list(entries), workspace is not None
         self._parts = _parts(job, engine, entries)
-        with _named(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            folder.remove_leftovers(path)
-            temporary = folder.temporary(path)
-            temporary.mkdir()  # whether it can be written shows here, before training goes on
-            temporary.rmdir()
         self._left = Counter(g for groups, _ in self._parts for g in groups)
-        engine.moves.before_replacing = self.wait_for
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
         )
-        self._thread.start()
+        # An interrupt in between would leave the workspace to nobody. Insisting helps where the
+        # workspace is waited for.
+        with deferred_interrupt(insist=True):
+            if workspace is None:
+                # Whether anything can be written shows here, before training goes on.
+                workspace = Workspace(path.with_name(f"{path.name}.{NAME}"), path)
+            else:
+                workspace.share()
+            self._workspace = workspace
+            engine.moves.before_replacing = self.wait_for
+            self._thread.start()
 
     @property
     def done(self) -> bool:
@@ -98,59 +109,73 @@ class Saving:
         with self._changed:
             self._changed.wait_for(lambda: not self._left[group])
 
+    def join(self) -> None:
+        """Waits until nothing is being written any more, and leaves errors to `wait`."""
+        self._thread.join()
+
     def wait(self) -> None:
         """Waits until the checkpoint has its name.
 
         Raises:
-            CheckpointError: If it could not be written; nothing is left of it.
+            CheckpointError: If it could not be written; nothing is left of it. Raised once.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise folder.CheckpointError(
-                f"the checkpoint {self.path} could not be written: {_words(self._error)}. Older "
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(
+                f"the checkpoint {self.path} could not be written: {_words(error)}. Older "
                 "checkpoints and the training state are as they were."
-            ) from self._error
+            ) from error
 
     def _write(self, facts: dict[str, Any]) -> None:
-        written = str(folder.temporary(self.path))
+        written = self._workspace.path / _WRITTEN
         try:
-            with orbax_context():
-                while self._parts:
-                    groups, rows = self._parts.pop(0)
-                    v1.partial.save(written, tree_of(rows))
-                    del rows
-                    self._release(groups)
-                v1.partial.finalize(written)
-            folder.publish(self.path, facts)
+            facts["arrays"] = self._write_arrays(written)
+            orbax.check_arrays(written, self._entries, "not what was to be written")
+            manifest.write(written, facts)
+            self._publish(written)
         except BaseException as error:
             self._error = error
             with suppress(OSError):
-                folder.remove_leftovers(self.path)
+                self._workspace.clear()
         finally:
             self._parts.clear()
             self._release(list(self._left.elements()))
+            self._workspace.release(run=not self._replaces)
+
+    def _write_arrays(self, written: Path) -> dict[str, str]:
+        """Has Orbax write all parts, and returns the checksums of their arrays."""
+        found: dict[str, str] = {}
+        with (
+            orbax.context(),
+            orbax.plain_path(written.parent) as parent,
+            ThreadPoolExecutor(1, "checksums") as beside,
+        ):
+            while self._parts:
+                groups, rows = self._parts.pop(0)
+                coming = beside.submit(checksums, rows)
+                v1.partial.save(str(parent / written.name), tree_of(rows))
+                del rows
+                found |= coming.result()
+                self._release(groups)
+            v1.partial.finalize(str(parent / written.name))
+        return found
+
+    def _publish(self, written: Path) -> None:
+        """Gives what was written its name."""
+        exists, old = os.path.lexists(self.path), None
+        if exists and not self._replaces:
+            raise FileExistsError(f"there is something at {self.path} by now")
+        if exists:
+            old = self._workspace.take(self.path)
+        written.rename(self.path)
+        if old is not None:
+            self._workspace.clear()
 
     def _release(self, groups: Iterable[int]) -> None:
         with self._changed:
             self._left.subtract(groups)
             self._changed.notify_all()
-
-
-def orbax_context() -> v1.Context:
-    """Options with which Orbax copies little of what it writes and reads.
-
-    While it writes, it still copies arrays of several files whose longest axis is not the first.
-    Compression would need more time than it saves. Files of 2 GiB, which is what
-    Orbax makes unless told otherwise, are written one after the other; smaller ones side by side.
-    """
-    context = v1.Context()
-    context.array.saving.use_compression = False
-    context.array.saving.use_zarr3 = True  # the limit of a file's size needs it
-    context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
-    context.memory.deepcopy_host_arrays = False
-    context.memory.read_concurrent_bytes = _CONCURRENT_BYTES
-    context.pytree.loading.partial_load = True
-    return context
 
 
 def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
@@ -181,16 +206,8 @@ def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
 def _copied_bytes(entry: Entry) -> int:
     """Bytes of an array that Orbax copies: its files' chunks, cut across its longest axis."""
     num_bytes = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
-    cut = num_bytes > _FILE_BYTES and entry.shape[0] < max(entry.shape)
+    cut = num_bytes > orbax.FILE_BYTES and entry.shape[0] < max(entry.shape)
     return num_bytes if cut else 0
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise folder.CheckpointError(f"{path} can't be written: {_words(error)}") from error
 
 
 def _words(error: BaseException) -> str:

@@ -1,0 +1,96 @@
+"""A model so small that a test can run many of it, and damage done to its checkpoints."""
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import megatrain_jax as mt
+
+
+def params() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [{"w": rng.normal(size=(64, 64)).astype(np.float32)} for _ in range(2)]
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"])
+    return jnp.mean(x**2)
+
+
+def batch(seed: int) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(seed).normal(size=(4, 64)).astype(np.float32)}
+
+
+def trainer(**options: Any) -> mt.Trainer:
+    precision = mt.Precision(compute=jnp.float32)
+    return mt.Trainer(
+        params(),
+        loss_fn,
+        optax.adam(1e-2),
+        batch(0),
+        precision=precision,
+        progress=False,
+        **options,
+    )
+
+
+def fit(folder: Path | str | None, steps: int, **options: Any) -> mt.FitResult:
+    data = options.pop("data", None) or (batch(seed) for seed in itertools.count())
+    return mt.fit(
+        params(),
+        loss_fn,
+        data,
+        optax.adam(1e-2),
+        steps=steps,
+        precision=mt.Precision(compute=jnp.float32),
+        checkpoint_dir=folder,
+        progress=False,
+        **options,
+    )
+
+
+@functools.cache
+def expected(steps: int) -> list[float]:
+    """The losses of a run that nothing happens to."""
+    return losses(fit(None, 8))[:steps]
+
+
+def losses(result: mt.FitResult) -> list[float]:
+    return [record["loss"] for record in result.history]
+
+
+def state(trainer: mt.Trainer) -> Any:
+    """A copy of all that training changes."""
+    trainer.flush()
+    engine = trainer._engine
+    return jax.tree.map(np.array, [trainer.params, trainer.opt_state, engine.step])
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def flip(file: Path, at: int, bits: int = 1) -> None:
+    """Changes a byte."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= bits
+    file.write_bytes(content)
+
+
+def damage(path: Path, array: np.ndarray) -> None:
+    """Changes one bit of an array in a checkpoint."""
+    (found,) = ((p, at) for p in files(path) if (at := p.read_bytes().find(array.tobytes())) >= 0)
+    flip(found[0], found[1] + 5)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files(folder)}

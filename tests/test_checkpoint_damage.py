@@ -1,0 +1,262 @@
+"""What is read from a checkpoint is what was written, or it is refused and nothing comes of it."""
+
+import gc
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from orbax.checkpoint import v1
+
+import megatrain_jax as mt
+import small
+from megatrain_jax.checkpoint import manifest
+from runs import check_same_bits
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = small.trainer()
+    for seed in range(2):
+        trainer.read(trainer.step(small.batch(seed)))
+    return trainer
+
+
+@pytest.fixture
+def saved(trainer, tmp_path):
+    trainer.save(tmp_path / "2")
+    return tmp_path / "2"
+
+
+def plain(path: Path):
+    context = v1.Context()
+    with context:
+        return v1.load(str(path))
+
+
+# Orbax forgets about what else it was reading once one array can't be read.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_changed_byte_is_noticed_or_harmless(trainer, saved):
+    rng, expected = random.Random(0), small.state(trainer)
+    outcomes = []
+    for file in filter(os.path.getsize, small.files(saved)):
+        for _ in range(2):
+            at, bits = rng.randrange(file.stat().st_size), rng.randrange(1, 256)
+            small.flip(file, at, bits)
+            try:
+                trainer.restore(saved)
+                check_same_bits(small.state(trainer), expected)
+                outcomes.append("harmless")
+            except mt.CheckpointError:
+                outcomes.append("noticed")
+            small.flip(file, at, bits)
+    assert len(outcomes) >= 20 and outcomes.count("noticed") >= 5
+    gc.collect()
+    trainer.restore(saved)
+    check_same_bits(small.state(trainer), expected)
+
+
+def test_checksums_are_those_of_what_plain_orbax_reads(saved):
+    known = json.loads((saved / "megatrain.json").read_text())["arrays"]
+    loaded = plain(saved)
+    seen = set()
+
+    def compare(tree, path):
+        if isinstance(tree, dict):
+            for key, value in tree.items():
+                compare(value, (*path, key))
+        else:
+            seen.add("/".join(path))
+            found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tree).tobytes())
+            assert found == known["/".join(path)]
+
+    compare(loaded, ())
+    assert seen == set(known)
+
+
+def test_parameters_to_start_from_are_verified(trainer, saved):
+    check_same_bits(small.trainer(params=saved).params, trainer.params)
+    small.damage(saved, trainer.params[1]["w"])
+    with pytest.raises(mt.CheckpointError, match="params/1/w is not what was written"):
+        small.trainer(params=saved)
+
+
+def test_a_restore_that_fails_half_way_leaves_a_trainer_that_can_be_restored(trainer, saved):
+    expected = small.state(trainer)
+    trainer.save(saved.with_name("bad"))
+    small.damage(saved.with_name("bad"), trainer.params[1]["w"])
+    with pytest.raises(mt.CheckpointError, match="lost"):
+        trainer.restore(saved.with_name("bad"))
+    uses = (
+        lambda: trainer.step(small.batch(2)),
+        lambda: trainer.evaluate([small.batch(2)]),
+        lambda: trainer.save(saved.with_name("3")),
+        lambda: trainer.params,
+        lambda: trainer.opt_state,
+        lambda: trainer.model,
+        trainer.flush,
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match="state is lost.*Restore a checkpoint"):
+            use()
+    assert not saved.with_name("3").exists()
+    trainer.restore(saved)
+    check_same_bits(small.state(trainer), expected)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
+    first = small.fit(tmp_path, 4, checkpoint_every=2)
+    small.damage(tmp_path / "4", first.trainer.opt_state[0].mu[0]["w"])
+    with pytest.warns(UserWarning, match="Resumed from step 2 instead"):
+        again = small.fit(tmp_path, 6, checkpoint_every=2)
+    assert small.losses(again) == small.expected(6)
+    check_same_bits(plain(tmp_path / "6")["params"]["0"], again.params[0])
+
+
+def rewritten(**changes):
+    return lambda facts: json.dumps({**facts, **changes})
+
+
+MANIFESTS = {
+    "list": lambda facts: "[]",
+    "number": lambda facts: "5",
+    "null": lambda facts: "null",
+    "text": lambda facts: '"x"',
+    "empty": lambda facts: "",
+    "deep": lambda facts: "[" * 100_000,
+    "not utf-8": lambda facts: b"\xff\xfe{}",
+    "no step": lambda facts: json.dumps({k: v for k, v in facts.items() if k != "step"}),
+    "no arrays": lambda facts: json.dumps({k: v for k, v in facts.items() if k != "arrays"}),
+    "no format": lambda facts: json.dumps({k: v for k, v in facts.items() if k != "format"}),
+    "newer": rewritten(format=99),
+    "format text": rewritten(format="2"),
+    "format list": rewritten(format=[2]),
+    "format true": rewritten(format=True),
+    "step text": rewritten(step="2"),
+    "step true": rewritten(step=True),
+    "step negative": rewritten(step=-1),
+    "history text": rewritten(history="abc"),
+    "history numbers": rewritten(history=[1, 2]),
+    "files list": rewritten(files=["a"]),
+    "size text": rewritten(files={"a": "1"}),
+    "data number": rewritten(data=3),
+    "data empty": rewritten(data={}),
+    "another number": rewritten(skipped=7),
+}
+
+
+def test_a_manifest_that_is_not_well_formed_is_refused(trainer, saved):
+    facts = json.loads((saved / "megatrain.json").read_text())
+    before = small.state(trainer)
+    for name, change in MANIFESTS.items():
+        text = change(facts)
+        (saved / "megatrain.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(mt.CheckpointError, match="99" if name == "newer" else str(saved)):
+            trainer.restore(saved)
+            pytest.fail(f"accepted: {name}")
+    check_same_bits(small.state(trainer), before)
+
+
+def test_a_broken_manifest_is_passed_over(tmp_path):
+    small.fit(tmp_path, 6, checkpoint_every=2)
+    (tmp_path / "6" / "megatrain.json").write_text("[]")
+    (tmp_path / "4" / "megatrain.json").write_text('{"format": 99}')
+    with pytest.warns(UserWarning, match="Resumed from step 2 instead"):
+        again = small.fit(tmp_path, 8)
+    assert small.losses(again) == small.expected(8)
+
+
+def test_checkpoints_from_before_there_were_checksums_are_restored(trainer, saved):
+    expected, file = small.state(trainer), saved / "megatrain.json"
+    facts = json.loads(file.read_text())
+    old = {k: v for k, v in facts.items() if k not in ("arrays", "checksum")}
+    file.write_text(json.dumps({**old, "format": 1}))
+    trainer.step(small.batch(5))
+    trainer.restore(saved)
+    check_same_bits(small.state(trainer), expected)
+    check_same_bits(small.trainer(params=saved).params, trainer.params)
+
+
+def without_an_array(tree):
+    return {**tree, "params": {"0": tree["params"]["0"]}} if "params" in tree else tree
+
+
+def with_another_shape(tree):
+    if "params" not in tree:
+        return tree
+    return {**tree, "params": {**tree["params"], "0": {"w": np.zeros((2, 2), np.float32)}}}
+
+
+def with_another_dtype(tree):
+    if "params" not in tree:
+        return tree
+    return {**tree, "params": {**tree["params"], "0": {"w": np.zeros((64, 64), np.int32)}}}
+
+
+@pytest.mark.parametrize("change", [without_an_array, with_another_shape, with_another_dtype])
+def test_what_orbax_did_not_write_is_not_published(change, trainer, saved, monkeypatch):
+    write, before = v1.partial.save, small.tree(saved)
+    monkeypatch.setattr(v1.partial, "save", lambda path, tree: write(path, change(tree)))
+    with pytest.raises(mt.CheckpointError, match=r"not what was to be written:\n  params/"):
+        trainer.save(saved.with_name("3"))
+    assert os.listdir(saved.parent) == ["2"] and small.tree(saved) == before
+
+
+NAMES = ("run[1]", "a*", "a?", ".dot", "é: [%20#")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_local_folder_can_be_used(name, trainer, tmp_path):
+    (tmp_path / "ab" / "2").mkdir(parents=True)  # fits the patterns, too
+    for path in (tmp_path / name / "2", tmp_path / "x" / name):
+        trainer.save(path)
+        check_same_bits(plain(path)["params"]["1"], trainer.params[1])
+        expected = small.state(trainer)
+        trainer.step(small.batch(3))
+        trainer.restore(path)
+        check_same_bits(small.state(trainer), expected)
+
+
+def test_a_run_in_a_folder_with_brackets_goes_on(tmp_path):
+    for steps in (2, 5):
+        result = small.fit(tmp_path / "lr[0.1]*", steps, checkpoint_every=1, keep=1)
+    assert small.losses(result) == small.expected(5)
+    assert os.listdir(tmp_path / "lr[0.1]*") == ["5"]
+
+
+REFUSED = ("gs://bucket/run", "s3://bucket/run", "file:///tmp/run", "x/gs:/y", "a\\b", "", "a\0b")
+
+
+@pytest.mark.parametrize("path", [*REFUSED, "~nobody-of-this-name/run", 5])
+def test_paths_that_are_not_of_a_local_disk_are_refused_by_name(
+    path, trainer, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    calls = {
+        "`checkpoint_dir`": lambda: small.fit(path, 1, data=nothing()),
+        "`path`": lambda: trainer.save(path),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError if path == 5 else ValueError, match=name):
+            call()
+    with pytest.raises(TypeError if path == 5 else ValueError, match="`path`"):
+        trainer.restore(path)
+    assert not os.listdir(tmp_path)
+
+
+def nothing():
+    raise AssertionError("a batch was drawn")
+    yield
+
+
+def test_the_home_folder_is_expanded(trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer.save("~/2")
+    trainer.restore("~/2")
+    small.trainer(params="~/2")
+    small.fit("~/runs", 1)
+    assert sorted(os.listdir(tmp_path)) == ["2", "runs"]
+    assert manifest.facts_of(tmp_path / "runs" / "1")["step"] == 1

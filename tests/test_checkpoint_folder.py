@@ -1,0 +1,307 @@
+"""A folder of checkpoints belongs to one run at a time, which deletes nothing but its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from orbax.checkpoint import v1
+
+import megatrain_jax as mt
+import small
+from megatrain_jax.checkpoint.save import Saving
+from megatrain_jax.checkpoint.series import Checkpoints
+from megatrain_jax.checkpoint.workspace import NAME, Workspace
+from runs import check_same_bits
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return small.trainer()
+
+
+def strange_folder(path: Path) -> dict[str, bytes]:
+    """Somebody else's folder, and what is in it."""
+    (path / "deep").mkdir(parents=True)
+    (path / "mine.txt").write_text("mine")
+    (path / "deep" / "er").write_text("mine, too")
+    return small.tree(path)
+
+
+def test_good_checkpoints_are_kept_and_broken_ones_set_aside(tmp_path):
+    small.fit(tmp_path, 6, checkpoint_every=2, keep=9)
+    shutil.copytree(tmp_path / "6", tmp_path / "50")  # says that it is of step 6
+    shutil.rmtree(tmp_path / "2")
+    (tmp_path / "6" / "megatrain.json").write_text("{}")
+    with pytest.warns(UserWarning, match="Resumed from step 4 instead") as warned:
+        result = small.fit(tmp_path, 8, checkpoint_every=2, keep=1)
+    assert len(warned) == 2
+    assert sorted(os.listdir(tmp_path)) == ["50.refused-1", "6.refused-1", "8"]
+    expected = small.state(result.trainer)
+    result.trainer.restore(tmp_path / "8")
+    check_same_bits(small.state(result.trainer), expected)
+    assert small.losses(small.fit(tmp_path, 8)) == small.expected(8)
+
+
+def test_a_new_run_is_not_begun_among_later_steps(trainer, tmp_path):
+    small.fit(tmp_path, 3)
+    before = small.tree(tmp_path)
+    with pytest.raises(mt.CheckpointError, match=r"starts from step 0.*holds 3.*resume=True"):
+        small.fit(tmp_path, 2, resume=False)
+    with pytest.raises(mt.CheckpointError, match=r"starts from step 0.*holds 3"):
+        mt.train(small.trainer(), [small.batch(0)], checkpoint_dir=tmp_path, progress=False)
+    assert small.tree(tmp_path) == before
+    small.fit(tmp_path / "other", 2, resume=False)
+
+
+def test_what_others_made_is_left_alone(tmp_path):
+    names = ["4.saving_mine", "4.deleting.keepme", "2.saving", "notes", "007", "٣", "1"]
+    strange = {name: strange_folder(tmp_path / name) for name in names}
+    shutil.move(tmp_path / "1", tmp_path / "x")  # in nobody's way
+    small.fit(tmp_path, 2)
+    shutil.move(tmp_path / "x", tmp_path / "1")
+    with pytest.warns(UserWarning, match="1 is left alone.*no megatrain.json"):
+        small.fit(tmp_path, 4, checkpoint_every=1, keep=1)
+    for name in names:
+        assert small.tree(tmp_path / name) == strange[name]
+    assert sorted({*os.listdir(tmp_path)} - {*names}) == ["4"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "empty", "file", "link"])
+def test_nothing_is_written_over_a_strangers_step(kind, tmp_path):
+    path = tmp_path / "runs" / "4"
+    path.parent.mkdir()
+    elsewhere = strange_folder(tmp_path / "elsewhere")
+    if kind == "folder":
+        strange_folder(path)
+    elif kind == "empty":
+        path.mkdir()
+    elif kind == "file":
+        path.write_text("mine")
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(mt.CheckpointError, match="holds 4"):
+        small.fit(path.parent, 8, checkpoint_every=2)
+    with pytest.raises(FileExistsError):
+        small.trainer().save(path)
+    assert os.listdir(path.parent) == ["4"] and path.is_symlink() == (kind == "link")
+    assert small.tree(tmp_path / "elsewhere") == elsewhere
+    if kind == "folder":
+        assert small.tree(path) == elsewhere
+
+
+def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
+    for step in steps:
+        trainer.num_steps = step
+        series.save(trainer, {"batches": step})
+    series.finish(trainer)
+
+
+def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, None, 1) as series:
+        saved_at(series, trainer, 1)
+    shutil.move(tmp_path / "1", tmp_path / "elsewhere")
+    (tmp_path / "1").symlink_to(tmp_path / "elsewhere")
+    kept = small.tree(tmp_path / "elsewhere")
+    trainer.num_steps = 1
+    remove = shutil.rmtree
+
+    def immutable(path, *args, **options):
+        if "3.deleting" in str(path):
+            raise PermissionError(1, "Operation not permitted")
+        remove(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", immutable)
+    with Checkpoints(tmp_path, None, 1) as series:
+        series.begin(trainer)
+        with pytest.warns(UserWarning, match="1 is left alone"):
+            saved_at(series, trainer, 2)
+        (tmp_path / "2" / "notes.txt").write_text("mine")
+        with pytest.warns(UserWarning, match="2 is left alone.*notes.txt"):
+            saved_at(series, trainer, 3)
+        with pytest.warns(UserWarning, match="3 is left alone.*not permitted"):
+            saved_at(series, trainer, 4)
+        saved_at(series, trainer, 5, 6)  # says nothing any more
+    assert small.tree(tmp_path / "elsewhere") == kept
+    assert {"1", "2", "6"} <= {*os.listdir(tmp_path)}
+    with pytest.warns(UserWarning, match="3.deleting-0.*can't be deleted"):
+        Checkpoints(tmp_path, None, 1).__exit__(None, None, None)
+    monkeypatch.undo()
+    Checkpoints(tmp_path, None, 1).__exit__(None, None, None)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "6", "elsewhere"]
+
+
+def never():
+    raise AssertionError("a batch was drawn")
+    yield
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(mt.CheckpointError, match="can't be written: NotADirectoryError"):
+        small.fit(tmp_path / "file" / "run", 1, data=never())
+
+    def read_only(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(mt.CheckpointError, match="can't be written: OSError.*Read-only"):
+        small.fit(tmp_path / "run", 1, data=never())
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatrain_jax.checkpoint.workspace import NAME, Workspace
+
+path = Path(sys.argv[1])
+workspace = Workspace(path / NAME, path)
+(workspace.path / "checkpoint.partial_save").mkdir()
+if os.fork() == 0:  # as a worker that reads data, which outlives its parent
+    os.close(1)
+    time.sleep(600)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_one_process_s_until_it_dies(trainer, tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        pid = int(holder.stdout.readline())
+        with pytest.raises(mt.CheckpointError, match=rf"in use by process {pid} on .*, since 2"):
+            small.fit(tmp_path, 1, data=never())
+        with pytest.raises(mt.CheckpointError, match=f"process {pid}"):
+            mt.train(trainer, [small.batch(0)], checkpoint_dir=tmp_path, progress=False)
+        trainer.save(tmp_path / "by hand")
+        assert (tmp_path / NAME / "checkpoint.partial_save").exists()
+        holder.kill()
+        holder.wait()
+        small.fit(tmp_path, 1)
+        assert sorted(os.listdir(tmp_path)) == ["1", "by hand"]
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.stdin.close()
+        holder.stdout.close()
+
+
+def test_a_second_run_of_one_process_is_refused(trainer, tmp_path):
+    def fit_again(trainer, record):
+        with pytest.raises(mt.CheckpointError, match="another run in this process"):
+            small.fit(tmp_path, 1, data=never())
+
+    small.fit(tmp_path, 1, callbacks=[fit_again])
+    small.fit(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_the_next_run_waits_for_what_the_last_one_still_writes(tmp_path, monkeypatch):
+    finalize, begun, gate = v1.partial.finalize, threading.Event(), threading.Event()
+
+    def held_up(path):
+        begun.set()
+        assert gate.wait(60)
+        finalize(path)
+
+    def cut_off(saving):
+        begun.wait(60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(v1.partial, "finalize", held_up)
+        patch.setattr(Saving, "wait", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            small.fit(tmp_path, 2)
+    names, take = [], Workspace.__init__
+
+    def watched(workspace, *args):
+        names.extend(os.listdir(tmp_path / NAME))
+        threading.Timer(0.2, gate.set).start()
+        take(workspace, *args)
+
+    monkeypatch.setattr(Workspace, "__init__", watched)
+    with pytest.warns(UserWarning, match="Waiting for what is still being written"):
+        result = small.fit(tmp_path, 3)
+    assert "checkpoint.partial_save" in names
+    assert [record["step"] for record in result.history] == [1, 2, 3]
+    assert small.losses(result) == small.expected(3)
+    assert sorted(os.listdir(tmp_path)) == ["2", "3"]
+
+
+def test_a_folder_of_the_same_name_that_others_made_is_not_emptied(trainer, tmp_path):
+    mine = strange_folder(tmp_path / NAME)
+    with pytest.raises(mt.CheckpointError, match="was not made by megatrain_jax"):
+        small.fit(tmp_path, 1, data=never())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"1.{NAME}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(mt.CheckpointError, match="can't be written"):
+        trainer.save(tmp_path / "1")
+    assert small.tree(tmp_path / NAME) == mine
+
+
+def test_a_checkpoint_saved_by_hand_is_gone_on_from(tmp_path):
+    first = small.fit(None, 2)
+    first.trainer.save(tmp_path / "2")
+    with pytest.warns(UserWarning, match="doesn't say where `data` was"):
+        result = small.fit(tmp_path, 4)
+    assert small.losses(result) == small.expected(4)
+
+
+def test_a_step_that_a_callback_saved_is_saved_again(tmp_path):
+    def by_hand(trainer, record):
+        trainer.save(tmp_path / str(record["step"]))
+
+    result = small.fit(tmp_path, 2, checkpoint_every=1, keep=5, callbacks=[by_hand])
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    assert small.losses(small.fit(tmp_path, 3))[:2] == small.losses(result)
+
+
+def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(v1.partial, "finalize", full)
+        with pytest.raises(mt.CheckpointError, match="No space left"):
+            trainer.save(tmp_path / "1")
+        saving = trainer.start_saving(tmp_path / "2")
+        saving.join()
+    trainer.save(tmp_path / "3")  # has nothing to do with the other two
+    trainer.restore(tmp_path / "3")
+    with pytest.raises(mt.CheckpointError, match="2 could not be written"):
+        saving.wait()
+    trainer.wait_for_saving()
+    assert os.listdir(tmp_path) == ["3"]
+
+
+def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
+    finalize, calls = v1.partial.finalize, []
+
+    def full_once(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        finalize(path)
+
+    monkeypatch.setattr(v1.partial, "finalize", full_once)
+    with Checkpoints(tmp_path, None, 1) as series:
+        trainer = small.trainer()
+        series.save(trainer, {"batches": 0})
+        with pytest.raises(mt.CheckpointError, match="No space left"):
+            series.finish(trainer)
+        assert series.saved is None
+        saved_at(series, trainer, 0)
+        assert series.saved == 0
+    assert os.listdir(tmp_path) == ["0"]
