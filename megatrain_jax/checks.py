@@ -85,7 +85,7 @@ def number(
     is_other = isinstance(value, (*_BOOLEANS, str, bytes)) or getattr(value, "shape", ())
     try:
         result = None if is_other else float(value)
-    except (TypeError, ValueError):  # a value that JAX traces is none yet
+    except (TypeError, ValueError, OverflowError):  # a value that JAX traces is none yet
         result = None
     if result is None:
         raise TypeError(refused(name, allowed, value))

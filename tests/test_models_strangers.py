@@ -281,7 +281,7 @@ def test_random_keys_and_subclasses_are_saved(made, tmp_path):
     pretrained = load_pretrained(made)
     model = filled(pretrained)
     model.__class__ = Mine
-    model.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    setattr(model, "dropout", nnx.Dropout(0.1, rngs=nnx.Rngs(0)))  # noqa: B010
     saved = save_pretrained(model, tmp_path / "saved")
     assert (saved / "model.safetensors").stat().st_size > 0
     check_same_as_transformers(saved)
