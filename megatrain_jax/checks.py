@@ -60,7 +60,7 @@ def integer(
         is_whole = isinstance(value, float) and value.is_integer()
         raise TypeError(refused(name, allowed, value, f"pass int({value!r})" if is_whole else ""))
     if number < least or (most is not None and number > most):
-        raise ValueError(refused(name, allowed, value))
+        raise ValueError(refused(name, bounds, value))
     return number
 
 

@@ -79,13 +79,24 @@ def of_experts(**changes: Any) -> Any:
     return Experts(**EXPERTS | changes)
 
 
+def of_rope(**changes: Any) -> Any:
+    given: dict[str, Any] = {"dim": 8}
+    return Rope(**given | changes)
+
+
+def of_from_hf(**changes: Any) -> Any:
+    given: dict[str, Any] = {"config": HF}
+    return DecoderConfig.from_hf(**given | changes)
+
+
 def of_hf(**changes: Any) -> Any:
     return DecoderConfig.from_hf(HF | changes)
 
 
 def of_attention(**changes: Any) -> Any:
     x = jnp.zeros((1, 4, 2, 8))
-    return attention(**{"q": x, "k": x, "v": x} | changes)
+    given: dict[str, Any] = {"q": x, "k": x, "v": x}
+    return attention(**given | changes)
 
 
 def of_decoder(**changes: Any) -> Any:
@@ -135,7 +146,7 @@ MISUSES: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
         | {"layers": [5, [0], "x", (-1,), ("0",), (1.5,), (1, 0), (0, 0), None]},
     ),
     (
-        lambda **changes: Rope(**{"dim": 8} | changes),
+        of_rope,
         {"dim": [*INTEGER, 0, 3, None], "base": [*NUMBER, 0, -1, None], "kind": [*NAME, None]}
         | {"factor": [*NUMBER, 0, -1, None], "attention_factor": [*NUMBER, 0, -1, None]}
         | {"max_length": INTEGER, "original_length": INTEGER, "truncate": [*BOOLEAN, None]}
@@ -150,7 +161,7 @@ MISUSES: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
         | {"architectures": [5, "x", [5], ["x"], nested(10)]},
     ),
     (
-        lambda **changes: DecoderConfig.from_hf(**{"config": HF} | changes),
+        of_from_hf,
         {"config": [[], 5, "x", None, [HF], HF | {"x": nested()}, HF | {"_x": {1, 2}}]}
         | {"ignore": ["comment", 5, None, [5], [["x"]], True]},
     ),
@@ -253,9 +264,14 @@ def test_data_refuses_what_no_argument_may_be(call, chats_file):
 
 def test_a_split_refuses_what_no_argument_may_be(chats_file):
     made = data.chat(chats_file, tokenizer(), length=512, batch_size=2, progress=False)
+
+    def of_split(**changes: Any) -> Any:
+        given: dict[str, Any] = {"fraction": 0.5}
+        return made.split(**given | changes)
+
     for name, many in {"fraction": [*NUMBER, 0, 1, -0.1], "seed": [*INTEGER, None]}.items():
         for value in many:
-            check_refused(lambda **given: made.split(**{"fraction": 0.5} | given), name, value)
+            check_refused(of_split, name, value)
 
 
 def test_two_wrong_arguments_name_one_of_them():
