@@ -40,12 +40,13 @@ def load_tokenizer(given: Any) -> Any:
     files = {name: regular_file(folder, name) for name in _JSON}
     values = {name: read_json(path) for name, path in files.items() if path is not None}
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(folder),
             config=_config(values.get("config.json", {})),
             local_files_only=True,
             trust_remote_code=False,
         )
+        tokenizer("a")  # some options are looked at only here
     except Exception as error:  # what Transformers raises for damaged files has no common type
         why = f"Transformers can't load it: {type(error).__name__}: {str(error)[:500]}"
         if "auto_map" in values.get("tokenizer_config.json", {}):
@@ -56,6 +57,7 @@ def load_tokenizer(given: Any) -> Any:
             f"`tokenizer` = {folder}: {why}. A tokenizer that you loaded may be passed in place of "
             "its folder"
         ) from error
+    return tokenizer
 
 
 def _config(values: dict[str, Any]) -> PreTrainedConfig:

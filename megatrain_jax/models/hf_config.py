@@ -57,7 +57,8 @@ def _common(fields: Fields) -> dict[str, Any]:
     name, activation = "hidden_act", fields.take("hidden_act", "silu")
     if gemma:  # which Transformers reads; early checkpoints have another `hidden_act`
         name = "hidden_activation"
-        activation = fields.take(name, None) or "gelu_pytorch_tanh"
+        activation = fields.take(name, None)
+        activation = "gelu_pytorch_tanh" if activation is None else activation
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"`{name}` = {shown(activation)} isn't supported in a {fields.family}")
     default_eps = 1e-5 if fields.family in ("mixtral", "phi3") else 1e-6

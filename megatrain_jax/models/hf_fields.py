@@ -93,7 +93,7 @@ class Fields:
         value = self.take(name, default)
         if value is None and (null or default is None):
             return None
-        return number(name, value, above=above, least=least)
+        return checks.number(name, value, above=above, least=least)
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false.
@@ -104,12 +104,12 @@ class Fields:
         return checks.boolean(name, self.take(name, default))
 
     def listed(self, name: str, kind: type, what: str) -> list[Any] | None:
-        """Returns a list of values of one type, or None if it is missing or empty.
+        """Returns a list of values of one type, or None if it is missing.
 
         Raises:
             TypeError: If it is no list, or has something else in it.
         """
-        values = self.take(name, None) or None
+        values = self.take(name, None)
         if values is not None and not (
             isinstance(values, list | tuple) and all(type(v) is kind for v in values)
         ):
@@ -122,7 +122,8 @@ class Fields:
         Raises:
             TypeError: If it is no object.
         """
-        values = self.take(name, None) or {}
+        values = self.take(name, None)
+        values = {} if values is None else values
         if not isinstance(values, Mapping):
             raise TypeError(checks.refused(name, "an object", values))
         return dict(values)
@@ -162,21 +163,6 @@ def as_ignored(ignore: Sequence[str]) -> frozenset[str]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(checks.refused("ignore", "a list of names of fields", ignore))
     return frozenset(map(str, names))
-
-
-def number(
-    name: str, value: Any, *, above: float | None = None, least: float | None = None
-) -> float:
-    """Returns a finite float.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is not finite or out of bounds.
-    """
-    try:
-        return checks.number(name, value, above=above, least=least)
-    except OverflowError:  # an integer of hundreds of digits
-        raise ValueError(checks.refused(name, "a finite number", value)) from None
 
 
 def shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_jax import checks
-from megatrain_jax.models.hf_fields import number, shown
+from megatrain_jax.models.hf_fields import shown
 from megatrain_jax.models.rotary import Rope
 from megatrain_jax.models.tensors import some
 
@@ -49,7 +49,7 @@ def read_rope(
         TypeError: If an option has another type.
         ValueError: If a kind or an option isn't supported. The message names it.
     """
-    kind = values.get("rope_type") or values.get("type") or "default"
+    kind = next((values[k] for k in ("rope_type", "type") if values.get(k) is not None), "default")
     if family == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # what early checkpoints called it
     of_phi3 = family != "phi3" or kind in ("default", "longrope")
@@ -104,14 +104,14 @@ def _number(values: Mapping[str, Any], name: str, default: float | None = None) 
     value = values.get(name)
     if value is None and default is None:
         raise ValueError(f"these rotary embeddings need a number `{name}`")
-    return number(name, default if value is None else value, above=0)
+    return checks.number(name, default if value is None else value, above=0)
 
 
 def _numbers(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
     given = values.get(name)
     if not isinstance(given, list | tuple):
         raise TypeError(checks.refused(name, "a list of numbers", given))
-    return tuple(number(name, value, above=0) for value in given)
+    return tuple(checks.number(name, value, above=0) for value in given)
 
 
 def _stretch(values: Mapping[str, Any], original: int, max_length: int) -> float:
@@ -124,6 +124,8 @@ def _stretch(values: Mapping[str, Any], original: int, max_length: int) -> float
 
 
 def _yarn(values: Mapping[str, Any], shape: dict, original: int, max_length: int) -> Rope:
+    if "factor" not in values:  # null stands for the ratio of the lengths
+        raise ValueError("rotary embeddings of type 'yarn' need a number `factor`")
     factor = _stretch(values, original, max_length)
     attention = values.get("attention_factor")
     if attention is None:
@@ -140,7 +142,7 @@ def _yarn(values: Mapping[str, Any], shape: dict, original: int, max_length: int
         **shape,
         factor=factor,
         original_length=original,
-        attention_factor=number("attention_factor", attention, above=0),
+        attention_factor=checks.number("attention_factor", attention, above=0),
         beta_fast=_number(values, "beta_fast", 32.0),
         beta_slow=_number(values, "beta_slow", 1.0),
         truncate=checks.boolean("truncate", values.get("truncate", True)),
@@ -160,7 +162,7 @@ def _longrope(values: Mapping[str, Any], shape: dict, original: int, max_length:
     return Rope(
         **shape,
         original_length=original,
-        attention_factor=number("attention_factor", attention, above=0),
+        attention_factor=checks.number("attention_factor", attention, above=0),
         short_factors=_numbers(values, "short_factor"),
         long_factors=_numbers(values, "long_factor"),
     )

@@ -52,8 +52,8 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
             file or outside the folder, or the tensors aren't those that the configuration asks
             for. The message names them.
     """
-    folder = existing_folder("folder", folder, "a checkpoint (config.json and *.safetensors)")
     as_ignored(ignore)
+    folder = existing_folder("folder", folder, "a checkpoint (config.json and *.safetensors)")
     config = _read_config(folder, ignore)
     tensors = open_folder(folder)
     _check_count(folder, config, tensors)
