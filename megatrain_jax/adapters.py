@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
+from megatrain_jax import checks
 from megatrain_jax.initial import Initial, initial_from_trace, initial_from_values, strong_array
 from megatrain_jax.model_kinds import (
     Form,
@@ -26,6 +27,10 @@ from megatrain_jax.model_kinds import (
     parts_of,
     path_name,
 )
+
+# What every step's record has of its own, and what its evaluation's metrics begin with.
+RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
+EVALUATED = "eval_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class AdaptedModel:
         params_tree: `params_tree(leaves)` is the tree that Optax sees and users get, with its
             leaves in the order of `paths`.
         rebuild: `rebuild(leaves, variables)` is a model of the user's kind that holds these.
+        check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
+            and all arrays of the batch are NumPy's: none is brought back from the device.
     """
 
     paths: tuple[Path, ...]
@@ -52,6 +59,7 @@ class AdaptedModel:
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]]
     params_tree: Callable[[Sequence[Any]], Any]
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
+    check_batch: Callable[[Any], None]
 
 
 def adapt(
@@ -76,7 +84,8 @@ def adapt(
         TypeError: the model is of no supported kind, or `loss_fn` has another signature.
         ValueError: the model has no parameters, or some that are no real floating-point arrays.
     """
-    _takes_rng(loss_fn)
+    check_model(model)
+    takes_rng(loss_fn)
     if isinstance(model, linen.Module):
         key = jax.random.key(seed)
 
@@ -84,17 +93,34 @@ def adapt(
             return linen_parts(model, loss_fn, key, _loss_arguments(loss_fn, batch, key))
 
         return _adapt_traced(take_linen_apart, (key, sample_batch))
+    if is_pytree_model(model):
+        return _adapt_values(model)
+    return _adapt_traced(lambda: _built_parts(model), ())
+
+
+def check_model(model: Any) -> None:
+    """Checks that a model is of a supported kind, as far as is known before it is built.
+
+    Raises:
+        TypeError: it is of none, or a function that needs arguments.
+    """
+    if isinstance(model, linen.Module):
+        return
     if isinstance(model, type):
         raise TypeError(
             f"model is the class {model.__qualname__}; pass an instance of it, or a function of "
             "no arguments that builds one."
         )
+    checks.leaves("model", model)
     if is_pytree_model(model):
-        return _adapt_values(model)
+        return
     if not callable(model):
         raise TypeError(f"model is a {type(model).__qualname__}; {_SUPPORTED}")
-
-    return _adapt_traced(lambda: _built_parts(model), ())
+    if not checks.can_be_called(model, 0):
+        raise TypeError(
+            f"model is the function {_name(model)}, which can't be called without arguments; "
+            "pass a function of no arguments that builds the model."
+        )
 
 
 _SUPPORTED = (
@@ -186,7 +212,21 @@ def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
         loss=loss,
         params_tree=params_tree,
         rebuild=rebuild,
+        check_batch=_batch_check(rebuild(shapes, variable_shapes)),
     )
+
+
+def _batch_check(model: Any) -> Callable[[Any], None]:
+    """The check of a batch that a model brings, which may have shapes in place of its arrays."""
+    # Asked of the class: an instance may well compute what it is asked for.
+    if not callable(getattr(type(model), "check_batch", None)):
+        return lambda batch: None
+
+    def check_batch(batch: Any) -> None:
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
+            model.check_batch(batch)
+
+    return check_batch
 
 
 def _flatten_shapes(tree: Any) -> tuple[tuple[Path, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
@@ -229,19 +269,15 @@ def _as_declared(path: Path, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Arr
 
 def _call_builder(build: Callable[[], Any]) -> Any:
     try:
-        inspect.signature(build).bind()
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"model is the function {_name(build)}, which can't be called without arguments; "
-            "pass a function of no arguments that builds the model."
-        ) from error
-    try:
         return build()
     except jax.errors.JAXTypeError as error:
         raise ValueError(
             f"{_name(build)} can't be traced, because it needs the values of arrays while it "
             "builds the model; pass the model that it builds instead."
         ) from error
+    except Exception as error:
+        error.add_note(f"This was raised by {_name(build)}, called to build the `model`.")
+        raise
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -251,8 +287,12 @@ def _name(function: Callable[..., Any]) -> str:
 # The user's loss function
 
 
-def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
-    """Tells whether to call loss_fn with a key, and refuses signatures that can't be called."""
+def takes_rng(loss_fn: Callable[..., Any]) -> bool:
+    """Tells whether to call loss_fn with a key.
+
+    Raises:
+        TypeError: it can't be called with a model and a batch, or those and a key.
+    """
     expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
     if not callable(loss_fn):
         raise TypeError(f"{expected}, not a {type(loss_fn).__qualname__}.")
@@ -273,7 +313,7 @@ def _takes_rng(loss_fn: Callable[..., Any]) -> bool:
 
 
 def _loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
-    return (batch, rng) if _takes_rng(loss_fn) else (batch,)
+    return (batch, rng) if takes_rng(loss_fn) else (batch,)
 
 
 def _checked_result(
@@ -292,9 +332,12 @@ def _checked_result(
         )
     if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
         raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
-    reserved = sorted({"loss", "grad_norm"} & set(metrics))
+    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVALUATED))
     if reserved:
-        raise ValueError(f"{name} may not name a metric {reserved[0]!r}: every step has its own.")
+        raise ValueError(
+            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
+            f"{', '.join(RESERVED)} and what begins with {EVALUATED}; rename the metric."
+        )
     numbers = {}
     for key, metric in metrics.items():
         number = _as_number(metric)

@@ -5,7 +5,8 @@ A wrong batch is named here, by its path, before it can become an error from ins
 
 import base64
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,43 +14,47 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from megatrain_jax import checks
+
 # A step or two may be drawn ahead of the one that is saved.
 _STATES_KEPT = 4
 _END = object()
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 
 
-def check_batch(batch: Any, microbatches: int = 1) -> None:
+def check_batch(batch: Any, microbatches: int = 1, name: str = "batch") -> None:
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
     Args:
         batch: A pytree of NumPy or JAX arrays (or their `jax.ShapeDtypeStruct`s) whose leading
             axes, one entry an example, all have the same size.
         microbatches: Into how many equal parts the leading axis will be cut.
+        name: What the batch is called.
 
     Raises:
-        TypeError: If a leaf is no array or holds something a device can't compute with.
+        TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
+            compute with.
         ValueError: If there are no leaves, or the leading axes are missing, empty, unequal or not
             divisible by `microbatches`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = checks.leaves(name, batch)
     if not leaves:
-        raise ValueError("the batch holds no arrays")
+        raise ValueError(f"`{name}` holds no arrays")
     for path, leaf in leaves:
-        _check_leaf(_name(path), leaf)
+        _check_leaf(_name(path, name), leaf)
     (first_path, first), *others = leaves
     examples = first.shape[0]
     for path, leaf in others:
         if leaf.shape[0] != examples:
             raise ValueError(
                 f"the arrays of a batch must agree in their leading axis (the examples), but "
-                f"{_name(first_path)} has shape {first.shape} and {_name(path)} has shape "
-                f"{leaf.shape}"
+                f"{_name(first_path, name)} has shape {first.shape} and {_name(path, name)} has "
+                f"shape {leaf.shape}"
             )
     if examples % microbatches:
         raise ValueError(
             f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
-            f"{_name(first_path)} has shape {first.shape}"
+            f"{_name(first_path, name)} has shape {first.shape}"
         )
 
 
@@ -161,11 +166,18 @@ class Prefetch(Iterator[Any]):
     It draws from the iterable only on `fill` and on `next`, never beyond `depth` batches ahead.
     """
 
-    def __init__(self, data: Iterable[Any], depth: int = 1):
+    def __init__(
+        self,
+        data: Iterable[Any],
+        check: Callable[[Any], None],
+        depth: int = 1,
+    ):
         """Starts iterating; draws nothing yet.
 
         Args:
             data: An iterable of batches.
+            check: Raises a `TypeError` or `ValueError` if a batch, which is on the host yet, is
+                wrong.
             depth: How many batches `fill` draws ahead.
 
         Raises:
@@ -176,15 +188,15 @@ class Prefetch(Iterator[Any]):
         self._source = iter(data)
         self._depth = depth
         self._ready: deque[Any] = deque()
-        self._first: Any = None
+        self._check = check
         self._drawn = 0
 
     def fill(self) -> None:
         """Draws batches until `depth` of them are ready or the data has ended.
 
         Raises:
-            TypeError: If a batch fails `check_batch`.
-            ValueError: If a batch fails `check_batch`, or `check_like` against the first one.
+            TypeError: If a batch is of a wrong kind.
+            ValueError: If a batch is wrong.
         """
         while len(self._ready) < self._depth:
             try:
@@ -192,8 +204,14 @@ class Prefetch(Iterator[Any]):
             except StopIteration:
                 return
             self._drawn += 1
-            self._check(batch)
+            with numbered(self._drawn):
+                self._check(batch)
             self._ready.append(jax.device_put(batch))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no batch is ready; after `fill`, whether the data has ended."""
+        return not self._ready
 
     def __next__(self) -> Any:
         """Gives the oldest batch that is ready, drawing one if none is."""
@@ -203,15 +221,15 @@ class Prefetch(Iterator[Any]):
             raise StopIteration
         return self._ready.popleft()
 
-    def _check(self, batch: Any) -> None:
-        try:
-            check_batch(batch)
-            if self._first is None:
-                self._first = jax.tree.map(_abstract, batch)
-            check_like(batch, self._first)
-        except (TypeError, ValueError) as error:
-            error.add_note(f"This was batch {self._drawn} of `data` (counted from 1).")
-            raise
+
+@contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Tells with an error which batch of `data` it was about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This was batch {number} of `data` (counted from 1).")
+        raise
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
@@ -234,13 +252,9 @@ def _check_leaf(name: str, leaf: Any) -> None:
         raise ValueError(f"{name} has shape {leaf.shape}: there are no examples in it")
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return f"batch{jax.tree_util.keystr(path)}"
+def _name(path: tuple[Any, ...], batch: str = "batch") -> str:
+    return f"{batch}{jax.tree_util.keystr(path)}"
 
 
 def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

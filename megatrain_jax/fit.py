@@ -1,6 +1,6 @@
 """Trains a model in one call."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from os import PathLike
@@ -9,15 +9,27 @@ from typing import Any
 import optax
 from tqdm.auto import tqdm
 
-from megatrain_jax.batches import Source, check_batch
+from megatrain_jax.batches import Source, check_batch, numbered
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.job import DeviceBudget, OnNonfinite, Trainable
-from megatrain_jax.loop import Callback, EvalData, Run
+from megatrain_jax.loop import Callback
+from megatrain_jax.options import (
+    DeviceBudget,
+    EvalData,
+    LoopOptions,
+    OnNonfinite,
+    RunOptions,
+    Trainable,
+    check_data,
+    check_parts,
+    check_trainer,
+)
 from megatrain_jax.precision import Precision
-from megatrain_jax.result import EMPTY, FitResult
+from megatrain_jax.result import EMPTY, FitResult, handed_over
+from megatrain_jax.run import Run
 from megatrain_jax.trainer import Trainer
 
 _DEFAULT_PRECISION = Precision()
+_ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
 
 
 def fit(
@@ -33,6 +45,7 @@ def fit(
     params: Any = None,
     trainable: Trainable = None,
     on_nonfinite: OnNonfinite = "raise",
+    max_skipped: int = 10,
     seed: int = 0,
     eval_data: EvalData | None = None,
     eval_every: int | None = None,
@@ -45,9 +58,12 @@ def fit(
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
-    Ctrl-C or SIGTERM ends the run after the step at hand, saves it if there is a `checkpoint_dir`,
-    and returns what was trained so far. To go on after it, or after `steps`, call `train` with the
-    result's trainer. The same call in a new process goes on from the newest checkpoint.
+    Ctrl-C ends the run after the step at hand, saves it if there is a `checkpoint_dir`, and returns
+    what was trained so far. SIGTERM does the same and then ends the process with status 143, by
+    `SystemExit`, or calls the handler that was installed for it. An error on the way is raised
+    once the last whole step is saved. Whatever is raised has the result as its attribute `result`.
+    To go on after any of these, or after `steps`, call `train` with the result's trainer. The same
+    call in a new process goes on from the newest checkpoint.
 
     Args:
         model: An `nnx.Module`, a function of no arguments that builds one, a
@@ -69,9 +85,10 @@ def fit(
             function of the path; None trains all. See `Trainer`.
         on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state as they were; see `Trainer`.
+        max_skipped: How many steps in a row may be skipped; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-        eval_data: Batches to evaluate on, or a function that returns them; they are iterated over
-            anew each time.
+        eval_data: Batches to evaluate on, or a function that returns them, called for each
+            evaluation and not before; they are iterated over anew each time.
         eval_every: Evaluate after each step whose number this divides. The run's end is always
             evaluated where there is `eval_data`.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder a step, each an ordinary
@@ -87,28 +104,54 @@ def fit(
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
             record's. A callback ends the run early by raising `KeyboardInterrupt`.
-        progress: Whether to show a progress bar; without it nothing is printed.
+        progress: Whether to show a progress bar; without it nothing is printed, but that a signal
+            ended the run.
 
     Returns:
         The trainer and its history.
 
     Raises:
-        ValueError: If `data` is empty, a batch does not fit, or the options contradict each other.
-        TypeError: If `data` or `eval_data` is not what it should be.
-        DataRanOutError: If `data` ends before `steps` steps; it holds the result of those done.
-        FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise".
+        ValueError: If `data` is empty, a batch does not fit, an option is out of its range, or the
+            options contradict each other.
+        TypeError: If an argument is of another type than it should be.
+        DataRanOutError: If `data` ends before `steps` steps.
+        FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
+            `max_skipped` steps in a row were skipped.
         CheckpointError: If `checkpoint_dir` or a checkpoint can't be written, another run has the
-            folder, or none of the checkpoints there can be read; it holds the result of the steps
-            done.
+            folder, it holds later steps than the run starts from, or none of the checkpoints there
+            can be read.
+        SystemExit: After SIGTERM.
     """
-    _check_options(data, steps, eval_data, eval_every)
-    with _series(checkpoint_dir, checkpoint_every, keep) as series:
+    options = LoopOptions(
+        steps=steps,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    shape = RunOptions(
+        microbatches=microbatches,
+        precision=precision,
+        device_budget=device_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        max_skipped=max_skipped,
+        seed=seed,
+    )
+    check_parts(model, loss_fn, optimizer, params)
+    check_data("data", data, _ONE_BATCH)
+    with _series(options) as series:
         source = Source(data)
         try:
             sample = next(source)
         except StopIteration:
             raise ValueError(EMPTY) from None
-        check_batch(sample, microbatches)
+        with numbered(1):
+            check_batch(sample, shape.microbatches)
         trainer = Trainer(
             model,
             loss_fn,
@@ -120,24 +163,24 @@ def fit(
             params=params,
             trainable=trainable,
             on_nonfinite=on_nonfinite,
+            max_skipped=max_skipped,
             seed=seed,
             progress=progress,
         )
         del params
-        facts = None
-        if series is not None:
-            facts = series.resume(trainer) if resume else series.begin(trainer)
-        batches: Iterator[Any] = chain([sample], source)
-        if series is not None and facts is not None:
-            if progress:
-                tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-            source.go_to(facts["data"], progress)
-            batches = source
-        run = Run(trainer=trainer, source=source, first=source.count - (batches is not source))
-        left = None if steps is None else max(0, steps - trainer.num_steps)
-        if left == 0:
-            return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
-        return run.train(batches, left, eval_data, eval_every, series, callbacks, progress)
+        with handed_over(trainer):
+            facts = None
+            if series is not None:
+                facts = series.resume(trainer) if options.resume else series.begin(trainer)
+            batches: Iterator[Any] = chain([sample], source)
+            first = 0
+            if series is not None and facts is not None:
+                if options.progress:
+                    tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
+                source.go_to(facts["data"], options.progress)
+                batches, first = source, source.count
+            run = Run(trainer=trainer, source=source, first=first, counted_from=0)
+            return run.train(batches, options, series)
 
 
 def train(
@@ -154,6 +197,8 @@ def train(
     progress: bool = True,
 ) -> FitResult:
     """Trains on with a trainer; `fit` is `Trainer` followed by this.
+
+    It ends as `fit` does: after Ctrl-C, after SIGTERM, and with an error.
 
     With `steps` it draws exactly that many batches, so that a second call on the same iterator
     goes on where the first one stopped. A run that Ctrl-C ended may have drawn one batch that it
@@ -180,49 +225,27 @@ def train(
         DataRanOutError: See `fit`.
         FloatingPointError: See `fit`.
     """
-    _check_options(data, steps, eval_data, eval_every)
-    with _series(checkpoint_dir, checkpoint_every, keep) as series:
+    options = LoopOptions(
+        steps=steps,
+        eval_data=eval_data,
+        eval_every=eval_every,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        callbacks=callbacks,
+        progress=progress,
+    )
+    check_trainer(trainer)
+    check_data("data", data, _ONE_BATCH)
+    with handed_over(trainer), _series(options) as series:
         if series is not None:
             series.begin(trainer)
         source = Source(data)
-        run = Run(trainer=trainer, source=source, first=0)
-        return run.train(source, steps, eval_data, eval_every, series, callbacks, progress)
+        run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
+        return run.train(source, options, series)
 
 
-def _series(
-    path: str | PathLike[str] | None, every: int | None, keep: int
-) -> AbstractContextManager[Checkpoints | None]:
-    for name, value in (("checkpoint_every", every), ("keep", keep)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value}")
-    if path is None:
-        if every is not None:
-            raise ValueError(f"`checkpoint_every`={every} needs a `checkpoint_dir`")
+def _series(options: LoopOptions) -> AbstractContextManager[Checkpoints | None]:
+    if options.checkpoint_dir is None:
         return nullcontext()
-    return Checkpoints(path, every, keep)
-
-
-def _check_options(
-    data: Any, steps: int | None, eval_data: EvalData | None, eval_every: int | None
-) -> None:
-    if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise TypeError(
-            f"`data` must be an iterable of batches, but is of type {type(data).__name__}; to "
-            "train on one batch, pass itertools.repeat(batch) and `steps`"
-        )
-    for name, value in (("steps", steps), ("eval_every", eval_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value}")
-    if eval_data is None:
-        if eval_every is not None:
-            raise ValueError(f"`eval_every`={eval_every} needs `eval_data`")
-    elif isinstance(eval_data, Iterator):
-        raise TypeError(
-            "`eval_data` is an iterator, which can be used only once, but each evaluation goes "
-            "through it anew: pass a list, or a function that returns a new iterator"
-        )
-    elif isinstance(eval_data, Mapping) or not isinstance(eval_data, Iterable | Callable):
-        raise TypeError(
-            "`eval_data` must be an iterable of batches or a function that returns one, but is of "
-            f"type {type(eval_data).__name__}"
-        )
+    return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep)

@@ -12,6 +12,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from megatrain_jax import checks
+
 
 class History(list[dict[str, Any]]):
     """A list of dicts, one a step.
@@ -31,6 +33,7 @@ class History(list[dict[str, Any]]):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the records to `path` as a JSON array; values that are not finite become null."""
+        path = checks.path("path", path)
         records = [{name: _json_value(value) for name, value in record.items()} for record in self]
         Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.interpreters import partial_eval
 
+from megatrain_jax.program import effects
+
 
 @dataclass(frozen=True, kw_only=True)
 class Initial:
@@ -83,7 +85,7 @@ def initial_from_trace(
     """
     inputs = jax.tree.leaves(args)
     # A closed jaxpr of JAX 0.10 wraps an open one; from 0.11 on they are the same object.
-    jaxpr, consts = traced.jaxpr, traced.consts
+    jaxpr, consts = effects.silent(traced.jaxpr), traced.consts
     num_outputs = len(jaxpr.outvars)
 
     def evaluate(indices: Sequence[int]) -> list[jax.Array]:

@@ -6,7 +6,7 @@ from the same object.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,17 +14,18 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax.adapters import AdaptedModel
-from megatrain_jax.batches import check_batch
 from megatrain_jax.memory.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax.memory.hardware import H200, Hardware
 from megatrain_jax.memory.make_plan import make_plan
 from megatrain_jax.memory.plan import Plan
 from megatrain_jax.model_kinds import chosen, path_name
 from megatrain_jax.optim import OptimizerCut, cut_optimizer
+from megatrain_jax.options import RunOptions
 from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.flops import count_flops, is_product
+from megatrain_jax.program.gradients import refuse_no_gradient
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from megatrain_jax.stream.compiled import Templates, compile_ahead
@@ -37,10 +38,6 @@ _ITEMS_IN_FLIGHT = 3
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
 _RESERVED = 0.05
-
-DeviceBudget = int | Literal["least"] | None
-OnNonfinite = Literal["raise", "skip"]
-Trainable = str | Callable[[str], bool] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,33 +199,23 @@ def make_job(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
-    *,
-    microbatches: int,
-    precision: Precision,
-    device_budget: DeviceBudget,
-    trainable: Trainable,
-    on_nonfinite: OnNonfinite,
-    hardware: Hardware | None,
+    options: RunOptions,
 ) -> Job:
     """Cuts model and optimizer and lays everything out, on shapes alone."""
-    if isinstance(device_budget, str) and device_budget != "least":
-        raise ValueError(
-            f'device_budget={device_budget!r} must be a number of bytes, "least", or None for '
-            "what the device has left"
-        )
-    if on_nonfinite not in get_args(OnNonfinite):
-        raise ValueError(f'on_nonfinite={on_nonfinite!r} must be "raise" or "skip"')
-    hardware = hardware or H200  # some machine has to be assumed to order a step
-    budget = None if device_budget in (None, "least") else int(device_budget)
+    microbatches, precision = options.microbatches, options.precision
+    hardware = options.hardware or H200  # some machine has to be assumed to order a step
+    budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
-    trained = chosen(trainable, adapted.paths)
+    trained = chosen(options.trainable, adapted.paths)
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained)
     program = cut_loss(traced, leaves)
+    if warning := refuse_no_gradient(program, leaves):
+        program = dataclasses.replace(program, warnings=(*program.warnings, warning))
     if microbatches > 1:
-        _refuse_batch_statistics(adapted, program, len(traced.metrics))
+        _refuse_batch_statistics(adapted, program)
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     cut = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, precision)
-    if on_nonfinite == "skip":
+    if options.on_nonfinite == "skip":
         cut = dataclasses.replace(cut, deferred=True, guarded=True, skips=True)
     layouts = tuple(
         layout_group(
@@ -257,7 +244,7 @@ def make_job(
         precision=precision,
         microbatches=microbatches,
         device_budget=budget,
-        automatic=device_budget is None,
+        automatic=options.device_budget is None,
         temporary_bytes=None,
         hardware=hardware,
         leaves=leaves,
@@ -314,7 +301,8 @@ def fit_to_device(job: Job, templates: Templates, device_bytes: int | None) -> J
 def _other_bytes(step: StepPlan) -> int:
     """Bytes of the values that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.values.keys()
-    return step.microbatches * sum(jx.num_bytes(step.program.values[i]) for i in others)
+    times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
+    return sum(n * jx.num_bytes(step.program.values[i]) for i, n in times.items())
 
 
 def _in_flight_bytes(step: StepPlan) -> int:
@@ -343,7 +331,6 @@ def batch_key(batch: Any) -> Hashable:
 
 
 def _trace(adapted, loss_fn, precision, batch, microbatches, train) -> TracedLoss:
-    check_batch(batch, microbatches)
     part = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             (x.shape[0] // microbatches, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
@@ -371,13 +358,23 @@ def _plan_step(key, program, traced, grouping, layouts, cut: OptimizerCut, **opt
     )
 
 
-def _refuse_batch_statistics(adapted: AdaptedModel, program: Program, num_metrics: int) -> None:
-    late = program.late[1 + num_metrics :]
-    names = [path_name(p) for p, bad in zip(adapted.variable_paths, late, strict=True) if bad]
-    if names:
+def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:
+    """Refuses state that the parts of a batch can't agree on."""
+    names = [path_name(path) for path in adapted.variable_paths]
+    new = program.outputs[len(program.outputs) - len(names) :]
+    of_batch, _ = jx.split(program.state.of_batch, names)
+    if of_batch:
         raise ValueError(
             "microbatches > 1 can't train this model: its state "
-            f"{', '.join(names[:6])} depends on the batch (statistics as of a batch norm), and "
+            f"{', '.join(of_batch[:6])} depends on the batch (statistics as of a batch norm), and "
             "statistics of a part of a batch differ from those of the whole. Use microbatches=1, "
             "or a normalisation without batch statistics."
+        )
+    pairs = zip(program.state.drawn, new, strict=True)
+    drawn, _ = jx.split([d and i not in program.prologue_values for d, i in pairs], names)
+    if drawn:
+        raise ValueError(
+            "microbatches > 1 can't train this model: random numbers are drawn from its state "
+            f"{', '.join(drawn[:6])}, which depends on parameters, so that the parts of a batch "
+            "would all draw the same. Use microbatches=1, or draw from the `rng` of the loss."
         )

@@ -6,12 +6,16 @@ twice.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+from megatrain_jax import checks
+
+_REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
 class _Options(NamedTuple):
@@ -43,14 +47,15 @@ def next_token(
         hidden: Final hidden states, after the last norm: (..., width), of any float dtype.
         head: The head's weights, or a tied embedding's: (vocabulary, width).
         labels: What each position should predict: integers (...); tokens already shifted by one.
-            Negative ones, as Hugging Face's -100, do not count.
+            Negative ones, as Hugging Face's -100, do not count. One that counts and is beyond the
+            vocabulary makes the loss NaN, and so its gradients.
         mask: Which labels count, or with which weight: (...); None counts all.
         count: What the sum over the labels is divided by, a scalar; None takes the sum of their
             weights. Where a batch is cut into microbatches, whose losses are averaged, the mean
             over all its labels takes the same count for each: that of the batch over their number.
         z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
             logits from drifting (PaLM, arXiv 2204.02311, section 5).
-        softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does.
+        softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
         chunk: Of how many tokens logits exist at once. More are faster: each chunk reads and
             writes the head's gradient.
 
@@ -59,7 +64,8 @@ def next_token(
         and `head`.
 
     Raises:
-        ValueError: If shapes don't fit together.
+        TypeError: If an argument is of another kind, or labels are no integers.
+        ValueError: If shapes don't fit together, or a number is out of its range.
 
     Examples:
         Nothing is known yet: the loss is the logarithm of the vocabulary's size.
@@ -69,8 +75,12 @@ def next_token(
         >>> float(next_token(hidden, head, labels))
         3.912...
     """
-    labels = jnp.asarray(labels)
-    if hidden.shape[:-1] != labels.shape:
+    hidden = _array("hidden", hidden, "floating-point numbers", jnp.floating)
+    head = _array("head", head, "floating-point numbers", jnp.floating)
+    labels = _array("labels", labels, "integers", jnp.integer)
+    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
+        labels = labels.astype(jnp.int32)
+    if not hidden.ndim or hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"`hidden` has shape {hidden.shape} and `labels` {labels.shape}: they must agree in "
             "all axes but the last one of `hidden`"
@@ -79,19 +89,62 @@ def next_token(
         raise ValueError(
             f"`head` has shape {head.shape}, but must be (vocabulary, {hidden.shape[-1]})"
         )
-    if mask is not None and jnp.shape(mask) != labels.shape:
-        raise ValueError(f"`mask` has shape {jnp.shape(mask)}, but `labels` {labels.shape}")
-    if chunk < 1:
-        raise ValueError(f"`chunk` must be at least 1, but is {chunk}")
-    weights = (labels >= 0).astype(jnp.float32)
     if mask is not None:
-        weights *= jnp.asarray(mask, jnp.float32)
-    options = _Options(chunk, z_loss, softcap)
+        mask = _array("mask", mask, "real numbers", *_REAL)
+        if mask.shape != labels.shape:
+            raise ValueError(f"`mask` has shape {mask.shape}, but `labels` {labels.shape}")
+    if count is not None:
+        count = _array("count", count, "real numbers", *_REAL)
+        if count.shape:
+            raise ValueError(f"`count` must be a scalar, but has shape {count.shape}")
+    options = _Options(
+        checks.integer("chunk", chunk),
+        checks.number("z_loss", z_loss, least=0),
+        None if softcap is None else checks.number("softcap", softcap, above=0),
+    )
+    weights = _weights(labels, mask)
+    # Without a logit such a label would be learned as a loss without its second half.
+    beyond = (labels >= head.shape[0]) & (weights != 0)
+    weights = jnp.where(beyond, jnp.nan, weights)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Divided outside, so that gradients of single tokens are large enough for half precision.
     total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
-    divisor = weights.sum() if count is None else jnp.asarray(count, jnp.float32)
+    divisor = weights.sum() if count is None else count.astype(jnp.float32)
     return total / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
+
+
+def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
+    """How many labels count, which is what `next_token` divides by unless it is told.
+
+    A loss function that returns it as the metric `weight` has its evaluations weighted by it.
+
+    Args:
+        labels: See `next_token`.
+        mask: See `next_token`.
+
+    Returns:
+        The sum of the labels' weights, a scalar in fp32.
+
+    Examples:
+        >>> float(num_labels(jnp.array([[4, 0, 49], [7, -100, -100]])))
+        4.0
+    """
+    return _weights(jnp.asarray(labels), mask).sum()
+
+
+def _weights(labels: jax.Array, mask: ArrayLike | None) -> jax.Array:
+    weights = (labels >= 0).astype(jnp.float32)
+    return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
+
+
+def _array(name: str, value: Any, what: str, *kinds: Any) -> jax.Array:
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(checks.refused(name, f"an array of {what}", value)) from error
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise TypeError(f"`{name}` must be an array of {what}, but has dtype {array.dtype}")
+    return array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -103,7 +103,6 @@ def cut_optimizer(
         num_groups: how many groups there are.
 
     Raises:
-        TypeError: `optimizer` is no Optax transformation.
         ValueError: it needs more than gradients, parameters, its state and the loss, or it couples
             parameters in a way that can't be cut.
     """

@@ -72,14 +72,7 @@ def starting_from(
 
 def _arrays(params: Any) -> dict[_Names, Any]:
     paths, leaves, _ = flatten(params)
-    found = {_names(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
-    for name, leaf in found.items():
-        if not all(hasattr(leaf, attribute) for attribute in ("shape", "dtype", "__array__")):
-            raise ValueError(
-                f"`params` must be a tree of arrays or the path of a checkpoint, but "
-                f"{_text(name) or 'it'} is of type {type(leaf).__name__}"
-            )
-    return found
+    return {_names(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def _names(path: Iterable[str | int]) -> _Names:

@@ -36,8 +36,10 @@ class Precision:
             if given is None and name == "frozen":
                 continue
             try:
+                if given is None:
+                    raise TypeError("NumPy takes None for float64")
                 dtype = jnp.dtype(given)
-            except TypeError as error:
+            except Exception as error:  # NumPy reads strings of several kinds
                 raise ValueError(f"Precision({name}={given!r}) is no dtype.") from error
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(f"Precision({name}={dtype.name}) must be a real floating dtype.")

@@ -1,5 +1,7 @@
 """What a training run leaves behind."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ class FitResult:
     Attributes:
         trainer: The trainer, with all its state on the host. Go on with `train`.
         history: One record a step, over the trainer's life.
-        interrupted: Whether Ctrl-C ended the run.
+        interrupted: Whether a signal came, or a callback raised `KeyboardInterrupt`.
     """
 
     trainer: Trainer
@@ -55,7 +57,24 @@ class DataRanOutError(ValueError):
         result: The `FitResult` of the steps that were done; nothing of them is lost.
     """
 
-    def __init__(self, message: str, result: FitResult):
-        """Holds the result, so that `fit` loses no trained state by raising."""
-        super().__init__(message)
-        self.result = result
+    result: Any = None
+
+
+@contextmanager
+def handed_over(trainer: Trainer) -> Iterator[None]:
+    """Gives whatever the body raises the result of the steps done, as its `result`."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(AttributeError, TypeError):  # an error may refuse attributes
+            error.result = FitResult(  # type: ignore[attr-defined]
+                trainer=trainer,
+                history=trainer.history,
+                interrupted=not isinstance(error, Exception),
+            )
+            if isinstance(error, Exception) and not isinstance(error, DataRanOutError):
+                error.add_note(
+                    f"This error's `.result` holds the trainer, after step {trainer.num_steps}, "
+                    "and the history."
+                )
+        raise

@@ -1,8 +1,9 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
 import os
+import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,31 @@ import numpy as np
 import optax
 from tqdm.auto import tqdm
 
-from megatrain_jax import store
+from megatrain_jax import checks, store
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.checkpoint.contents import entries_of
-from megatrain_jax.checkpoint.folder import CheckpointError, local_path
+from megatrain_jax.checkpoint.folder import local_path
 from megatrain_jax.checkpoint.restore import check, load
 from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.checkpoint.workspace import Workspace
 from megatrain_jax.history import History
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.job import (
-    DeviceBudget,
-    OnNonfinite,
-    Trainable,
-    batch_key,
-    exact_dtypes,
-    fit_to_device,
-    make_job,
-)
+from megatrain_jax.job import batch_key, exact_dtypes, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.exhausted import advised
 from megatrain_jax.memory.hardware import Hardware, this_machine
 from megatrain_jax.memory.plan import Plan, check_device
+from megatrain_jax.options import (
+    DeviceBudget,
+    OnNonfinite,
+    RunOptions,
+    Trainable,
+    check_data,
+    check_loss,
+    check_parts,
+)
 from megatrain_jax.parameters import starting_from
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates
@@ -43,6 +45,7 @@ from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.steps import StepPlan
 
 _DEFAULT_PRECISION = Precision()
+_END = object()
 
 
 class StepMetrics(dict[str, jax.Array]):
@@ -50,13 +53,11 @@ class StepMetrics(dict[str, jax.Array]):
 
     Attributes:
         step: Number of the step, from 1.
-        healthy_before: Whether all numbers had been finite before the step.
-        healthy: Whether they still were after it.
+        healthy: Whether all numbers have been finite up to its end, or in it if steps are skipped.
         group_ok: For each group, in order of its gradient, whether it and all before were finite.
     """
 
     step: int
-    healthy_before: jax.Array
     healthy: jax.Array
     group_ok: list[tuple[int, jax.Array]]
 
@@ -94,6 +95,10 @@ def plan(
     Returns:
         The plan; print it, or let a notebook show it.
 
+    Raises:
+        TypeError: See `Trainer`.
+        ValueError: See `Trainer`.
+
     Examples:
         >>> import jax, optax
         >>> def build():
@@ -109,20 +114,19 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    adapted, _ = adapt(model, loss_fn, sample_batch, seed)
-    job = make_job(
-        adapted,
-        loss_fn,
-        optimizer,
-        sample_batch,
+    options = RunOptions(
         microbatches=microbatches,
         precision=precision,
         device_budget=device_budget,
         trainable=trainable,
         on_nonfinite=on_nonfinite,
+        seed=seed,
         hardware=hardware,
     )
-    return job.plan(hardware)
+    check_parts(model, loss_fn, optimizer)
+    check_batch(sample_batch, options.microbatches, "sample_batch")
+    adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
+    return make_job(adapted, loss_fn, optimizer, sample_batch, options).plan(hardware)
 
 
 class Trainer:
@@ -147,6 +151,7 @@ class Trainer:
         params: Any = None,
         trainable: Trainable = None,
         on_nonfinite: OnNonfinite = "raise",
+        max_skipped: int = 10,
         seed: int = 0,
         progress: bool = True,
     ):
@@ -180,36 +185,38 @@ class Trainer:
             on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the number of the step as it was and go on. To skip is a
                 decision over all gradients, so no parameter is updated before all are known.
+            max_skipped: How many steps in a row may be skipped; the last of them is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
             progress: Whether to show a progress bar while the state is made or restored.
 
         Raises:
-            TypeError: If the model or the optimizer is of no supported kind.
-            ValueError: If model, loss, batch, parameters and options don't fit together.
+            TypeError: If an argument is of another type than it should be.
+            ValueError: If an option is out of its range, or model, loss, batch, parameters and
+                options don't fit together.
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
-        if microbatches < 1:
-            raise ValueError(f"`microbatches` must be at least 1, but is {microbatches}")
-        adapted, initial = adapt(model, loss_fn, sample_batch, seed)
-        del model
         hardware, templates = this_machine(), Templates()
-        job = make_job(
-            adapted,
-            loss_fn,
-            optimizer,
-            sample_batch,
+        options = RunOptions(
             microbatches=microbatches,
             precision=precision,
             device_budget=device_budget,
             trainable=trainable,
             on_nonfinite=on_nonfinite,
+            max_skipped=max_skipped,
+            seed=seed,
             hardware=hardware,
         )
+        self._progress = checks.boolean("progress", progress)
+        check_parts(model, loss_fn, optimizer, params)
+        check_batch(sample_batch, options.microbatches, "sample_batch")
+        adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
+        del model
+        adapted.check_batch(sample_batch)
+        job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(job))
             del params
-        self._progress = progress
         with self._bar("compiling", len(job.layouts)) as bar:
             if hardware is not None:
                 free = pool.free_device_bytes()
@@ -218,14 +225,18 @@ class Trainer:
             bar.set_description("reserving host memory")
             pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(job.layouts, job.optimizer, templates, jax.random.key(seed))
+            self._engine = Engine(
+                job.layouts, job.optimizer, templates, jax.random.key(options.seed)
+            )
             initialise(job, self._engine, initial, bar.update)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
         self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
-        self._lost: str | None = None  # why there is no state
+        self._max_skipped, self._skipped_in_row = options.max_skipped, 0
+        self._lost: str | None = None  # why there is no state, if there is none
+        self._partial: str | None = None  # which step the state holds in part, if any
         self.history = History()
         self.num_steps = self.num_skipped = 0
 
@@ -238,28 +249,42 @@ class Trainer:
 
         Returns:
             The loss, the loss function's metrics and the global norm of the gradients, as scalar
-            device arrays. The step may still be running; `read` waits for it.
+            device arrays: means over the microbatches, and the sum of a metric called "weight".
+            The step may still be running; `read` waits for it.
 
         Raises:
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step met a number that is not finite.
         """
-        self._check_state()
-        check_batch(batch, self._job.microbatches)
-        check_like(batch, self._sample)
+        self._check_whole()
+        self.check_batch(batch)
         plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
         # Two steps may overlap, no more: what runs ahead of the device holds its memory.
         while len(self._in_flight) > 1:
             self.read(self._in_flight[0])
         with deferred_interrupt():
+            self._check_whole()
             arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
-            before = self._engine.ok
+            self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
             metrics = StepMetrics(self._engine.train(plan, arrays))
+            self._lost = self._partial = None
             self.num_steps += 1
-            metrics.step, metrics.healthy_before = self.num_steps, before
+            metrics.step = self.num_steps
             metrics.healthy, metrics.group_ok = self._engine.ok, self._engine.group_ok
             self._in_flight.append(metrics)
         return metrics
+
+    def check_batch(self, batch: Any) -> None:
+        """Checks a batch as `step` does, best while it is on the host.
+
+        Raises:
+            TypeError: If it is no pytree of arrays.
+            ValueError: If it is unlike the sample, can't be cut into microbatches, or fails the
+                model's own `check_batch`.
+        """
+        check_batch(batch, self._job.microbatches)
+        check_like(batch, self._sample)
+        self._job.adapted.check_batch(batch)
 
     @advised()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -268,32 +293,57 @@ class Trainer:
         Where steps may be skipped, a metric "skipped" tells whether this one was.
 
         Raises:
-            FloatingPointError: If its loss or a gradient was not finite, and such steps are not
-                skipped. The message says what was updated nevertheless; training can go on with
-                the next batch.
+            FloatingPointError: If its loss or a gradient, or that of a step before it which was
+                not read, was not finite, and such steps are not skipped. The message says what was
+                updated nevertheless; the step and those after it are no longer counted, and
+                training can go on with the next batch. Also if too many steps in a row were
+                skipped.
         """
-        values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        try:
+            values = {k: float(v) for k, v in jax.device_get(dict(metrics)).items()}
+        except (TypeError, ValueError) as error:
+            raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
         if isinstance(metrics, StepMetrics):
-            first_time = any(m is metrics for m in self._in_flight)
-            self._in_flight = deque(m for m in self._in_flight if m.step > metrics.step)
+            while self._in_flight and self._in_flight[0].step <= metrics.step:
+                self._settle(self._in_flight[0])
             healthy = bool(jax.device_get(metrics.healthy))
             if self._job.optimizer.skips:
                 values["skipped"] = float(not healthy)
-                self.num_skipped += first_time and not healthy
             elif not healthy:
-                self._fail(metrics, values["loss"])
+                raise FloatingPointError(f"step {metrics.step} or one before it was not finite")
         return values
 
-    def _fail(self, metrics: StepMetrics, loss: float) -> None:
-        """Raises; first applies nothing, drops what is pending and lets training go on."""
-        healthy_before, flags = jax.device_get((metrics.healthy_before, metrics.group_ok))
+    def _settle(self, metrics: StepMetrics) -> None:
+        """Waits for the oldest step in flight, and looks whether it was finite."""
+        healthy = bool(jax.device_get(metrics.healthy))
+        if not healthy and not self._job.optimizer.skips:
+            self._fail(metrics)
+        self._in_flight.popleft()
+        self._skipped_in_row = 0 if healthy else self._skipped_in_row + 1
+        self.num_skipped += not healthy
+        if self._skipped_in_row == self._max_skipped:
+            self._skipped_in_row = 0
+            raise FloatingPointError(
+                f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
+                f"{metrics.step} was not finite. They were skipped, as many in a row as "
+                f"`max_skipped`={self._max_skipped} allows; parameters and optimizer state are as "
+                "before them."
+            )
+
+    def _fail(self, metrics: StepMetrics) -> None:
+        """Raises; first drops the step and what is pending, so that training can go on."""
+        loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
         names = self._job.grouping.names
+        updated = [names[g] for g, ok in flags if ok]
+        touched = bool(updated) and bool(np.isfinite(loss)) and not self._job.optimizer.deferred
         self._in_flight.clear()
         self._engine.recover()
+        # What was dispatched after this step did nothing. A step that has changed something counts.
+        self.num_steps = metrics.step if touched else metrics.step - 1
+        self._engine.set_step(self.num_steps)
         step = f"step {metrics.step}"
-        if not healthy_before:
-            raise FloatingPointError(f"{step} did nothing: an earlier step was not finite")
-        updated = [names[g] for g, ok in flags if ok]
+        if touched:
+            self._partial = f"{step} was done in part, since a gradient was not finite"
         if not np.isfinite(loss):
             raise FloatingPointError(f"the loss of {step} is {loss}; nothing was updated")
         if self._job.optimizer.deferred:
@@ -317,29 +367,57 @@ class Trainer:
             loss_fn: Another loss function than the one trained with.
 
         Returns:
-            Means over the batches.
+            Means over all batches. Each batch, and each of its microbatches, counts as much as the
+            metric "weight" of its loss says, or as it has examples if there is no such metric.
+            "weight" itself is the sum.
 
         Raises:
-            ValueError: If there is no batch.
+            TypeError: If `batches` is no iterable, or a batch is no pytree of arrays.
+            ValueError: If there is no batch, or all weights are 0.
         """
-        rows = []
-        with deferred_interrupt():
-            self.flush()
-            for batch in batches:
-                check_batch(batch)
-                plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
+        check_data("batches", batches, "to evaluate on one batch, pass [batch]")
+        if loss_fn is not None:
+            check_loss(loss_fn)
+        self.flush()
+        rows, sizes, iterator = [], [], iter(batches)
+        while True:
+            # An iterator that hangs gives way to a second signal.
+            with deferred_interrupt(insist=True):
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            check_batch(batch)
+            self._job.adapted.check_batch(batch)
+            plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
+            with deferred_interrupt():
                 arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
                 rows.append(self._engine.evaluate(plan, arrays))
+                sizes.append(arrays[0].shape[0])
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
-        values = jax.device_get(rows)
-        return {k: float(np.mean([row[k] for row in values])) for k in values[0]}
+        return _weighted_means(jax.device_get(rows), sizes)
 
     def flush(self) -> None:
-        """Applies pending updates and brings all state to rest in pinned host memory."""
-        self._check_state()
+        """Applies pending updates and brings all state to rest in pinned host memory.
+
+        Raises:
+            RuntimeError: If an error has cut off a step or a restore: there is no state then.
+        """
         with deferred_interrupt():
+            self._check_whole()
             self._engine.flush()
+
+    def is_finite(self) -> bool:
+        """Whether all parameters and all state are finite; reads all of it once."""
+        self.flush()
+        return store.is_finite(self._engine)
+
+    def _check_whole(self) -> None:
+        if self._lost is not None:
+            raise RuntimeError(
+                f"this trainer's state is lost: {self._lost}. Restore a checkpoint with "
+                "`trainer.restore(path)`, or make a new trainer."
+            )
 
     @property
     def params(self) -> Any:
@@ -381,11 +459,13 @@ class Trainer:
                 from such a checkpoint.
 
         Raises:
+            TypeError: If `path` is no path.
             ValueError: If Orbax could not read from `path` what it has written.
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
-        self.start_saving(local_path(path, "path"), params_only=params_only).wait()
+        path = local_path(checks.path("path", path), "path")
+        self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
 
     def start_saving(
         self,
@@ -416,6 +496,7 @@ class Trainer:
             "step": self.num_steps,
             "skipped": self.num_skipped,
             "params_only": params_only,
+            "partial": self._partial,
             "history": [dict(record) for record in self.history],  # as it is now
             **(facts or {}),
         }
@@ -451,29 +532,27 @@ class Trainer:
         Raises:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
                 otherwise, the training state is as it was. If it says that the state is lost, all
-                that needs it raises `CheckpointError` until another checkpoint is restored.
+                that needs it raises `RuntimeError` until another checkpoint is restored.
         """
+        path = local_path(checks.path("path", path), "path")
         self._join_saving()
-        path = local_path(path, "path")
         entries = entries_of(self._job)
         facts = check(path, entries)
         if self._lost is None:
             for metrics in list(self._in_flight):
                 self.read(metrics)
             self.flush()
+        self._in_flight.clear()
         with deferred_interrupt(), self._bar("restoring", len(self._job.layouts)) as bar:
-            self._lost = f"{path} was read half-way only"
+            self._lost = f"{path} could not be restored to its end"
             load(path, facts.get("arrays"), self._job, self._engine, entries, bar.update)
             self._lost = None
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])
+        self._partial = facts.get("partial")
+        if self._partial is not None:
+            warnings.warn(f"{path}: {self._partial}. Training goes on from there.", stacklevel=2)
         return facts
-
-    def _check_state(self) -> None:
-        if self._lost is not None:
-            raise CheckpointError(
-                f"there is no training state: {self._lost}. Restore another checkpoint."
-            )
 
     def _bar(self, what: str, num_groups: int) -> tqdm:
         return tqdm(
@@ -485,3 +564,19 @@ class Trainer:
         if key not in self._plans:
             self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
         return self._plans[key]
+
+
+def _weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
+    """Means over batches of some metrics each, by their weights or else by their examples."""
+    weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
+    weights = weights.astype(np.float64)
+    total = float(weights.sum())
+    if total == 0:
+        raise ValueError('`batches` gave nothing that counts: "weight" is 0 in all of them')
+    # Without a weight, a batch's loss is the mean of nothing: it may well be 0 / 0.
+    counts = weights != 0
+    means = {
+        name: float(weights[counts] @ np.array([row[name] for row in rows])[counts] / total)
+        for name in rows[0]
+    }
+    return means | ({"weight": total} if "weight" in rows[0] else {})

@@ -176,14 +176,29 @@ def _accumulate(microbatches: int) -> Callable[..., Any]:
 def mean_gradients(
     case: Case, params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array
 ) -> tuple[jax.Array, Any, dict[str, jax.Array], Any]:
-    """Return fp32 means over the microbatches: loss, gradients, metrics; and the new variables."""
-    sums = None
+    """Return fp32 means over the microbatches: loss, gradients, metrics; and the new variables.
+
+    Those are what the first microbatch gives, but for the state of random numbers, which goes on.
+    """
+    sums, first, current = None, None, variables
     for m, part in enumerate(parts):
         rng = jax.random.fold_in(step_key, m)
-        (loss, (metrics, variables)), grads = _differentiate(case)(params, variables, part, rng)
+        (loss, (metrics, new)), grads = _differentiate(case)(params, current, part, rng)
         sums = _accumulate(len(parts))(sums, (loss, grads, metrics))
+        first = new if first is None else first
+        current, first = _with_random_state(variables, new), _with_random_state(first, new)
     assert sums is not None
-    return (*sums, variables)
+    return (*sums, first)
+
+
+def _with_random_state(variables: Any, new: Any) -> Any:
+    """Return the variables with NNX's keys, and counts of keys, from others."""
+    return jax.tree.map(
+        lambda old, new: new if isinstance(new, nnx.RngState) else old,
+        variables,
+        new,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
 
 
 def train_plain(

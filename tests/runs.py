@@ -12,8 +12,8 @@ import optax
 
 import megatrain_jax as mt
 from megatrain_jax.adapters import adapt
-from megatrain_jax.job import DeviceBudget
 from megatrain_jax.memory.hardware import H200
+from megatrain_jax.options import DeviceBudget
 from zoo_case import Case
 
 NUM_STEPS = 5

@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+from megatrain_jax.batches import check_batch, check_like
 from megatrain_jax.fit import fit, train
 from megatrain_jax.history import History
 from megatrain_jax.interrupt import deferred_interrupt
@@ -34,6 +35,7 @@ class LogTrainer:
         self.num_steps = self.num_skipped = 0
         self.on_step: dict[int, Any] = {}
         self.on_read: dict[int, Any] = {}
+        self.first: Any = None
 
     def step(self, batch: Any) -> dict[str, Any]:
         with deferred_interrupt():
@@ -55,6 +57,11 @@ class LogTrainer:
     def evaluate(self, batches: Any) -> dict[str, float]:
         self.log.append(("evaluate", self.num_steps))
         return {"loss": float(len(list(batches)))}
+
+    def check_batch(self, batch: Any) -> None:
+        check_batch(batch)
+        self.first = self.first or batch
+        check_like(batch, self.first)
 
     def flush(self) -> None:
         self.log.append(("flush", self.num_steps))
@@ -218,7 +225,7 @@ def test_empty_data_is_named():
     with pytest.raises(ValueError, match="`data` gave no batch"):
         train(log_trainer(), [], progress=False)
     with pytest.raises(ValueError, match="`data` gave no batch"):
-        fit({}, lambda model, batch: 0.0, iter([]), optax.sgd(0.1))
+        fit({"w": np.ones(3)}, lambda model, batch: 0.0, iter([]), optax.sgd(0.1))
 
 
 def test_an_error_in_the_data_keeps_the_steps_done():
@@ -286,7 +293,7 @@ def test_an_interrupt_leaves_a_generator_usable(capfd: pytest.CaptureFixture[str
 
     batches, trainer = data(), log_trainer()
     assert train(trainer, batches).interrupted
-    assert "Interrupted after step 1." in "".join(capfd.readouterr())
+    assert "Interrupted by SIGINT after step 1." in "".join(capfd.readouterr())
     result = train(trainer, batches, progress=False)
     # Batch 2 had been drawn when the interrupt took effect.
     assert [record["first"] for record in result.history] == [1, 3, 4, 5, 6]

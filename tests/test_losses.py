@@ -102,6 +102,40 @@ def test_tokens_that_do_not_count_change_nothing():
     assert nothing == 0 and not any(np.any(g) for g in gradients)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_label_beyond_the_vocabulary_makes_loss_and_gradients_nan_if_it_counts(seed):
+    hidden, head, labels, mask = arrays((3, 11), seed=seed)
+    rng = np.random.default_rng(seed)
+    place = tuple(rng.integers(0, s) for s in labels.shape)
+    labels = labels.at[place].set(VOCAB + int(rng.integers(0, 3)))
+    masked = None if seed % 2 else (mask > 0.5).at[place].set(seed % 4 == 0)
+    count = None if seed < 4 else 20.0
+
+    def ours(hidden, head):
+        return losses.next_token(hidden, head, labels, mask=masked, count=count, chunk=7)
+
+    loss, gradients = jax.value_and_grad(ours, (0, 1))(hidden, head)
+    if masked is None or masked[place]:
+        # Each is seen by itself, as the engine may look at the gradient only.
+        assert np.isnan(loss) and all(np.isnan(g).any() for g in gradients)
+        assert np.isnan(gradients[1]).all()
+    else:
+        without = labels.at[place].set(-100)
+        expected = losses.next_token(hidden, head, without, mask=masked, count=count)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        assert all(np.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_labels_of_few_bits_are_those_of_many(dtype):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 100, (40,))
+    hidden = jnp.asarray(rng.normal(size=(40, WIDTH)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(300, WIDTH)), jnp.float32)
+    loss = losses.next_token(hidden, head, labels.astype(dtype))
+    np.testing.assert_array_equal(loss, losses.next_token(hidden, head, labels.astype("int32")))
+
+
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
@@ -149,3 +183,5 @@ def test_arguments_that_do_not_fit_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             losses.next_token(*arguments, **options)
+    with pytest.raises(TypeError, match="`labels` must be integers"):
+        losses.next_token(hidden, head, labels.astype(jnp.float32))

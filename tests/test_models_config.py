@@ -112,7 +112,7 @@ def test_defaults_are_those_of_the_family():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' isn't supported; these are: gemma2"),
+        ({"model_type": "gpt2"}, "`model_type` = 'gpt2' isn't supported; these are: gemma2"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
@@ -124,7 +124,7 @@ def test_defaults_are_those_of_the_family():
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` = 0.5"),
         ({"hidden_size": None}, "no `hidden_size`"),
-        ({"vocab_size": 0}, "`vocab_size` must be at least 1"),
+        ({"vocab_size": 0}, "`vocab_size` must be from 1"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "`router_jitter_noise` = 0.1"),
         ({"model_type": "phi3", "resid_pdrop": 0.1}, "`resid_pdrop` = 0.1"),
         ({"model_type": "qwen2", "use_mrope": True}, "`use_mrope` = True"),
@@ -156,7 +156,7 @@ def test_configurations_are_checked_and_hashable():
     assert hash(config) == hash(DecoderConfig.from_hf(LLAMA))
     for changes, named in (
         ({"windows": (1, 2)}, "`windows` must have 16"),
-        ({"windows": (0,) * 16}, "at least one token"),
+        ({"windows": (0,) * 16}, "`windows` must be at least 1"),
         ({"activation": "tanh"}, "`activation`"),
         ({"rope": Rope(dim=128)}, "turns 128 dimensions of 64"),
         ({"fused": True, "qkv_bias": True}, "`fused`"),

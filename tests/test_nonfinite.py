@@ -124,5 +124,7 @@ def test_fit_counts_what_it_skipped_and_resumes_the_count(tmp_path):
 
 
 def test_the_option_is_checked():
-    with pytest.raises(ValueError, match='on_nonfinite=\'ignore\' must be "raise" or "skip"'):
+    with pytest.raises(
+        ValueError, match='`on_nonfinite` must be "raise" or "skip", but is \'ignore\''
+    ):
         make(OPTIMIZERS["adamw"], "ignore")

@@ -223,11 +223,6 @@ def test_state_that_starts_from_all_parameters_is_refused():
         rows_of_blocks().cut(optax.GradientTransformation(init, update))
 
 
-def test_something_else_than_an_optimizer_is_refused():
-    with pytest.raises(TypeError, match="must be an optax.GradientTransformation"):
-        rows_of_blocks().cut(0.1)
-
-
 def huge() -> Tree:
     """About 120 billion parameters in 96 blocks of 10 arrays."""
     d, hidden = 10240, 32768

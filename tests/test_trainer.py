@@ -198,7 +198,7 @@ def test_memory_that_runs_out_in_a_step_comes_with_advice(message, monkeypatch):
 
     monkeypatch.setattr(trainer._engine, "train", fails)
     monkeypatch.setattr(trainer._engine, "evaluate", fails)
-    for call in (lambda: trainer.step(make_batch()), lambda: trainer.evaluate([make_batch()])):
+    for call in (lambda: trainer.evaluate([make_batch()]), lambda: trainer.step(make_batch())):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message) as caught:
             call()
         notes = getattr(caught.value, "__notes__", [])

@@ -1,6 +1,6 @@
 """Reads a checkpoint into a store, group by group; while one slab is stored, the next is read.
 
-All that can be wrong with a checkpoint is looked for before the store is touched; then each group's
+All that can be wrong with a checkpoint is looked for before the store is touched; then its
 old arrays make room for the new ones, so that a full pool is large enough.
 """
 
@@ -73,6 +73,7 @@ def load(
         CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
             store is then lost, until another checkpoint is loaded.
     """
+    engine.drop()
     try:
         _fill(path, known, job, engine, entries, done)
     except Exception as error:
@@ -103,8 +104,6 @@ def _fill(
 
     with orbax.context(), ThreadPoolExecutor(1) as reader:
         for entry in (entry for entry in entries if entry.stacked):
-            for g in entry.groups:
-                _drop(engine, g)
             whole = _load(path, [entry])[entry.path]
             checked = reader.submit(verify, path, known, entry.path, [whole])
             for place, row in zip(entry.places, whole, strict=True):
@@ -114,8 +113,6 @@ def _fill(
         slabs = _slabs(job)
         coming = reader.submit(read, slabs[0])
         for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
-            if slab.part == "P":
-                _drop(engine, slab.group)
             values = _filled(slab, coming.result(), slices)
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
@@ -131,11 +128,6 @@ def _fill(
             if after is None or after.group != slab.group:
                 done()
         _load_small(path, known, engine, [entry for entry in entries if not entry.groups])
-
-
-def _drop(engine: Engine, group: int) -> None:
-    for part in "PO":
-        engine.host.pop((part, group), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,7 +56,14 @@ class Builder:
     rather than bytes where the system can, so that tokens are not held twice.
     """
 
-    def __init__(self, length: int, too_long: WhenTooLong, errors: bool, report: Report):
+    def __init__(
+        self,
+        length: int,
+        too_long: WhenTooLong,
+        errors: bool,
+        report: Report,
+        fault_of: Callable[[np.ndarray], InvalidRow | None],
+    ):
         """Starts empty.
 
         Args:
@@ -63,11 +71,14 @@ class Builder:
             too_long: What becomes of a document that is longer.
             errors: Whether it is an error if there is nothing to learn in a document.
             report: Where that is written down.
+            fault_of: Says why some tokens, int32 (n,), can't be used, if they can't.
         """
         self._length = length
         self._too_long = too_long
         self._errors = errors
         self._report = report
+        self._fault_of = fault_of
+        self._fault: InvalidRow | None = None
         self._tokens = bytearray()
         self._learned = bytearray()
         self._hash = hashlib.blake2b(digest_size=16)
@@ -91,6 +102,7 @@ class Builder:
             tokens: int32 (n,).
             learned: bool (n,), whether the loss counts each as a label.
         """
+        self._fault = self._fault or self._fault_of(tokens)
         self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
         self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
 
@@ -98,6 +110,10 @@ class Builder:
         """Ends the document at hand; it came from `place`."""
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            self._leave_out(place, fault, self._errors)
+            return
         if size:
             self._learned[begin] = 0
         too_long = size > self._length

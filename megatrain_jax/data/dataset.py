@@ -11,10 +11,19 @@ from typing import Any
 import grain
 import numpy as np
 
+from megatrain_jax import checks
 from megatrain_jax.data.corpus import Corpus
 from megatrain_jax.data.packing import Batch, Epoch, Packing, batch, draw_epoch, pack, spread
 from megatrain_jax.data.report import Summary
 
+# The least and the most of each option; beyond them a batch fits no machine.
+_BOUNDS = {
+    "length": (2, 2**22),
+    "batch_size": (1, 2**20),
+    "epochs": (1, 2**31 - 1),
+    "workers": (0, 2**10),
+    "seed": (0, None),
+}
 # The epoch at hand, and the next one where a batch or a thread reaches into it.
 _EPOCHS_KEPT = 2
 
@@ -109,15 +118,14 @@ class Options:
         """Checks them.
 
         Raises:
+            TypeError: If one has another type.
             ValueError: If one is out of its range.
         """
-        least = {"length": 2, "batch_size": 1, "epochs": 1, "workers": 0, "seed": 0}
-        for name, bound in least.items():
+        for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is None and name == "epochs":
-                continue
-            if not isinstance(value, int | np.integer) or value < bound:
-                raise ValueError(f"`{name}` must be an integer of at least {bound}, but is {value}")
+            if value is not None or name != "epochs":
+                checks.integer(name, value, least=least, most=most)
+        checks.boolean("shuffle", self.shuffle)
 
 
 class Dataset:
@@ -227,10 +235,12 @@ class Dataset:
             documents once, in the order they were read, since an evaluation has no use for another.
 
         Raises:
+            TypeError: If an argument has another type.
             ValueError: If `fraction` is not between 0 and 1, or there are no two different
                 documents.
         """
-        if not 0 < fraction < 1:
+        checks.integer("seed", seed, least=0)
+        if not 0 < checks.number("fraction", fraction) < 1:
             raise ValueError(f"`fraction` must be between 0 and 1, but is {fraction}")
         documents, groups = self._groups()
         if groups.max() == 0:

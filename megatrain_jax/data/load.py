@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
+from megatrain_jax import checks
 from megatrain_jax.data.corpus import TOO_LONG, Builder, WhenTooLong
 from megatrain_jax.data.dataset import Dataset, Options
 from megatrain_jax.data.forms import Conversation, to_conversation, to_text
@@ -14,6 +15,7 @@ from megatrain_jax.data.reading import Paths, as_paths, blocks, rows
 from megatrain_jax.data.report import DataError, InvalidRow, Place, Report, Summary, TooLong
 from megatrain_jax.data.template import Template
 from megatrain_jax.data.tokenise import TRAIN_ON, Tokens, TrainOn, add_conversations, add_texts
+from megatrain_jax.data.vocabulary import BeyondVocabulary
 
 Invalid = Literal["error", "drop"]
 _INVALID = ("error", "drop")
@@ -21,6 +23,10 @@ _ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
 _ADVICE_TOO_LONG = (
     'Pass a larger `length` (the longest has {longest:,} tokens), or say `too_long="cut"` (lose '
     'their end), "split" (go on in other rows, without what came before) or "drop".'
+)
+_ADVICE_BEYOND = (
+    "Use the tokenizer that the model was trained with, or a model with a row for each token that "
+    'was added to it; or pass `invalid="drop"` to leave such rows out.'
 )
 
 
@@ -72,17 +78,22 @@ def chat(
 
     Raises:
         DataError: If rows are invalid or too long and that is an error, if there is nothing left,
-            or if the chat template is missing or can't be understood. Names files and lines.
+            or if the chat template is missing or can't be understood. Names files and lines. Rows
+            are also invalid if they have a token beyond the `vocab_size` of the `config.json` that
+            lies beside the tokenizer.
         FileNotFoundError: If a file does not exist.
-        ValueError: If an option is not one of those above.
+        TypeError: If an argument has another type.
+        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
     """
     options = _options(length, batch_size, seed, shuffle, epochs, workers)
     _check_choices(train_on=train_on, too_long=too_long, invalid=invalid)
+    _check_template(chat_template, template_variables)
+    checks.boolean("progress", progress)
     names = as_paths(paths)
-    tokens = Tokens(tokenizer)
+    tokens = _tokens(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     report, errors = Report(), invalid == "error"
-    builder = Builder(options.length, too_long, errors, report)
+    builder = Builder(options.length, too_long, errors, report, tokens.vocabulary.fault)
     read = _progress((item for path in names for item in rows(path, report, errors)), progress)
     conversations = _conversations(read, report, errors)
     add_conversations(conversations, template, tokens, train_on, errors, builder, report)
@@ -126,17 +137,25 @@ def text(
     Raises:
         DataError: As of `chat`; or if the tokenizer has no end of text.
         FileNotFoundError: If a file does not exist.
-        ValueError: If an option is not one of those above.
+        TypeError: If an argument has another type.
+        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
     """
     options = _options(length, batch_size, seed, shuffle, epochs, workers)
     _check_choices(too_long=too_long, invalid=invalid)
+    checks.boolean("progress", progress)
     names = as_paths(paths)
-    tokens = Tokens(tokenizer)
+    tokens = _tokens(tokenizer)
     report, errors = Report(), invalid == "error"
-    builder = Builder(options.length, too_long, errors, report)
+    builder = Builder(options.length, too_long, errors, report, tokens.vocabulary.fault)
     parts = (part for path in names for part in _parts(path, report, errors))
     add_texts(_progress(parts, progress), tokens, errors, builder, report)
     return _finish(builder, report, options, progress)
+
+
+def _tokens(tokenizer: Any) -> Tokens:
+    tokens = Tokens(tokenizer)
+    tokens.vocabulary.warn(stacklevel=3)
+    return tokens
 
 
 def _conversations(
@@ -174,7 +193,13 @@ def _parts(path: str, report: Report, errors: bool) -> Iterator[tuple[Place, str
 
 def _finish(builder: Builder, report: Report, options: Options, progress: bool) -> Dataset:
     longest = builder.longest
-    report.check({InvalidRow: _ADVICE_INVALID, TooLong: _ADVICE_TOO_LONG.format(longest=longest)})
+    report.check(
+        {
+            InvalidRow: _ADVICE_INVALID,
+            TooLong: _ADVICE_TOO_LONG.format(longest=longest),
+            BeyondVocabulary: _ADVICE_BEYOND,
+        }
+    )
     corpus = builder.finish()
     if not corpus.num_documents:
         raise DataError("\n".join(["there is nothing to train on:", *report.examples()]))
@@ -192,6 +217,7 @@ def _finish(builder: Builder, report: Report, options: Options, progress: bool) 
         num_pieces_left_out=report.num_pieces_left_out,
         num_blurred=report.num_blurred,
         ignored=dict(report.ignored),
+        not_shown=dict(report.not_shown),
         file_faults=dict(report.file_faults),
         examples=tuple(report.examples()),
     )
@@ -216,8 +242,22 @@ def _options(
 def _check_choices(**given: str) -> None:
     known = {"train_on": TRAIN_ON, "too_long": TOO_LONG, "invalid": _INVALID}
     for name, value in given.items():
-        if value not in known[name]:
-            raise ValueError(f"`{name}` must be one of {known[name]}, but is {value!r}")
+        if not isinstance(value, str) or value not in known[name]:
+            raise ValueError(checks.refused(name, f"one of {known[name]}", value))
+
+
+def _check_template(chat_template: Any, template_variables: Any) -> None:
+    if not isinstance(chat_template, str | None):
+        allowed = "a Jinja template or the name of one, as a str"
+        raise TypeError(checks.refused("chat_template", allowed, chat_template))
+    if template_variables is None:
+        return
+    named = isinstance(template_variables, Mapping) and all(
+        isinstance(name, str) for name in template_variables
+    )
+    if not named:
+        allowed = "a mapping of names to values"
+        raise TypeError(checks.refused("template_variables", allowed, template_variables))
 
 
 def _progress(items: Iterable[Any], progress: bool) -> Iterable[Any]:

@@ -6,14 +6,15 @@ JSON Lines are read line by line, a JSON array value by value, Parquet some rows
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
-from os import PathLike, fspath
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from megatrain_jax import checks
 from megatrain_jax.data.report import DataError, InvalidRow, Place, Report
 
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
@@ -32,20 +33,25 @@ def as_paths(paths: Paths) -> list[str]:
     """Returns the paths as strings.
 
     Raises:
-        ValueError: If there are none, or one is a folder or of an unknown kind.
+        TypeError: If they are no paths.
+        ValueError: If there are none, or one is no regular file or of an unknown kind.
         FileNotFoundError: If one does not exist.
     """
-    many = [paths] if isinstance(paths, str | PathLike) else paths
-    result = [fspath(path) for path in many]
+    many = [paths] if isinstance(paths, str | bytes | PathLike) else paths
+    if isinstance(many, Mapping) or not isinstance(many, Iterable):
+        raise TypeError(checks.refused("paths", "a path or a list of them", paths))
+    result = [checks.path("paths", path) for path in many]
     if not result:
         raise ValueError("`paths` names no file")
     for path in result:
         if not Path(path).exists():
-            raise FileNotFoundError(f"there is no file {path}")
+            raise FileNotFoundError(f"there is no file {path}, which `paths` names")
         if Path(path).is_dir():
             raise ValueError(
-                f"{path} is a folder; name its files: sorted(Path(...).glob('*.jsonl'))"
+                f"{path} is a folder, and `paths` names files: sorted(Path(...).glob('*.jsonl'))"
             )
+        if not Path(path).is_file():
+            raise ValueError(f"{path}, of `paths`, is no regular file")
         if Path(path).suffix.lower() not in {*_READERS, ".txt"}:
             raise ValueError(
                 f"{path} is none of {', '.join(_READERS)} or .txt, which tell what a file holds"

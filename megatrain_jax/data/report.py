@@ -62,6 +62,7 @@ class Report:
         left_out: How many rows were left out, by reason.
         file_faults: How many files were faulty as a whole (an empty one), by reason.
         ignored: In how many rows a field appeared that nothing reads.
+        not_shown: In how many rows the chat template leaves out a field, of one message at least.
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
         num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
@@ -73,6 +74,7 @@ class Report:
     left_out: Counter[str] = field(default_factory=Counter)
     file_faults: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    not_shown: Counter[str] = field(default_factory=Counter)
     num_cut: int = 0
     num_split: int = 0
     num_pieces_left_out: int = 0
@@ -148,6 +150,8 @@ class Summary:
         num_blurred: Assistant turns whose first or last token also holds text of the prompt, and
             is not learned.
         ignored: In how many rows a field appeared that nothing reads.
+        not_shown: In how many rows the chat template leaves out a field, such as
+            ``reasoning_content of assistant``, of one message at least.
         file_faults: How many files held nothing to read, by reason.
         examples: The first places of what was left out.
     """
@@ -165,6 +169,7 @@ class Summary:
     num_pieces_left_out: int
     num_blurred: int
     ignored: dict[str, int]
+    not_shown: dict[str, int]
     file_faults: dict[str, int]
     examples: tuple[str, ...]
 
@@ -191,6 +196,14 @@ class Summary:
                 f"{self.num_blurred:,}"
             )
         if self.ignored:
-            fields = (f"{name} ({count:,} rows)" for name, count in self.ignored.items())
-            lines.append(f"fields that nothing reads: {', '.join(fields)}")
+            lines.append(f"fields that nothing reads: {_by_rows(self.ignored)}")
+        if self.not_shown:
+            lines.append(
+                "fields that the chat template leaves out, of one message at least: "
+                f"{_by_rows(self.not_shown)}"
+            )
         return "\n".join(lines)
+
+
+def _by_rows(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count:,} rows)" for name, count in counts.items())

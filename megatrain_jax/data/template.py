@@ -14,9 +14,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatrain_jax.data.forms import Conversation, Message
 from megatrain_jax.data.report import DataError, InvalidRow
+from megatrain_jax.data.shown import THOUGHT, left_out
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHT = "</think>"
 
 
 class Rendered(NamedTuple):
@@ -83,6 +83,21 @@ class Template:
         if self.marked:
             return self._by_marks(conversation)
         return self._by_prefixes(conversation)
+
+    def left_out(self, conversation: Conversation, text: str) -> set[str]:
+        """Names the fields that the template does not show, of one message at least.
+
+        Args:
+            conversation: The conversation.
+            text: What `render` made of it.
+        """
+        return left_out(conversation.messages, conversation.tools, text, self._attempt)
+
+    def _attempt(self, messages: list[Message], tools: list[Any] | None) -> str | None:
+        try:
+            return self._text(messages, tools)[0]
+        except Exception:  # a program, given what it was not written for
+            return None
 
     def _by_marks(self, conversation: Conversation) -> Rendered:
         messages, learned = conversation.messages, conversation.learned
@@ -196,7 +211,7 @@ class Template:
 
 def _visible(message: Message) -> str:
     """What has to be seen of a message: reasoning is left out by some templates."""
-    return message.get("content", "").rpartition(_THOUGHT)[2].strip()
+    return message.get("content", "").rpartition(THOUGHT)[2].strip()
 
 
 def _answers(message: Message) -> bool:

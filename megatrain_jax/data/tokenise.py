@@ -6,17 +6,18 @@ and no text is kept.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
-from transformers import AutoTokenizer
 
 from megatrain_jax.data.corpus import Builder
 from megatrain_jax.data.forms import Conversation
 from megatrain_jax.data.report import DataError, InvalidRow, Place, Report
 from megatrain_jax.data.template import Rendered, Template
+from megatrain_jax.data.tokenizer import load_tokenizer
+from megatrain_jax.data.vocabulary import Vocabulary
 
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
@@ -32,16 +33,19 @@ class Tokens:
     Attributes:
         tokenizer: The tokenizer.
         name: What errors call it.
+        vocabulary: That of the model in its folder.
     """
 
     def __init__(self, tokenizer: Any):
-        """Takes a tokenizer, or loads one from a folder (or the hub).
+        """Takes a tokenizer, or loads one from a folder.
 
         Raises:
             TypeError: If it is no fast tokenizer.
+            FileNotFoundError: See `load_tokenizer`.
+            ValueError: See `load_tokenizer`.
         """
         if isinstance(tokenizer, str | PathLike):
-            tokenizer = AutoTokenizer.from_pretrained(fspath(tokenizer))
+            tokenizer = load_tokenizer(tokenizer)
         if not getattr(tokenizer, "is_fast", False):
             raise TypeError(
                 "`tokenizer` must be the folder of one, or a fast tokenizer of Transformers (one "
@@ -49,6 +53,7 @@ class Tokens:
             )
         self.tokenizer = tokenizer
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        self.vocabulary = Vocabulary.beside(tokenizer)
         added = {token: str(entry) for token, entry in tokenizer.added_tokens_decoder.items()}
         special = {t for t, entry in tokenizer.added_tokens_decoder.items() if entry.special}
         special.update(tokenizer.all_special_ids)
@@ -179,11 +184,14 @@ def _render(
     for place, conversation in conversations:
         try:
             tokens.check_written(conversation)
-            yield place, template.render(conversation)
+            rendered = template.render(conversation)
         except InvalidRow as fault:
             report.leave_out(place, fault, errors)
+            continue
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
+        report.not_shown.update(template.left_out(conversation, rendered.text))
+        yield place, rendered
 
 
 def assistant_tokens(

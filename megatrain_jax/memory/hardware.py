@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from megatrain_jax import checks
 from megatrain_jax.memory import pool
 
 _GIB = 2**30
@@ -25,6 +26,10 @@ class Hardware:
         sustained: Share of `flops_per_s` that a whole step reaches, all its operations counted.
         source: Where the two rates come from; vendors' peaks are never reached.
 
+    Raises:
+        TypeError: If an attribute is of another type; bytes are integers.
+        ValueError: If a number is not positive, or `sustained` is above 1.
+
     Examples:
         A known card in a host with 256 GiB:
 
@@ -42,6 +47,21 @@ class Hardware:
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
     source: str = "given"
+
+    def __post_init__(self) -> None:
+        """Checks that every rate can be divided by."""
+        for name in ("name", "source"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(checks.refused(name, "a str", value))
+        for name in ("host_bytes", "device_bytes"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
+        for name in ("link_bytes_per_s", "flops_per_s", "sustained"):
+            checks.number(name, getattr(self, name), above=0)
+        if self.memory_bytes_per_s != math.inf:
+            checks.number("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
+        if self.sustained > 1:
+            raise ValueError(checks.refused("sustained", "a share of at most 1", self.sustained))
 
 
 # Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few

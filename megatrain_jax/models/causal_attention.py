@@ -11,6 +11,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax import checks
+from megatrain_jax.models.arrays import check_array
+
 # Bytes of fp32 scores that one piece of the queries may take.
 _PIECE_BYTES = 2**28
 # Into how many spans of queries, with keys of their own, a text is cut at most. Eight leave 56% of
@@ -49,7 +52,13 @@ def attention(
 
     Returns:
         The shape and dtype of `q`; softmax is in fp32.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If shapes don't fit together, or a number is out of bounds.
     """
+    _check(q, k, v, segments)
+    _check_options(window=window, piece=piece, softcap=softcap, scale=scale)
     length, head_dim = q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if window is not None and window >= length:
@@ -79,6 +88,33 @@ def attention(
 
         spans.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
     return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=1)
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_array(name, array, "(rows, length, heads, head_dim)", num_axes=4)
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    if k.shape != (rows, length, kv_heads, head_dim) or not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"`k` has shape {k.shape}, but `q` {q.shape}: they must agree in all axes but heads, "
+            "where that of `k` divides that of `q`"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"`v` has shape {v.shape}, but `k` {k.shape}; they must be equal")
+    if segments is not None:
+        check_array("segments", segments, "(rows, length)", num_axes=2, of_integers=True)
+        if segments.shape != (rows, length):
+            raise ValueError(f"`segments` has shape {segments.shape}, not {(rows, length)} of `q`")
+
+
+def _check_options(*, window, piece, softcap, scale) -> None:
+    for name, value in (("window", window), ("piece", piece)):
+        if value is not None:
+            checks.integer(name, value, other=", or None")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None:
+            checks.number(name, value, above=0)
 
 
 def mark(

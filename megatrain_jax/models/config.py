@@ -5,10 +5,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain_jax import checks
+from megatrain_jax.hf_folder import too_deep
 from megatrain_jax.models import hf_config
 from megatrain_jax.models.activations import ACTIVATIONS
+from megatrain_jax.models.hf_fields import as_ignored
 from megatrain_jax.models.moe import Experts
 from megatrain_jax.models.rotary import Rope
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+_FLAGS = (
+    "sandwich_norms",
+    "qk_norm",
+    "qkv_bias",
+    "out_bias",
+    "mlp_bias",
+    "fused",
+    "scale_embedding",
+    "tie_embeddings",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +102,9 @@ class DecoderConfig:
     original: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
-        """Checks that the numbers fit together."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}")
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        """Checks each field, and that they fit together."""
+        self._check_types()
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"`num_kv_heads` must divide `num_heads`, {self.num_heads}, "
                 f"but is {self.num_kv_heads}"
@@ -93,14 +114,36 @@ class DecoderConfig:
                 raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ValueError("a window must hold at least one token")
-        if self.activation not in ACTIVATIONS:
+        if self.experts and self.experts.layers and self.experts.layers[-1] >= self.num_layers:
             raise ValueError(
-                f"`activation` must be one of {', '.join(ACTIVATIONS)}, but is {self.activation!r}"
+                f"`layers` of `experts` must be below `num_layers`, {self.num_layers}, "
+                f"but are {self.experts.layers}"
             )
         if self.fused and (self.qkv_bias or self.mlp_bias):
             raise ValueError("`fused` products have no bias")
+
+    def _check_types(self) -> None:
+        for name in _SIZES:
+            checks.integer(name, getattr(self, name))
+        for name in _FLAGS:
+            checks.boolean(name, getattr(self, name))
+        for name in ("norm_eps", "norm_offset", "init_std"):
+            checks.number(name, getattr(self, name), least=0)
+        for name in ("attention_scale", "attention_softcap", "final_softcap"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), above=0)
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
+            allowed = f"one of {', '.join(ACTIVATIONS)}"
+            raise ValueError(checks.refused("activation", allowed, self.activation))
+        if not isinstance(self.windows, tuple):
+            raise TypeError(checks.refused("windows", "a tuple of integers and None", self.windows))
+        for window in self.windows:
+            if window is not None:
+                checks.integer("windows", window)
+        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "rope"):
+                raise TypeError(checks.refused(name, f"of models.{kind.__name__}", value))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> "DecoderConfig":
@@ -111,11 +154,22 @@ class DecoderConfig:
             ignore: Names of fields that are known not to matter.
 
         Raises:
+            TypeError: If `config` is no object of JSON, or a field has another type.
             ValueError: If the architecture isn't known, or a field has a value that would change
-                results in a way not supported. The message names it.
+                results in a way not supported, or that is out of bounds. The message names it.
         """
-        fields = hf_config.read(config, frozenset(ignore))
-        return cls(**fields, original=json.dumps(dict(config)))
+        if not isinstance(config, Mapping):
+            hint = "pass its `.to_dict()`" if hasattr(config, "to_dict") else ""
+            allowed = "the object in a config.json"
+            raise TypeError(checks.refused("config", allowed, config, hint))
+        if too_deep(dict(config)):
+            raise ValueError("`config` is nested too deeply for a configuration")
+        fields = hf_config.read(config, as_ignored(ignore))
+        try:
+            original = json.dumps(dict(config))
+        except TypeError as error:
+            raise TypeError(f"`config` must hold what JSON can: {error}") from error
+        return cls(**fields, original=original)
 
     @property
     def family(self) -> str | None:

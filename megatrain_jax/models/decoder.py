@@ -4,12 +4,17 @@ Parameters have the names and the layout of Hugging Face checkpoints, so that re
 one moves bytes only: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from megatrain_jax import checks
+from megatrain_jax.models.arrays import check_array, check_floating
 from megatrain_jax.models.config import DecoderConfig
+from megatrain_jax.models.ids import check_ids
 from megatrain_jax.models.layers import MLP, Attention, Linear, Maker, MixtureOfExperts, RMSNorm
 from megatrain_jax.models.moe import balancing_loss
 from megatrain_jax.models.rotary import Tables, tables
@@ -69,7 +74,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Integers) -> jax.Array:
         """Maps tokens (rows, length) to (rows, length, dim); NaN for tokens there are not."""
-        return jnp.take(self.weight[...], tokens, axis=0)
+        rows = jnp.asarray(self.weight[...]).at[tokens]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 class Decoder(nnx.Module):
@@ -92,7 +98,15 @@ class Decoder(nnx.Module):
             config: What the decoder is made of.
             rngs: Gives the key "params".
             param_dtype: The dtype of all parameters.
+
+        Raises:
+            TypeError: If an argument has another type.
         """
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(checks.refused("config", "a models.DecoderConfig", config))
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(checks.refused("rngs", "flax.nnx.Rngs", rngs))
+        check_floating("param_dtype", param_dtype)
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
@@ -140,7 +154,12 @@ class Decoder(nnx.Module):
             The last layer's result, normalised, (rows, length, hidden_size); and the load-balancing
             loss, a scalar in fp32, to be added to a loss after multiplying it with
             `config.experts.balance_weight`. It is 0 where there are no experts.
+
+        Raises:
+            TypeError: If an argument is no array of integers.
+            ValueError: If shapes don't fit together.
         """
+        _check_rows(tokens, positions, segments)
         segments = None if segments is None else jnp.asarray(segments)
         if positions is None:
             positions = _positions(tokens.shape[1], segments)
@@ -158,10 +177,37 @@ class Decoder(nnx.Module):
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
 
+    def check_batch(self, batch: Any) -> None:
+        """Checks token ids before a batch is sent to the device; needs no parameters.
+
+        Args:
+            batch: As `next_token_loss` takes it; what is called otherwise is not looked at.
+
+        Raises:
+            ValueError: If NumPy arrays hold ids that the vocabulary doesn't have.
+        """
+        check_ids(batch, self.config.vocab_size)
+
     def head_weight(self) -> jax.Array:
         """Returns the head's matrix, (vocab_size, hidden_size)."""
         module = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         return module.weight[...]
+
+
+def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers | None) -> None:
+    check_array("tokens", tokens, "(rows, length)", num_axes=2, of_integers=True)
+    rows, length = tokens.shape
+    for name, array, allowed in (
+        ("positions", positions, ((rows, length), (1, length))),
+        ("segments", segments, ((rows, length),)),
+    ):
+        if array is None:
+            continue
+        check_array(name, array, "(rows, length)", num_axes=2, of_integers=True)
+        if array.shape not in allowed:
+            raise ValueError(
+                f"`{name}` must have the shape of `tokens`, {tokens.shape}, but has {array.shape}"
+            )
 
 
 def _positions(length: int, segments: Integers | None) -> jax.Array:

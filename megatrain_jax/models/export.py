@@ -4,33 +4,25 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax import Trainer
+from megatrain_jax import Trainer, checks
+from megatrain_jax.hf_folder import existing_folder
+from megatrain_jax.models import companions
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.decoder import Decoder
-from megatrain_jax.models.names import entries, leaves
-from megatrain_jax.models.tensors import DTYPES, INDEX, SINGLE
+from megatrain_jax.models.names import Entry, ParameterPath, entries, leaves, others
+from megatrain_jax.models.tensors import DTYPES, INDEX, SINGLE, some
 
 _CODES = {dtype.name: (code, dtype) for code, dtype in DTYPES.items()}
 # What is converted at a time; a whole embedding would need half of itself again.
 _CHUNK = 2**24
-# What a tokenizer and a generation loop read.
-_COMPANIONS = (
-    "tokenizer*",
-    "*.model",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +54,22 @@ def save_pretrained(
         The folder.
 
     Raises:
-        TypeError: If the trainer trains another model.
-        ValueError: If the decoder's configuration didn't come from Hugging Face, or the dtype is
-            another.
+        TypeError: If an argument has another type, or the trainer trains another model.
+        ValueError: If the decoder's configuration didn't come from Hugging Face; if it has
+            parameters that its family doesn't, or lacks some; if a file to copy is damaged, no
+            regular file or a link out of `source`; or if the dtype is another.
         FileExistsError: If there is something in `folder`.
         FileNotFoundError: If there is no folder `source`.
     """
-    model = trainer if isinstance(trainer, Decoder) else trainer.model
-    if not isinstance(model, Decoder):
-        raise TypeError(f"the trainer trains a {type(model).__qualname__}, not a models.Decoder")
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
+        raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
+    max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
+    folder = Path(checks.path("folder", folder)).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"there is something at {folder} already, and `folder` must be new")
+    if source is not None:
+        source = existing_folder("source", source, "a tokenizer")
+    model = _decoder(trainer)
     config = model.config
     if config.original is None:
         raise ValueError(
@@ -80,20 +79,15 @@ def save_pretrained(
     items = _items(model)
     dtype = dtype or config.saved_dtype or np.dtype(items[0].array.dtype).name
     if dtype not in _CODES:
-        raise ValueError(f"`dtype` must be one of {', '.join(_CODES)}, but is {dtype!r}")
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"there is something at {folder} already")
-    companions = _companions(source or config.source)
+        raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
+    copied = _companions(source or config.source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
     try:
         unfinished.chmod(0o755)  # mkdtemp lets nobody else in
         _write_all(unfinished, items, dtype, max_shard_bytes)
         _write_config(unfinished, config, dtype)
-        for path in companions:
-            copy = shutil.copytree if path.is_dir() else shutil.copyfile
-            copy(path, unfinished / path.name)
+        companions.copy(copied, unfinished)
         unfinished.replace(folder)  # an empty folder gives way
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -101,16 +95,63 @@ def save_pretrained(
     return folder
 
 
+def _decoder(trainer: Trainer | Decoder) -> Decoder:
+    if isinstance(trainer, Decoder):
+        return trainer
+    if not isinstance(trainer, Trainer):
+        hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
+        raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
+    model = trainer.model
+    if not isinstance(model, Decoder):
+        raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")
+    return model
+
+
 def _items(model: Decoder) -> list[_Item]:
-    """Returns the tensors to write, as views of the parameters."""
+    """Returns the tensors to write, as views of the parameters.
+
+    Raises:
+        ValueError: If the model's parameters aren't those of its family.
+    """
     arrays = {path: np.asarray(value) for path, value in leaves(model)}
+    wanted = entries(model.config)
+    _check_family(model, arrays, wanted)
     items = []
-    for entry in entries(model.config):
+    for entry in wanted:
         array = arrays[entry.path]
         parts = list(array) if entry.stacked else [array]
         pairs = zip(entry.names, parts, strict=True)
         items += [_Item(name=name, array=part) for name, part in pairs]
     return items
+
+
+def _check_family(
+    model: Decoder, arrays: Mapping[ParameterPath, np.ndarray], wanted: Sequence[Entry]
+) -> None:
+    """Compares a model with its family: files have a place for the family's parameters only."""
+    shapes = {entry.path: entry.shape for entry in wanted}
+    state = others(model)
+    wrong = {
+        "not part of the family": [path for path in (*arrays, *state) if path not in shapes],
+        "missing": [path for path in shapes if path not in arrays],
+        "of another shape": [
+            path for path, a in arrays.items() if path in shapes and a.shape != shapes[path]
+        ],
+        "no floating numbers": [
+            path for path, a in arrays.items() if not jnp.issubdtype(a.dtype, jnp.floating)
+        ],
+    }
+    found = [
+        f"{what}: {some(['/'.join(map(str, path)) for path in paths])}"
+        for what, paths in wrong.items()
+        if paths
+    ]
+    if found:
+        raise ValueError(
+            f"the decoder can't be saved as a {model.config.family}, whose parameters differ from "
+            f"its own. {'; '.join(found)}. What changes a weight, as LoRA does, has to be merged "
+            "into it first; `trainer.save` saves any model"
+        )
 
 
 def _write_all(folder: Path, items: Sequence[_Item], dtype: str, max_shard_bytes: int) -> None:
@@ -168,14 +209,15 @@ def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
     values = json.loads(config.original)
     names = [name for name in ("torch_dtype", "dtype") if name in values]
     values |= dict.fromkeys(names or ["dtype"], dtype)
+    values.pop("auto_map", None)  # names code, which isn't copied
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _companions(source: str | PathLike[str] | None) -> list[Path]:
+def _companions(source: str | PathLike[str] | None) -> dict[str, Path]:
     if source is None:
-        return []
+        return {}
     if not Path(source).is_dir():
         raise FileNotFoundError(
             f"there is no folder {source} to copy the tokenizer from; name another as `source`"
         )
-    return sorted({path for pattern in _COMPANIONS for path in Path(source).glob(pattern)})
+    return companions.companions(Path(source))

@@ -4,7 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatrain_jax import checks
+from megatrain_jax.models.hf_fields import shown
 from megatrain_jax.models.rotary import Rope
+from megatrain_jax.models.tensors import some
 
 _KINDS = {
     "default": frozenset(),
@@ -43,39 +46,47 @@ def read_rope(
         original_length: `original_max_position_embeddings` of the configuration itself.
 
     Raises:
+        TypeError: If an option has another type.
         ValueError: If a kind or an option isn't supported. The message names it.
     """
-    kind = values.get("rope_type") or values.get("type") or "default"
+    kind = next((values[k] for k in ("rope_type", "type") if values.get(k) is not None), "default")
     if family == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # what early checkpoints called it
-    if kind not in _KINDS or (family == "phi3" and kind not in ("default", "longrope")):
-        raise ValueError(f"rotary embeddings of type {kind!r} aren't supported in a {family}")
+    of_phi3 = family != "phi3" or kind in ("default", "longrope")
+    if not isinstance(kind, str) or kind not in _KINDS or not of_phi3:
+        raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {family}")
     unknown = [
         name for name, v in values.items() if name not in _KINDS[kind] | _COMMON and v is not None
     ]
     if unknown:
-        raise ValueError(
-            f"rotary embeddings of type {kind!r} aren't known to have {', '.join(unknown)}"
-        )
-    share = values.get("partial_rotary_factor", 1.0)
+        raise ValueError(f"rotary embeddings of type {kind!r} aren't known to have {some(unknown)}")
+    share = _number(values, "partial_rotary_factor", 1.0)
     if share != 1.0 and family != "phi3":
         raise ValueError(f"`partial_rotary_factor` = {share} isn't supported in a {family}")
-    original = original_length or values.get("original_max_position_embeddings") or max_length
+    if share > 1 or int(head_dim * share) % 2 or not int(head_dim * share):
+        raise ValueError(
+            f"`partial_rotary_factor` = {share} of `head_dim` = {head_dim} must be an even number "
+            "of dimensions, at most all of them"
+        )
+    inner = values.get("original_max_position_embeddings")
+    if inner is not None:
+        inner = checks.integer("original_max_position_embeddings", inner)
+    original = original_length or inner or max_length
     shape: dict[str, Any] = {
         "dim": int(head_dim * share),
-        "base": float(values["rope_theta"]),
+        "base": _number(values, "rope_theta"),
         "kind": kind,
     }
     match kind:
         case "default":
             return Rope(**shape)
         case "linear":
-            return Rope(**shape, factor=_number(values, "factor", kind))
+            return Rope(**shape, factor=_number(values, "factor"))
         case "dynamic":
-            return Rope(**shape, factor=_number(values, "factor", kind), max_length=max_length)
+            return Rope(**shape, factor=_number(values, "factor"), max_length=max_length)
         case "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
-            factor, low, high = (_number(values, name, kind) for name in names)
+            factor, low, high = (_number(values, name) for name in names)
             return Rope(
                 **shape,
                 factor=factor,
@@ -89,15 +100,33 @@ def read_rope(
             return _longrope(values, shape, original, max_length)
 
 
-def _number(values: Mapping[str, Any], name: str, kind: str) -> float:
+def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = values.get(name)
-    if not isinstance(value, int | float):
-        raise ValueError(f"rotary embeddings of type {kind!r} need a number `{name}`, not {value}")
-    return float(value)
+    if value is None and default is None:
+        raise ValueError(f"these rotary embeddings need a number `{name}`")
+    return checks.number(name, default if value is None else value, above=0)
+
+
+def _numbers(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    given = values.get(name)
+    if not isinstance(given, list | tuple):
+        raise TypeError(checks.refused(name, "a list of numbers", given))
+    return tuple(checks.number(name, value, above=0) for value in given)
+
+
+def _stretch(values: Mapping[str, Any], original: int, max_length: int) -> float:
+    if original < 2:
+        raise ValueError(
+            "`original_max_position_embeddings`, or `max_position_embeddings` where it is missing, "
+            f"must be at least 2, but is {original}"
+        )
+    return _number(values, "factor", max_length / original or None)
 
 
 def _yarn(values: Mapping[str, Any], shape: dict, original: int, max_length: int) -> Rope:
-    factor = values.get("factor") or max_length / original
+    if "factor" not in values:  # null stands for the ratio of the lengths
+        raise ValueError("rotary embeddings of type 'yarn' need a number `factor`")
+    factor = _stretch(values, original, max_length)
     attention = values.get("attention_factor")
     if attention is None:
 
@@ -105,30 +134,35 @@ def _yarn(values: Mapping[str, Any], shape: dict, original: int, max_length: int
             return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
         one, all_dims = values.get("mscale"), values.get("mscale_all_dim")
-        attention = magnitude(one) / magnitude(all_dims) if one and all_dims else magnitude(1.0)
+        attention = magnitude(1.0)
+        if one and all_dims:
+            one, all_dims = _number(values, "mscale"), _number(values, "mscale_all_dim")
+            attention = magnitude(one) / magnitude(all_dims)
     return Rope(
         **shape,
         factor=factor,
         original_length=original,
-        attention_factor=float(attention),
-        beta_fast=values.get("beta_fast") or 32.0,
-        beta_slow=values.get("beta_slow") or 1.0,
-        truncate=values.get("truncate", True),
+        attention_factor=checks.number("attention_factor", attention, above=0),
+        beta_fast=_number(values, "beta_fast", 32.0),
+        beta_slow=_number(values, "beta_slow", 1.0),
+        truncate=checks.boolean("truncate", values.get("truncate", True)),
     )
 
 
 def _longrope(values: Mapping[str, Any], shape: dict, original: int, max_length: int) -> Rope:
     for name in ("short_mscale", "long_mscale"):
         if values.get(name) not in (None, 1.0):
-            raise ValueError(f"`{name}` = {values[name]} of a longrope isn't supported")
-    factor = values.get("factor") or max_length / original
+            raise ValueError(f"`{name}` = {shown(values[name])} of a longrope isn't supported")
+    factor = _stretch(values, original, max_length)
     attention = values.get("attention_factor")
     if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention = 1.0
+        if factor > 1:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original))
     return Rope(
         **shape,
         original_length=original,
-        attention_factor=float(attention),
-        short_factors=tuple(map(float, values.get("short_factor") or ())),
-        long_factors=tuple(map(float, values.get("long_factor") or ())),
+        attention_factor=checks.number("attention_factor", attention, above=0),
+        short_factors=_numbers(values, "short_factor"),
+        long_factors=_numbers(values, "long_factor"),
     )

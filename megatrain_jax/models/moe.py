@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax import checks
 from megatrain_jax.models.activations import Activation
 
 Weights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
@@ -40,7 +41,17 @@ class Experts:
     balance_weight: float = 0.0
 
     def __post_init__(self):
-        """Checks that a token finds as many experts as it passes through."""
+        """Checks each field, and that a token finds as many experts as it passes through."""
+        for name in ("num", "per_token", "intermediate_size"):
+            checks.integer(name, getattr(self, name))
+        checks.boolean("normalize", self.normalize)
+        checks.number("balance_weight", self.balance_weight, least=0)
+        if not isinstance(self.layers, tuple):
+            raise TypeError(checks.refused("layers", "a tuple of integers", self.layers))
+        for layer in self.layers:
+            checks.integer("layers", layer, least=0)
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(checks.refused("layers", "ascending", self.layers))
         if not 1 <= self.per_token <= self.num:
             raise ValueError(
                 f"`per_token` of Experts must be from 1 to `num`, {self.num}, "

@@ -11,7 +11,7 @@ from flax import nnx
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.decoder import Decoder
 
-Path = tuple[str | int, ...]
+ParameterPath = tuple[str | int, ...]
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -27,7 +27,7 @@ class Entry:
         stacked: Whether the tensors are stacked along a new first axis.
     """
 
-    path: Path
+    path: ParameterPath
     shape: tuple[int, ...]
     names: tuple[str, ...]
     stacked: bool
@@ -45,13 +45,19 @@ def entries(config: DecoderConfig) -> tuple[Entry, ...]:
     return tuple(_entry(path, value.shape, mixtral) for path, value in leaves(model))
 
 
-def leaves(model: Decoder) -> list[tuple[Path, jax.Array]]:
+def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
     """Returns paths and values of a decoder's parameters; the values may be shapes only."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return [(tuple(path), variable.get_value()) for path, variable in flat]  # type: ignore[misc]
 
 
-def _entry(path: Path, shape: tuple[int, ...], mixtral: bool) -> Entry:
+def others(model: Decoder) -> list[ParameterPath]:
+    """Returns the paths of what a model keeps beside parameters; random keys don't count."""
+    kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate)))
+    return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
+
+
+def _entry(path: ParameterPath, shape: tuple[int, ...], mixtral: bool) -> Entry:
     parts = list(map(str, path))
     if parts[0] != "lm_head":
         parts.insert(0, "model")

@@ -1,6 +1,5 @@
 """Opens a Hugging Face checkpoint: a decoder to build, and its parameters still in their files."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +9,15 @@ from typing import Any
 
 from flax import nnx
 
+from megatrain_jax.hf_folder import existing_folder, read_json, regular_file
 from megatrain_jax.models.config import DecoderConfig
 from megatrain_jax.models.decoder import Decoder
+from megatrain_jax.models.hf_fields import as_ignored
 from megatrain_jax.models.names import Entry, entries
 from megatrain_jax.models.tensors import DTYPES, LazyArray, Tensor, open_folder, some
+
+# Two norms, attention's two matrices, and a router at least or an MLP.
+_LEAST_IN_A_LAYER = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,17 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
         ignore: Fields of `config.json` that are known not to matter.
 
     Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If the architecture or an option isn't supported, a file is damaged, or its
-            tensors aren't those that the configuration asks for. The message names them.
+        FileNotFoundError: If the folder or a file is missing.
+        TypeError: If an argument or a field of `config.json` has another type.
+        ValueError: If the architecture or an option isn't supported, a file is damaged, no regular
+            file or outside the folder, or the tensors aren't those that the configuration asks
+            for. The message names them.
     """
-    folder = Path(folder)
+    as_ignored(ignore)
+    folder = existing_folder("folder", folder, "a checkpoint (config.json and *.safetensors)")
     config = _read_config(folder, ignore)
     tensors = open_folder(folder)
+    _check_count(folder, config, tensors)
     wanted = entries(config)
     _check(folder, config, wanted, tensors)
     params: dict[str | int, Any] = {}
@@ -69,17 +77,27 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
 
 
 def _read_config(folder: Path, ignore: Sequence[str]) -> DecoderConfig:
-    path = folder / "config.json"
-    if not path.exists():
+    path = regular_file(folder, "config.json")
+    if path is None:
         raise FileNotFoundError(f"there is no config.json in {folder}")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    values = read_json(path)
     try:
         return DecoderConfig.from_hf(values, ignore=ignore)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
+    """Compares how many tensors there are with how many layers, before any layer is laid out."""
+    experts = config.experts
+    matrices = 3 * experts.num * len(experts.layers) if experts else 0
+    least = _LEAST_IN_A_LAYER * config.num_layers + matrices
+    if least > len(tensors):
+        more = f" of which {len(experts.layers):,} have {experts.num:,} experts" if experts else ""
+        raise ValueError(
+            f"config.json in {folder} says that there are {config.num_layers:,} layers{more}, which"
+            f" are {least:,} tensors and more, but its files hold {len(tensors):,}"
+        )
 
 
 def _check(

@@ -12,8 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax import checks
+
 Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Tables = tuple[jax.Array, jax.Array]
+
+_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_ABOVE_ZERO = (
+    "base",
+    "factor",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +66,35 @@ class Rope:
     long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
-        """Checks that the kind has what it needs."""
+        """Checks each number, and that the kind has what it needs."""
+        if self.kind not in _KINDS:
+            raise ValueError(checks.refused("kind", f"one of {', '.join(_KINDS)}", self.kind))
+        checks.integer("dim", self.dim)
+        for name in _ABOVE_ZERO:
+            checks.number(name, getattr(self, name), above=0)
+        for name in ("max_length", "original_length"):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), least=0)
+        checks.boolean("truncate", self.truncate)
+        for name in ("short_factors", "long_factors"):
+            if not isinstance(getattr(self, name), tuple):
+                raise TypeError(checks.refused(name, "a tuple of numbers", getattr(self, name)))
+            for factor in getattr(self, name):
+                checks.number(name, factor, above=0)
         if self.dim <= 0 or self.dim % 2:
             raise ValueError(f"`dim` of a Rope must be positive and even, but is {self.dim}")
         needs_original = self.kind in ("yarn", "longrope", "llama3")
         if needs_original and not self.original_length:
             raise ValueError(f"a Rope of kind {self.kind!r} needs `original_length`")
-        if self.kind == "dynamic" and not self.max_length:
-            raise ValueError("a Rope of kind 'dynamic' needs `max_length`")
+        if self.kind == "dynamic" and not (self.max_length and self.dim > 2):
+            raise ValueError("a Rope of kind 'dynamic' needs `max_length`, and `dim` above 2")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"`high_freq_factor` must be above `low_freq_factor`, {self.low_freq_factor}, "
+                f"but is {self.high_freq_factor}"
+            )
+        if self.kind == "yarn" and self.base <= 1:
+            raise ValueError(f"`base` of a Rope of kind 'yarn' must be above 1, but is {self.base}")
         if self.kind == "longrope":
             for name in ("short_factors", "long_factors"):
                 if len(getattr(self, name)) != self.dim // 2:

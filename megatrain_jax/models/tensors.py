@@ -4,7 +4,6 @@ The safetensors library maps a file, checks its header against its size, and giv
 all dtypes that parameters have (bfloat16 through ml_dtypes), each copied when it is asked for.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from megatrain_jax.hf_folder import name_within, read_json, regular_file
 
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -78,26 +79,30 @@ class LazyArray:
 def open_folder(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint in one file or several, by name.
 
+    Where both are there, the one file is read and the index is not, as in Transformers.
+
     Raises:
         FileNotFoundError: If there is no such checkpoint, or a file of it is missing.
-        ValueError: If a file or the index is damaged.
+        ValueError: If a file or the index is damaged, no regular file or outside the folder.
     """
-    index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            raise FileNotFoundError(
-                f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats (.bin, .pth)"
-                " have to be saved as safetensors first"
-            )
-        return _open_file(folder / SINGLE)
+    single = regular_file(folder, SINGLE)
+    if single is not None:
+        return _open_file(single)
+    index = regular_file(folder, INDEX)
+    if index is None:
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats (.bin, .pth)"
+            " have to be saved as safetensors first"
+        )
     weight_map = _weight_map(index)
-    files = sorted(set(weight_map.values()))
-    absent = [file for file in files if not (folder / file).exists()]
+    names = sorted(set(weight_map.values()))
+    files = {name: regular_file(folder, name_within(index, name)) for name in names}
+    absent = [name for name, file in files.items() if file is None]
     if absent:
         raise FileNotFoundError(f"{INDEX} in {folder} names {some(absent)}, which isn't there")
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= _open_file(folder / file)
+    for file in filter(None, files.values()):
+        tensors |= _open_file(file)
     lost = [name for name in weight_map if name not in tensors]
     if lost:
         raise ValueError(f"{INDEX} in {folder} names tensors that its files lack: {some(lost)}")
@@ -105,12 +110,11 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        if not all(isinstance(file, str) for file in weight_map.values()):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged: it holds no `weight_map` of files") from error
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise ValueError(f"{index} is damaged: it holds no `weight_map` of files")
     return weight_map
 
 
@@ -137,4 +141,4 @@ def _open_file(path: Path) -> dict[str, Tensor]:
 def some(names: list[str]) -> str:
     """Returns at most ten names, and how many more there are."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
+    return ", ".join(name[:200] for name in names[:10]) + more

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex
+
+from megatrain_jax.program import jaxpr as jx
 
 ELEMENTWISE = frozenset(
     """
@@ -66,7 +67,7 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
         return eqn.params["length"] * count_flops(eqn.params["jaxpr"], counts)
     if name == "cond":
         return max(count_flops(branch, counts) for branch in eqn.params["branches"])
-    if inner := _inner_jaxprs(eqn) if name not in _SPECIAL else []:
+    if inner := jx.inner_jaxprs(eqn) if name not in _SPECIAL else []:
         return sum(count_flops(jaxpr, counts) for jaxpr in inner)
     if not counts(eqn):
         return 0
@@ -77,15 +78,6 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
     if name in _REDUCTIONS:
         return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
     return 0
-
-
-def _inner_jaxprs(eqn: Any) -> list[Any]:
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
-                found.append(item)
-    return found
 
 
 def _size(var: Any) -> int:

@@ -77,7 +77,8 @@ class Inliner:
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             ins = [Value(a.val) if jx.is_literal(a) else env[a] for a in eqn.invars]
-            env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
+            with eqn.ctx.manager:  # what a mesh is differs from call to call
+                env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
         return [Value(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def _eqn(self, eqn, ins) -> Sequence[Value | Pieces]:

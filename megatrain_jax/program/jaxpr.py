@@ -103,8 +103,9 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Applies an equation's primitive to other operands; always a list."""
-    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    """Applies an equation's primitive to other operands, in its own context; always a list."""
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -114,6 +115,41 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters, opened."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if is_jaxpr(item):
+                found.append(opened(item))
+    return found
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def with_body(jaxpr: Any, body: Any) -> Any:
+    """A jaxpr that may be closed, with another open form."""
+    return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
+
+
+def largest_mesh(jaxpr: Any) -> Any:
+    """The mesh of most devices that an equation was traced in, or None; also within equations."""
+    found: dict[Any, None] = {}
+    seen: set[int] = set()
+    todo = [jaxpr]
+    while todo:
+        for eqn in todo.pop().eqns:
+            found.setdefault(eqn.ctx.cur_abstract_mesh)
+            found.setdefault(eqn.params.get("mesh"))  # of a shard_map
+            inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
+            seen.update(map(id, inner))
+            todo += inner
+    return max((m for m in found if m is not None), key=lambda m: m.size, default=None)
 
 
 def without_dead_code(traced: Traced) -> Traced:
@@ -133,6 +169,15 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -
         eqns=list(eqns),
         effects=effects,
     )
+
+
+def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+    """The variables of a jaxpr that depend on some of them, these included."""
+    found = set(sources)
+    for eqn in jaxpr.eqns:
+        if not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -159,6 +204,7 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
     `consts` are the values of the jaxpr's first inputs, if these are fixed.
     Variables are numbered, literals and constants compared by their bytes, parameters recursively,
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
+    What an equation was traced in, such as a mesh, counts, too.
     """
     return _keys.setdefault(_jaxpr_key(jaxpr, consts, rules=True), Key())
 
@@ -180,7 +226,7 @@ def _jaxpr_key(jaxpr, consts, rules):
     for eqn in jaxpr.eqns:
         ins = tuple(read(a) for a in eqn.invars)
         outs = tuple(define(v) for v in eqn.outvars)
-        body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs))
+        body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs, eqn.ctx))
     tail = tuple(read(a) for a in jaxpr.outvars)
     return (head, tuple(body), tail)
 

@@ -4,6 +4,7 @@ An equation depends on parameters, on data (batch, state, randomness), on both, 
 Those that depend on both are walked in order and cut between runs of reads of one block; those
 that depend on parameters only, or on nothing, are repeated in every stage that needs them; those
 that depend on data only run once, in the prologue, unless a single stage uses a large result.
+What something outside sees, a print or a callback, happens once: where its last operand is made.
 """
 
 import dataclasses
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from megatrain_jax.program import effects
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf, Path, power
 
 SMALL = 1024  # elements: data-only values up to this size are computed once, before the stages
-CONST, PARAM, DATA, MAIN = range(4)
+CONST, PARAM, DATA, MAIN, EFFECT = range(5)  # the last: for the sake of its effect alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Dataflow:
         self.producer: dict[Any, int] = {}
         self.eqn_kind: list[int] = []
         self.floating: dict[int, frozenset[int]] = {}
+        self.read = effects.read_in(jaxpr)
+        self.ordered: list[int] = []  # equations of stages whose effects are ordered
         pairs = zip(self.parameters, leaves, strict=True)
         self.learned = {v for v, leaf in pairs if leaf.trainable}  # and what depends on these
         self.kind |= {v: PARAM for v in self.parameters} | {v: DATA for v in self.data}
@@ -65,7 +69,9 @@ class Dataflow:
         kinds = {self.kind[v] for v in ins}
         kind = MAIN if MAIN in kinds or {PARAM, DATA} <= kinds else max(kinds, default=CONST)
         reads = frozenset().union(*(self.reads.get(v, ()) for v in ins))
-        if kind == PARAM and self._is_regulariser(eqn, ins, reads):
+        if effects.fires(eqn):
+            kind = self._kind_of_effect(i, eqn, kind, reads)
+        elif kind == PARAM and self._is_regulariser(eqn, ins, reads):
             # A scalar made of one block's parameters (an L2 term) is a value of that block's stage.
             kind, self.floating[i] = MAIN, reads
         self.eqn_kind.append(kind)
@@ -75,6 +81,19 @@ class Dataflow:
             self.kind[v], self.producer[v] = kind, i
             if kind == PARAM:
                 self.reads[v] = reads
+
+    def _kind_of_effect(self, i, eqn, kind, reads):
+        """Nothing that fires is repeated; an ordered effect does not overtake one of a stage."""
+        ordered = effects.is_ordered(eqn)
+        if kind in (CONST, DATA) and not (ordered and self.ordered):
+            return DATA
+        if ordered:
+            self.ordered.append(i)
+        if self.read.isdisjoint(eqn.outvars):
+            return EFFECT
+        if kind == PARAM:
+            self.floating[i] = reads
+        return MAIN
 
     def _is_regulariser(self, eqn, ins, reads):
         owners = {self.leaves[i].block or i for i in reads}
@@ -214,15 +233,35 @@ def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
             if flow.kind[v] == MAIN
         ]  # fmt: skip
         stage_of[i] = max([home, *sources])
-    return _postponed(flow, main, stage_of, len(runs) - 1)
+    stage_of = _postponed(flow, main, stage_of, len(runs) - 1)
+    return _with_effects(flow, stage_of, first_use, len(runs) - 1)
+
+
+def _with_effects(
+    flow, stage_of: dict[int, int], first_use: dict[int, int], last: int
+) -> dict[int, int]:
+    """Adds the equations that are there for their effects: where their last operand is made."""
+    earliest = 0
+    for i, kind in enumerate(flow.eqn_kind):
+        if kind == EFFECT:
+            operands = jx.variables(flow.jaxpr.eqns[i].invars)
+            made = [stage_of[flow.producer[v]] for v in operands if flow.kind[v] == MAIN]
+            read = [first_use.get(leaf, last) for leaf in flow.read_by(i)]
+            stage_of[i] = max([0, *made, *read, *([earliest] if i in flow.ordered else [])])
+        if i in flow.ordered:
+            if stage_of[i] < earliest:
+                raise ValueError(
+                    "loss_fn has ordered effects that can't be kept in order: what "
+                    f"{flow.jaxpr.eqns[i].primitive.name} shows is computed in a stage before "
+                    "that of an earlier effect. Leave out `ordered=True`"
+                )
+            earliest = stage_of[i]
+    return stage_of
 
 
 def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
     """Moves what depends on no data (sums of regularisers) to where it is first used."""
-    data = set(flow.data)
-    for eqn in flow.jaxpr.eqns:
-        if any(v in data for v in jx.variables(eqn.invars)):
-            data.update(eqn.outvars)
+    data = jx.dependent(flow.jaxpr, flow.data)
     uses: dict[Any, int] = {}
     moved = dict(stage_of)
     for i in reversed(main):

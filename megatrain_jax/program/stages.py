@@ -14,9 +14,11 @@ from jax.extend import core as jex
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.effects import answers, fires
 from megatrain_jax.program.partition import (
     CONST,
     DATA,
+    EFFECT,
     MAIN,
     PARAM,
     SMALL,
@@ -25,6 +27,7 @@ from megatrain_jax.program.partition import (
     assign,
     find_runs,
 )
+from megatrain_jax.program.state import StateUse, find_state_use
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class Program:
         prologue_values: Ids of the prologue's outputs.
         values: Shape and dtype of each value by id.
         outputs: Ids of the traced function's outputs; the first is the loss.
-        late: For each output, whether it depends on parameters or the batch, not only on state.
+        state: What the model's variables depend on.
         warnings: What could not be cut, in words.
     """
 
@@ -93,7 +96,7 @@ class Program:
     prologue_values: tuple[int, ...]
     values: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[int, ...]
-    late: tuple[bool, ...]
+    state: StateUse
     warnings: tuple[str, ...]
 
 
@@ -108,7 +111,21 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
         raise ValueError(
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
+    _refuse_answers(flow)
     return _Builder(flow, find_runs(flow)).program(num_variables)
+
+
+def _refuse_answers(flow: Dataflow) -> None:
+    """Refuses results of effects that a backward would have to compute again."""
+    for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
+        direct = not jx.inner_jaxprs(eqn)
+        if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
+            raise ValueError(
+                "loss_fn reads the result of a callback with side effects (io_callback) on what "
+                "depends on parameters: backward, which computes stages again, would call it "
+                "again. Use jax.pure_callback if calling it twice does no harm, or call it on "
+                "values of the batch alone"
+            )
 
 
 class _Builder:
@@ -134,12 +151,13 @@ class _Builder:
         home: dict[int, int | None] = {}
         for i in range(len(jaxpr.eqns) - 1, -1, -1):
             eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
-            if kind == MAIN:
+            if kind in (MAIN, EFFECT):
                 stage = self.stage_of[i]
             elif kind == DATA:
                 stages = set().union(*(uses[v] for v in eqn.outvars))
                 large = any(jx.num_elements(v.aval) > SMALL for v in eqn.outvars)
-                stage = home[i] = next(iter(stages)) if large and len(stages) == 1 else None
+                alone = large and len(stages) == 1 and not fires(eqn)
+                stage = home[i] = next(iter(stages)) if alone else None
             else:
                 continue
             for v in jx.variables(eqn.invars):
@@ -160,7 +178,7 @@ class _Builder:
             prologue_values=ids,
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
-            late=self._late(num_variables),
+            state=find_state_use(self.flow.jaxpr, self.flow.data, num_variables),
             warnings=self._warnings(),
         )
 
@@ -173,7 +191,7 @@ class _Builder:
 
     def _body(self, s: int) -> "_Body":
         body = _Body(self, s)
-        for i in (i for i, stage in self.stage_of.items() if stage == s):
+        for i in sorted(i for i, stage in self.stage_of.items() if stage == s):
             body.pull(i)
         if s == len(self.runs) - 1:
             for v in jx.variables(self.flow.jaxpr.outvars):
@@ -276,15 +294,6 @@ class _Builder:
         )
         jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
-
-    def _late(self, num_variables: int) -> tuple[bool, ...]:
-        """Which outputs depend on more than state and randomness."""
-        jaxpr = self.flow.jaxpr
-        tainted = {*self.flow.parameters, *self.flow.data[num_variables:-1]}
-        for eqn in jaxpr.eqns:
-            if any(v in tainted for v in jx.variables(eqn.invars)):
-                tainted.update(eqn.outvars)
-        return tuple(not jx.is_literal(a) and a in tainted for a in jaxpr.outvars)
 
     def _warnings(self) -> tuple[str, ...]:
         found = []

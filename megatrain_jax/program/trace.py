@@ -38,7 +38,11 @@ def trace_loss(
     variables: Sequence[jax.ShapeDtypeStruct],
     batch: Any,
 ) -> TracedLoss:
-    """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`."""
+    """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
+
+    Raises:
+        ValueError: It computes in a mesh of several devices.
+    """
     names: tuple[str, ...] = ()
 
     def flat(parameters, variables, batch, rng):
@@ -50,6 +54,13 @@ def trace_loss(
 
     rng = jax.eval_shape(lambda: jax.random.key(0))
     traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
+    mesh = jx.largest_mesh(traced.jaxpr)
+    if mesh is not None and mesh.size > 1:
+        raise ValueError(
+            f"loss_fn computes in a mesh of {mesh.size} devices, with the axes "
+            f"{', '.join(map(str, mesh.axis_names))}, but training uses one device. Call it "
+            "outside of `jax.set_mesh` and `shard_map`, or in a mesh of one device"
+        )
     return TracedLoss(
         traced=jx.without_dead_code(traced),
         num_parameters=len(parameters),

@@ -69,11 +69,8 @@ def trace_optimizer(
     """Traces the update of a whole tree, and its initialisation, on abstract arrays.
 
     Raises:
-        TypeError: `optimizer` has no `init` or no `update`.
         ValueError: it can't be traced, or it changes the form of its state or of a parameter.
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(f"optimizer must be an optax.GradientTransformation, not {optimizer!r}")
     tx = optax.with_extra_args_support(optimizer)
     init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
     state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)

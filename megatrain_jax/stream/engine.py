@@ -100,9 +100,10 @@ class Engine:
             self.obey(record, step)
         self.moves.dispatch()
         self._begun += schedule.num_items
-        late = plan.program.outputs[1 + len(plan.metrics) :]
-        new = [step.rows[-1].get(i, v) for i, v in zip(late, self.variables, strict=True)]
-        if self.optimizer.skips:
+        new = list(self.variables)
+        for k, i in plan.late_state.items():
+            new[k] = step.rows[0][i]
+        if new:
             keep = self.templates.get("keep", functions.keep)
             new = keep(new, variables, self.ok)
         self.variables = new
@@ -112,14 +113,20 @@ class Engine:
         return metrics
 
     def evaluate(self, plan: StepPlan, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Computes the loss and metrics of one batch; changes nothing."""
+        """Computes the loss and metrics of one batch; changes nothing, also where it fails."""
         self.flush()
         self._wake()
-        step, _, _ = self._begin(plan, batch)
-        for record in plan.schedule.evaluation:
-            self.obey(record, step)
-        self._rest()
-        return self._means(step)
+        try:
+            step, _, _ = self._begin(plan, batch)
+            for record in plan.schedule.evaluation:
+                self.obey(record, step)
+            means = self._means(step, weighted=True)
+        except BaseException:
+            self.moves.abandon()
+            raise
+        finally:
+            self._rest()
+        return means
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
@@ -132,6 +139,19 @@ class Engine:
         """Drops what a step with a number that is not finite left pending, and starts afresh."""
         self.flush()  # updates do nothing while `ok` is false
         self.ok = jax.device_put(jnp.array(True), pinned())
+
+    def drop(self) -> None:
+        """Drops all slabs and what runs, also of a step that was cut off, to be filled anew."""
+        self.moves.abandon()
+        self.host.clear()
+        self._tokens.clear()
+        self._running, self._begun = None, 0
+        self.ok = jax.device_put(jnp.array(True), pinned())
+
+    def set_step(self, step: int) -> None:
+        """Sets the number of the next step; all state is at rest."""
+        assert self._running is None
+        self.step = jax.device_put(jnp.array(step, jnp.int32), pinned())
 
     def _rest(self) -> None:
         self.moves.rest()
@@ -165,13 +185,15 @@ class Engine:
         )
         return step, seed, variables
 
-    def _means(self, step: _Step) -> dict[str, jax.Array]:
+    def _means(self, step: _Step, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once a step."""
         if not step.means:
             names = step.plan.metrics
             ids = step.plan.program.outputs[: 1 + len(names)]
-            mean = self.templates.get(("mean", names), lambda: functions.mean_metrics(names))
-            step.means = mean([[row[i] for i in ids] for row in step.rows])
+            means = self.templates.get(
+                ("means", names, weighted), lambda: functions.mean_metrics(names, weighted=weighted)
+            )
+            step.means = means([[row[i] for i in ids] for row in step.rows])
         return step.means
 
     # ---- records
@@ -281,8 +303,10 @@ class Engine:
             self._send(bound, cotangents, back)
 
     def _keep(self, step: _Step, bound: BoundStage, row, outputs, item: int) -> None:
+        plan = step.plan
+        kept = plan.kept if row is step.rows[0] else plan.kept - plan.kept_once
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
-            if i in step.plan.kept:
+            if i in kept:
                 row[i] = value
         self._tokens[item] = outputs[0]
 

@@ -21,29 +21,37 @@ from megatrain_jax.program.stages import Program
 def begin(program: Program, microbatches: int, num_metrics: int) -> Callable:
     """Builds `(variables, batch, key, step) -> (values, seed, new variables)`.
 
-    Splits the batch, runs the prologue for each microbatch, and brings the state from microbatch
-    to microbatch. Microbatch m of step t draws from `fold_in(fold_in(key, t), m)`.
+    Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
+    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from goes on from microbatch
+    to microbatch; the rest changes once a step, as in the first of them.
     """
     place = {v: i for i, v in enumerate(program.prologue_values)}
     new_ids = program.outputs[1 + num_metrics :]
+    drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
 
     def begin_step(variables, batch, key, step):
         step_key = jax.random.fold_in(key, step)
-        rows = []
+        rows, once = [], None
         for m in range(microbatches):
             part = [_slice(x, m, microbatches) for x in batch]
             rng = jax.random.fold_in(step_key, m)
             data = [*program.prologue_consts, *variables, *part, rng]
             values = jx.evaluate(program.prologue, data)
             rows.append(values)
-            variables = [
+            new = [
                 values[place[i]] if i in place else v
                 for i, v in zip(new_ids, variables, strict=True)
             ]
-        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), variables
+            once = new if once is None else once
+            variables = _chosen(drawn, new, variables)
+        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
 
     return begin_step
+
+
+def _chosen(mask, yes, no):
+    return [y if m else n for m, y, n in zip(mask, yes, no, strict=True)]
 
 
 def _slice(x, m, microbatches):
@@ -51,17 +59,36 @@ def _slice(x, m, microbatches):
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 
 
-def mean_metrics(names: Sequence[str]) -> Callable:
-    """Builds `(rows of loss and metrics, one a microbatch) -> dict of means`."""
+def mean_metrics(names: Sequence[str], *, weighted: bool = False) -> Callable:
+    """Builds `(rows of loss and metrics, one a microbatch) -> dict of means`.
 
-    def mean(rows):
-        columns = zip(*rows, strict=True)
-        return {
-            name: sum(x.astype(jnp.float32) for x in column) / len(rows)
-            for name, column in zip(("loss", *names), columns, strict=True)
-        }
+    The metric "weight", which says how much a row's loss is the mean of, is summed.
 
-    return mean
+    Args:
+        names: Of the metrics.
+        weighted: Whether rows count by their weights, if they have any, as in an evaluation.
+            Otherwise they count alike, as they do in the gradient.
+    """
+    names = ("loss", *names)
+
+    def means(rows):
+        columns = [[x.astype(jnp.float32) for x in column] for column in zip(*rows, strict=True)]
+        result = dict(zip(names, columns, strict=True))
+        weights = result.get("weight") if weighted else None
+        result = {name: _mean(column, weights) for name, column in result.items()}
+        if "weight" in names:
+            result["weight"] = sum(columns[names.index("weight")])
+        return result
+
+    return means
+
+
+def _mean(column, weights):
+    if weights is None:
+        return sum(column) / len(column)
+    # Without a weight, a row's loss is the mean of nothing: it may well be 0 / 0.
+    parts = [jnp.where(w == 0, 0, w * x) for w, x in zip(weights, column, strict=True)]
+    return sum(parts) / sum(weights)
 
 
 def end() -> Callable:

@@ -88,3 +88,11 @@ class Moves:
         assert not self.on_device
         self._leaving.clear()
         jax.block_until_ready(self.host)
+
+    def abandon(self) -> None:
+        """Forgets what a step that was cut off has on the device, on its way and for itself."""
+        self._copies = Copies()
+        self._leaving.clear()
+        self.on_device.clear()
+        for key in [key for key in self.host if key[0] not in LASTING]:
+            del self.host[key]

@@ -5,13 +5,16 @@ compute again for the bytes they take; what is elementwise between them is compu
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.effects import fires
 from megatrain_jax.program.flops import count_flops
+from megatrain_jax.program.gradients import differentiated
 from megatrain_jax.program.stages import Stage
 
 _KEPT_ATTENTION = "dot_product_attention_fwd"
@@ -75,7 +78,12 @@ class Residuals:
 
 
 def find_residuals(stage: Stage) -> Residuals | None:
-    """Traces a stage's two halves; None if there is nothing worth keeping."""
+    """Traces a stage's two halves; None if there is nothing worth keeping, or it has effects.
+
+    What the halves share would fire in both.
+    """
+    if fires(stage.jaxpr):
+        return None
     saved_flops = count_flops(stage.jaxpr, lambda eqn: is_kept(eqn.primitive, **eqn.params))
     if not saved_flops:
         return None
@@ -83,20 +91,11 @@ def find_residuals(stage: Stage) -> Residuals | None:
     shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[first:]]
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
 
+    # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
+    keeping = functools.partial(jax.checkpoint, policy=is_kept, prevent_cse=False)
+
     def halves(leaves, inputs):
-        learned, frozen = jx.split(stage.learned, leaves)
-        active, passive = jx.split(stage.active, inputs)
-
-        def run(learned, active):
-            leaves = jx.merge(stage.learned, learned, frozen)
-            values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
-            outputs = jx.evaluate(stage.jaxpr, values)
-            return [o for o, s in zip(outputs, stage.seeded, strict=True) if s], outputs
-
-        # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
-        run = jax.checkpoint(run, policy=is_kept, prevent_cse=False)
-        _, pull, outputs = jax.vjp(run, learned, active, has_aux=True)
-        return outputs, pull
+        return differentiated(stage, stage.seeded, leaves, inputs, wrap=keeping)
 
     traced = jx.trace(halves, leaves, inputs)
     outputs_tree, pullback = traced.out_tree.children()

@@ -91,6 +91,18 @@ class StepPlan:
         """Ids of the values that something reads after they are made."""
         return frozenset(self.program.outputs).union(*self.last_read.values())
 
+    @functools.cached_property
+    def kept_once(self) -> frozenset[int]:
+        """Those that are read of the first microbatch alone: new values of the model's state."""
+        read = {i for bound in self.stages for i in bound.stage.inputs}
+        return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
+
+    @functools.cached_property
+    def late_state(self) -> Mapping[int, int]:
+        """Ids of the new values of the variables that stages compute, by the variable's number."""
+        new = self.program.outputs[1 + len(self.metrics) :]
+        return {k: i for k, i in enumerate(new) if i not in self.program.prologue_values}
+
 
 def plan_step(
     key: Hashable,

@@ -12,6 +12,8 @@ import jax
 
 from megatrain_jax.memory.layout import Layout
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.effects import fires, firing_once
+from megatrain_jax.program.gradients import differentiated
 from megatrain_jax.program.stages import Stage
 from megatrain_jax.stream.residuals import Residuals
 
@@ -85,19 +87,12 @@ def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
 
     def backward_stage(slabs, inputs, cotangents, gradients, sent):
         leaves = _unpack(stage, binding, slabs)
-        learned, frozen = jx.split(stage.learned, leaves)
-        active, passive = jx.split(stage.active, inputs)
-
-        def run(learned, active):
-            leaves = jx.merge(stage.learned, learned, frozen)
-            values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
-            outputs = jx.evaluate(stage.jaxpr, values)
-            return [o for o, a in zip(outputs, mode.arriving, strict=True) if a], outputs
-
-        _, pull, outputs = jax.vjp(run, learned, active, has_aux=True)
+        outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
         new, summed = _finish(stage, binding, mode, pull(list(cotangents)), gradients, sent)
         return (outputs if mode.give_outputs else []), new, summed
 
+    if fires(stage.jaxpr):
+        return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
     return backward_stage
 
 

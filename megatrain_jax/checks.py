@@ -1,0 +1,153 @@
+"""Checks of single arguments. An error gives the argument's name, what was given and what may be.
+
+NumPy's integers are integers and its Booleans are Booleans. A Boolean is no integer, a float is
+none even if it is whole, and a number is finite.
+"""
+
+import inspect
+import math
+import operator
+import os
+import reprlib
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import jax
+import numpy as np
+
+_BOOLEANS = (bool, np.bool_)
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 60
+
+
+def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
+    """The message of an error.
+
+    Args:
+        name: The argument.
+        allowed: What it may be.
+        value: What was given.
+        hint: What to do, as a clause.
+    """
+    end = f"; {hint}" if hint else ""
+    return f"`{name}` must be {allowed}, but is {_shown.repr(value)} ({type(value).__name__}){end}"
+
+
+def integer(
+    name: str, value: Any, *, least: int = 1, most: int | None = None, other: str = ""
+) -> int:
+    """Returns an integer as Python's own.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        least: The least allowed.
+        most: The most allowed; None for no bound.
+        other: What else the argument may be, for the message.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is out of bounds.
+    """
+    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    allowed = f"an integer {bounds}{other}"
+    try:
+        number = None if isinstance(value, _BOOLEANS) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        is_whole = isinstance(value, float) and value.is_integer()
+        raise TypeError(refused(name, allowed, value, f"pass int({value!r})" if is_whole else ""))
+    if number < least or (most is not None and number > most):
+        raise ValueError(refused(name, bounds, value))
+    return number
+
+
+def number(
+    name: str, value: Any, *, above: float | None = None, least: float | None = None
+) -> float:
+    """Returns a finite real number as a Python float.
+
+    Args:
+        name: The argument.
+        value: What was given; an array without axes is a number.
+        above: What it has to be greater than.
+        least: The least allowed.
+
+    Raises:
+        TypeError: If it is no real number.
+        ValueError: If it is not finite, or out of bounds.
+    """
+    bound = f" above {above:g}" if above is not None else ""
+    bound += f" of at least {least:g}" if least is not None else ""
+    allowed = f"a finite number{bound}"
+    is_other = isinstance(value, (*_BOOLEANS, str, bytes)) or getattr(value, "shape", ())
+    try:
+        result = None if is_other else float(value)
+    except (TypeError, ValueError, OverflowError):  # a value that JAX traces is none yet
+        result = None
+    if result is None:
+        raise TypeError(refused(name, allowed, value))
+    too_small = (above is not None and result <= above) or (least is not None and result < least)
+    if too_small or not math.isfinite(result):
+        raise ValueError(refused(name, allowed, value))
+    return result
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Returns a Boolean as Python's own.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, _BOOLEANS):
+        raise TypeError(refused(name, "True or False", value))
+    return bool(value)
+
+
+def path(name: str, value: Any, other: str = "") -> str:
+    """Returns the path of a file or folder as a string.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        other: What else the argument may be, for the message.
+
+    Raises:
+        TypeError: If it is neither a string nor a path object.
+        ValueError: If it is empty or has a null character in it.
+    """
+    allowed = f"a path, as a str or a pathlib.Path{other}"
+    text = os.fspath(value) if isinstance(value, str | PathLike) else None
+    if not isinstance(text, str):
+        raise TypeError(refused(name, allowed, value))
+    if not text or "\0" in text:
+        raise ValueError(refused(name, f"{allowed}, not empty and without null characters", value))
+    return text
+
+
+def can_be_called(function: Callable[..., Any], num_arguments: int) -> bool:
+    """Tells whether a function can be called with so many arguments, as far as is known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return True
+    try:
+        signature.bind(*(None,) * num_arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def leaves(name: str, tree: Any) -> list[tuple[Any, Any]]:
+    """Returns the leaves of a pytree with their paths, as JAX does.
+
+    Raises:
+        TypeError: If JAX can't take it apart: keys of a dict that can't be ordered, a list that
+            contains itself.
+    """
+    try:
+        return jax.tree_util.tree_leaves_with_path(tree)
+    except Exception as error:  # a SystemError where it is too deep
+        raise TypeError(f"`{name}` is no pytree that JAX can take apart: {error}") from error

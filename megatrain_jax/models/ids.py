@@ -1,0 +1,50 @@
+"""Token ids compared with a vocabulary on the host, before they are sent."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+
+
+def check_ids(batch: Any, vocab_size: int) -> None:
+    """Checks the ids of a batch as `next_token_loss` takes it.
+
+    Args:
+        batch: Of a mapping, `tokens` and `labels` of the same shape are looked at if they are
+            NumPy arrays of integers. Tokens are at least 0; labels may be negative or, where
+            `mask` is 0, anything: those don't count. Other batches pass.
+        vocab_size: What all ids have to be below.
+
+    Raises:
+        ValueError: If an id is out of range. Names the array, how many there are and where the
+            first one is.
+    """
+    if not isinstance(batch, Mapping):
+        return
+    tokens, labels, mask = (batch.get(name) for name in ("tokens", "labels", "mask"))
+    if not _is_ids(tokens):
+        return
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise _out_of_range("tokens", tokens, (tokens < 0) | (tokens >= vocab_size), vocab_size)
+    if _is_ids(labels) and labels.shape == tokens.shape:
+        if labels.size and labels.max() >= vocab_size:
+            counts = True if mask is None else np.asarray(mask) != 0
+            beyond = (labels >= vocab_size) & counts
+            if beyond.any():
+                raise _out_of_range("labels", labels, beyond, vocab_size)
+
+
+def _is_ids(array: Any) -> TypeGuard[np.ndarray]:
+    return isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.integer)
+
+
+def _out_of_range(name: str, ids: np.ndarray, wrong: np.ndarray, vocab_size: int) -> ValueError:
+    row, *position = (int(i) for i in np.argwhere(wrong)[0])
+    place = f"row {row}" + "".join(f", position {i}" for i in position)
+    found = ids[wrong]
+    return ValueError(
+        f"batch[{name!r}] has {found.size:,} of {ids.size:,} ids out of range, the smallest "
+        f"{found.min()}, the largest {found.max()}, the first in {place}: the model's vocabulary "
+        f"has {vocab_size:,} entries, 0 to {vocab_size - 1}. Usually the tokenizer has more "
+        "entries than the model: use the tokenizer that the model was trained with"
+    )

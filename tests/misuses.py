@@ -1,0 +1,258 @@
+"""What the arguments of the public functions may be and must not be, and how a misuse ends."""
+
+import dataclasses
+import functools
+import random
+import re
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import megatrain_jax as mt
+
+TRACED: list[str] = []
+DRAWN: list[int] = []
+BATCH = {"x": np.ones((4, 3), np.float32)}
+
+
+def build() -> Any:
+    TRACED.append("model")
+    return {"layers": [{"w": jnp.ones((3, 3))} for _ in range(2)]}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    TRACED.append("loss")
+    x = batch["x"]
+    for layer in model["layers"]:
+        x = x @ layer["w"]
+    return (x**2).mean()
+
+
+class Callback:
+    def __call__(self, trainer: Any, record: Any) -> None: ...
+
+    def one(self, record: Any) -> None: ...
+
+
+@dataclasses.dataclass
+class Unhashable:
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return loss_fn(model, batch)
+
+
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"there"
+
+
+class Index:
+    def __index__(self) -> int:
+        return 2
+
+
+def batches() -> Iterable[Any]:
+    for _ in range(8):
+        DRAWN.append(1)
+        yield BATCH
+
+
+def nested(depth: int) -> Any:
+    tree: Any = []
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """What an argument may be, and what it must not be; a function makes a fresh value."""
+
+    right: tuple[Any, ...]
+    wrong: tuple[Any, ...]
+
+
+NOTHING_USEFUL = (object(), 1j, b"1", {1, 2}, {"a": 1}, [3], (), lambda: None, int, float("nan"))
+NO_FLAGS = (0, 1, "no", "False", "", None, 1.0, *NOTHING_USEFUL)
+NO_COUNTS = (
+    *("5", "", "1e3", 1.5, 5.0, 1e300, float("inf"), -float("inf"), True, False, 0, -1, -(2**70)),
+    *(np.int64(0), np.int8(-3), np.float32(2), np.bool_(True), np.array([2, 3]), np.array([2])),
+    *(Decimal(2), Fraction(4, 2), jnp.float32(2), *NOTHING_USEFUL),
+)
+COUNTS = (2, np.int64(2), np.uint8(4), np.array(1), jnp.int32(2), Index())
+NO_PATHS = (3, 1.5, True, b"there", BytesPath(), "", "a\0b", ["there"], object(), lambda: "there")
+NO_BATCHES = (
+    *(3, 1.5, True, None, "data", b"data", BATCH, batches, np.float32(1), np.array(1.0)),
+    *(jnp.float32(1), object(), list, lambda: [BATCH], loss_fn),
+)
+NO_BATCH = (
+    *(None, (), {}, 3, "batch", [1.0], {"x": [1.0]}, {"x": np.float32(1)}, {"x": np.zeros(())}),
+    *({"x": np.zeros((0, 3))}, {"x": np.array(["a"])}, {"x": np.array([1, None])}, loss_fn),
+    *({1: np.ones(4), "x": np.ones(4)}, nested(10_000), {"x": np.ones(4), "y": np.ones(3)}),
+)
+NO_MODELS = (
+    *(None, 3, 1.5, True, "gpt", b"gpt", object(), nnx.Linear, dict, lambda size: build()),
+    *({1: np.ones(3), "x": np.ones(3)}, nested(10_000)),
+)
+NO_LOSSES = (
+    *(None, 3, "mse", {}, object(), optax, optax.adamw(1e-3), lambda model: 0.0, lambda: 0.0),
+    *(lambda model, batch, rng, more: 0.0, lambda model, batch, *, scale: 0.0, Unhashable()),
+)
+NO_OPTIMIZERS = (
+    *(None, 3, 0.1, "adam", {}, (), object(), optax.adamw, optax.GradientTransformation, optax),
+    *(lambda: optax.sgd(0.1), [optax.sgd(0.1)], loss_fn),
+    nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param),
+)
+
+MODEL = Argument((build, lambda: build()), NO_MODELS)
+LOSS = Argument((loss_fn, lambda model, batch, rng: loss_fn(model, batch)), NO_LOSSES)
+OPTIMIZER = Argument((optax.sgd(0.1), optax.adamw(1e-3)), NO_OPTIMIZERS)
+SAMPLE = Argument((BATCH, {"x": jax.ShapeDtypeStruct((4, 3), np.float32)}), NO_BATCH)
+RUN = {
+    "microbatches": Argument(COUNTS, (*NO_COUNTS, None)),
+    "precision": Argument(
+        (mt.Precision(), mt.Precision(compute=jnp.float32)),
+        ("bf16", "float32", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
+    ),
+    "device_budget": Argument(
+        ("least", None, 2**30, np.int64(2**30)), ("Least", "8GB", 8e9, *NO_COUNTS)
+    ),
+    "trainable": Argument(
+        (None, "layers", lambda path: True, re.compile("layers").search),
+        (
+            *("(", "[", "a**", "(?P<1>x)", "a{99999999999}", 3, b"layers", True, ["layers"]),
+            *(re.compile("layers"), lambda: True, lambda path, more: True, object()),
+        ),
+    ),
+    "on_nonfinite": Argument(
+        ("raise", "skip"), ("", "Skip", "ignore", True, None, 0, b"skip", ["skip"], np.ones(2))
+    ),
+    "seed": Argument(
+        (0, -1, 2**63 - 1, np.uint32(7)),
+        ("a", 1.5, 2.0, float("nan"), True, None, 2**63, -(2**64), np.arange(2), *NOTHING_USEFUL),
+    ),
+}
+START = {
+    "params": Argument(
+        (None, {"layers": [{"w": np.zeros((3, 3), np.float32)}] * 2}),
+        (3, 1.5, True, b"there", "", "a\0b", object(), [1.0], {"w": "x"}, loss_fn, nested(10_000)),
+    ),
+    "progress": Argument((False, np.bool_(False)), NO_FLAGS),
+}
+LOOP = {
+    "data": Argument((batches, lambda: [BATCH] * 8), NO_BATCHES),
+    "steps": Argument((None, *COUNTS), NO_COUNTS),
+    "eval_data": Argument(
+        ([BATCH], lambda: iter([BATCH]), (BATCH,)),
+        (
+            *(3, 1.5, True, "data", b"data", BATCH, iter([BATCH]), batches(), [], (), object()),
+            *(np.array(1.0), lambda path: [BATCH], Callback().one),
+        ),
+    ),
+    "eval_every": Argument((None, *COUNTS), NO_COUNTS),
+    "checkpoint_dir": Argument((), NO_PATHS),
+    "checkpoint_every": Argument((None, *COUNTS), NO_COUNTS),
+    "keep": Argument(COUNTS, (*NO_COUNTS, None)),
+    "callbacks": Argument(
+        ((), [Callback()], (print, lambda trainer, record: None)),
+        (
+            *(
+                Callback(),
+                print,
+                lambda trainer, record: None,
+                None,
+                3,
+                True,
+                "print",
+                {"a": print},
+            ),
+            *([None], ["print"], [3], [lambda record: None], [Callback], [Callback().one], b"f"),
+        ),
+    ),
+    "progress": Argument((False, np.bool_(False)), NO_FLAGS),
+}
+PARTS = {"model": MODEL, "loss_fn": LOSS, "optimizer": OPTIMIZER}
+ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Argument]]] = {
+    "fit": (mt.fit, PARTS | LOOP | RUN | START | {"resume": Argument((True, False), NO_FLAGS)}),
+    "Trainer": (mt.Trainer, PARTS | {"sample_batch": SAMPLE} | RUN | START),
+    "plan": (
+        mt.plan,
+        PARTS
+        | {"sample_batch": SAMPLE}
+        | RUN
+        | {
+            "hardware": Argument(
+                (None, mt.H200, mt.RTX_4090),
+                ("H100", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),
+            )
+        },
+    ),
+}
+
+
+@functools.cache
+def trainer() -> mt.Trainer:
+    return mt.Trainer(build, loss_fn, optax.sgd(0.1), BATCH, progress=False)
+
+
+@functools.cache
+def result() -> mt.FitResult:
+    return mt.FitResult(trainer=trainer(), history=mt.History(), interrupted=False)
+
+
+def entry_of(name: str) -> tuple[Callable[..., Any], dict[str, Argument]]:
+    if name in ENTRIES:
+        return ENTRIES[name]
+    wrong = (result(), None, 3, "trainer", object(), mt.Trainer, loss_fn, mt.plan, {})
+    return mt.train, {"trainer": Argument((trainer(),), wrong)} | LOOP
+
+
+def right_value(rng: random.Random, name: str, argument: Argument) -> Any:
+    value = rng.choice(argument.right)
+    # A generator is used up, so it is made anew.
+    return value() if name == "data" else value
+
+
+def right_arguments(rng: random.Random, arguments: dict[str, Argument], folder: Path) -> Any:
+    """Values that go together, of all required arguments and of some others."""
+    required = {*PARTS, "trainer", "data", "sample_batch", "progress"}
+    chosen = [n for n in arguments if n in required or rng.random() < 0.4]
+    folders = Argument((folder / "run", str(folder / "run")), ())
+    if "eval_every" in chosen:
+        chosen.append("eval_data")
+    if "checkpoint_every" in chosen:
+        chosen.append("checkpoint_dir")
+    return {
+        name: right_value(rng, name, folders if name == "checkpoint_dir" else arguments[name])
+        for name in chosen
+    }
+
+
+def named(error: BaseException, name: str) -> bool:
+    text = " ".join([str(error), *getattr(error, "__notes__", ())])
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+
+
+def outcome(argument: str, function: Callable[..., Any], /, **options: Any) -> str | None:
+    """What is wrong with how a misuse ends; None if nothing is."""
+    TRACED.clear()
+    DRAWN.clear()
+    try:
+        function(**options)
+    except (TypeError, ValueError, mt.CheckpointError) as error:
+        if not named(error, argument):
+            return f"{type(error).__name__} does not name it: {error}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    else:
+        return "passed"
+    if TRACED or DRAWN:
+        return f"after {TRACED} were traced and {len(DRAWN)} batches drawn"
+    return None

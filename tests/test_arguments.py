@@ -1,0 +1,201 @@
+"""Wrong arguments of the public functions: each is named before anything is traced or drawn.
+
+Misuses are drawn from a table of what an argument must not be, together with right values of the
+others, so that no order of checks is privileged.
+"""
+
+import random
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+from megatrain_jax import losses
+from misuses import (
+    BATCH,
+    ENTRIES,
+    NO_BATCH,
+    NO_BATCHES,
+    NO_COUNTS,
+    NO_FLAGS,
+    NO_LOSSES,
+    NO_OPTIMIZERS,
+    NO_PATHS,
+    Callback,
+    batches,
+    build,
+    entry_of,
+    loss_fn,
+    named,
+    outcome,
+    result,
+    right_arguments,
+    right_value,
+    trainer,
+)
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, "train"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wrong_argument_is_named_before_anything_happens(entry: str, seed: int, tmp_path: Path):
+    function, arguments = entry_of(entry)
+    rng = random.Random(seed)
+    bad = []
+    for name, argument in arguments.items():
+        for value in rng.sample(argument.wrong, min(8, len(argument.wrong))):
+            options = right_arguments(rng, arguments, tmp_path) | {name: value}
+            if name == "eval_every":
+                options["eval_data"] = [BATCH]
+            if name == "checkpoint_every":
+                options["checkpoint_dir"] = tmp_path / "run"
+            if (problem := outcome(name, function, **options)) is not None:
+                bad.append(f"{name}={reprlib.repr(value)}: {problem}")
+    assert not bad, "\n".join(bad)
+    assert not any(tmp_path.iterdir())
+
+
+def check_all(function: Callable[..., Any], right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Checks that every wrong value of each argument is named, the others being right."""
+    bad = [
+        f"{name}={reprlib.repr(value)}: {problem}"
+        for name, values in wrong.items()
+        for value in values
+        if (problem := outcome(name, function, **(right | {name: value}))) is not None
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_wrong_arguments_of_methods_are_named(tmp_path: Path):
+    flags = {"params_only": NO_FLAGS}
+    check_all(trainer().save, {"path": tmp_path / "there"}, {"path": (None, *NO_PATHS)} | flags)
+    check_all(trainer().restore, {}, {"path": (None, *NO_PATHS)})
+    check_all(trainer().step, {}, {"batch": NO_BATCH})
+    check_all(trainer().read, {}, {"metrics": (None, 3, "loss", [1.0], loss_fn, {"a": "b"})})
+    check_all(
+        trainer().evaluate,
+        {"batches": [BATCH]},
+        {"batches": (*NO_BATCHES, [], iter(())), "loss_fn": NO_LOSSES[1:]},
+    )
+    check_all(mt.History([{"step": 1, "loss": 2.0}]).save, {}, {"path": (None, *NO_PATHS)})
+    assert not any(tmp_path.iterdir())
+
+
+def test_wrong_arguments_of_records_and_losses_are_named():
+    no_rates = ("fast", None, 0, -1.0, float("nan"), -float("inf"), True, 1j, [1.0])
+    no_bytes = (0, -1, 8e9, float("inf"), "8GB", True)
+    check_all(
+        mt.Hardware,
+        {"name": "mine", "link_bytes_per_s": 1e9, "flops_per_s": np.float32(1e12)},
+        {name: (*no_rates, float("inf")) for name in ("link_bytes_per_s", "flops_per_s")}
+        | {"memory_bytes_per_s": no_rates, "sustained": (*no_rates, 1.5)}
+        | {name: no_bytes for name in ("host_bytes", "device_bytes")}
+        | {"name": (None, 3, b"mine"), "source": (None, 3)},
+    )
+    no_dtypes = (3, True, "bf16", "", "f4,,f4", {}, object(), loss_fn, int, "int8", complex, str)
+    check_all(
+        mt.Precision, {}, {"master": (*no_dtypes, None), "compute": no_dtypes, "frozen": no_dtypes}
+    )
+    no_arrays = (None, "x", object(), loss_fn, {}, np.array(["a"]), jnp.ones((2, 4)) * 1j)
+    check_all(
+        losses.next_token,
+        {"hidden": jnp.ones((2, 4)), "head": jnp.ones((5, 4)), "labels": jnp.zeros(2, int)},
+        {
+            "hidden": (*no_arrays, 3, [1.0, 2.0], jnp.ones((2, 4), int), jnp.ones(()), jnp.ones(4)),
+            "head": (*no_arrays, 3, jnp.ones((5, 4), int), jnp.ones(4), jnp.ones((5, 3))),
+            "labels": (*no_arrays, 3, jnp.zeros(2), np.zeros(2, bool), [0.0, 1.0], jnp.zeros(3)),
+            "mask": (*no_arrays[1:], 1.0, np.ones(3), "yes"),
+            "count": (*no_arrays[1:], np.ones(2), "2"),
+            "z_loss": (
+                None,
+                "a",
+                True,
+                10**400,
+                float("nan"),
+                float("inf"),
+                -1e-4,
+                1j,
+                jnp.ones(2),
+            ),
+            "softcap": ("a", True, float("nan"), float("inf"), 0, -30.0, 1j, [30.0]),
+            "chunk": (*NO_COUNTS, None),
+        },
+    )
+
+
+@pytest.mark.parametrize("given", [None, 3, "data", BATCH, np.float32(1), [], [{"x": [1.0]}]])
+def test_what_eval_data_returns_is_named_when_it_is_called(given: Any):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        mt.train(trainer(), [BATCH], eval_data=lambda: given, progress=False)
+    assert named(caught.value, "eval_data")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_right_arguments_of_every_kind_pass(seed: int, tmp_path: Path):
+    rng = random.Random(seed)
+    function, arguments = ENTRIES["plan"]
+    found = function(**right_arguments(rng, arguments, tmp_path))
+    assert found.num_parameters == 18
+
+
+def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
+    def run(kind: Callable[[int], Any], folder: Any) -> list[float]:
+        found = mt.fit(
+            build,
+            loss_fn,
+            batches(),
+            optax.sgd(0.01),
+            steps=kind(5),
+            microbatches=kind(2),
+            seed=kind(3),
+            eval_data=lambda: iter([BATCH]),
+            eval_every=kind(2),
+            checkpoint_dir=folder,
+            checkpoint_every=kind(3),
+            keep=kind(1),
+            callbacks=(Callback(),),
+            progress=False,
+        )
+        assert [p.name for p in Path(folder).iterdir()] == ["5"]
+        return [record["loss"] for record in found.history]
+
+    # Of eight bits and unsigned: what is counted down or compared must not wrap around.
+    assert run(np.uint8, tmp_path / "numpy") == run(int, str(tmp_path / "python"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "message"),
+    [
+        ("fit", {"precision": "bf16"}, r"pass for example Precision\(compute=jnp.bfloat16\)"),
+        ("fit", {"callbacks": Callback()}, r"pass \[f\]"),
+        ("fit", {"callbacks": [print, 3]}, r"`callbacks\[1\]` must be a function"),
+        ("fit", {"steps": 5.0}, r"`steps` must be an integer .* but is 5.0 \(float\); pass int"),
+        ("fit", {"keep": 0}, r"`keep` must be at least 1, but is 0 \(int\)$"),
+        ("fit", {"data": batches}, "`data` must be an iterable .* of type function; call it"),
+        ("fit", {"data": BATCH}, r"itertools.repeat\(batch\)"),
+        ("fit", {"eval_every": 2}, "`eval_every`=2 needs `eval_data`"),
+        ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 needs a `checkpoint_dir`"),
+        ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
+        ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
+        ("plan", {"hardware": "H100"}, "megatrain_jax.RTX_4090.* megatrain_jax.this_machine"),
+        ("Trainer", {"device_budget": "Least"}, "\"least\", or None .*, but is 'Least'"),
+        ("Trainer", {"trainable": "("}, r"`trainable`='\(' is no regular expression: "),
+        ("train", {"trainer": result}, "pass result.trainer"),
+    ],
+)
+def test_an_error_says_what_to_do(entry: str, options: dict[str, Any], message: str):
+    function, arguments = entry_of(entry)
+    needed = ("model", "loss_fn", "optimizer", "sample_batch", "trainer", "data")
+    right = {
+        name: right_value(random.Random(0), name, arguments[name])
+        for name in needed
+        if name in arguments
+    }
+    given = {name: value() if value is result else value for name, value in options.items()}
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**right | given)

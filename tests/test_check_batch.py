@@ -1,0 +1,204 @@
+"""Batches that a model refuses: ids beyond its vocabulary, on the host and on the device."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import megatrain_jax as mt
+from megatrain_jax.adapters import adapt
+from megatrain_jax.models import Decoder, DecoderConfig, Rope, next_token_loss
+
+VOCAB = 40
+CONFIG = DecoderConfig(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    rope=Rope(dim=8),
+)
+
+
+def build():
+    return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def make_batch(seed=0, rows=2, length=6):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (rows, length + 1)).astype(np.int32)
+    return {"tokens": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+
+
+def make_trainer(**options):
+    return mt.Trainer(build, next_token_loss, optax.sgd(0.1), make_batch(), **options)
+
+
+# The decoder's check
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ids_out_of_range_are_counted_and_the_first_is_named(seed):
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(1, 9, 2))
+    dtype = [np.int16, np.int32, np.int64, np.uint32][seed % 4]
+    lowest = 0 if dtype == np.uint32 else -3
+    arrays = {n: rng.integers(0, VOCAB, shape).astype(dtype) for n in ("tokens", "labels")}
+    name = ("tokens", "labels")[seed % 2]
+    spoiled = rng.random(shape) < 0.3
+    arrays[name] = np.where(spoiled, rng.integers(lowest, VOCAB + 5, shape), arrays[name])
+    arrays[name] = arrays[name].astype(dtype)
+    if seed % 3 == 0:
+        arrays["mask"] = rng.random(shape) < 0.5
+    wrong = [
+        (row, position, int(value))
+        for (row, position), value in np.ndenumerate(arrays[name])
+        if value >= VOCAB or (name == "tokens" and value < 0)
+        if name == "tokens" or "mask" not in arrays or arrays["mask"][row, position]
+    ]
+    if not wrong:
+        build().check_batch(arrays)
+        return
+    values = [value for *_, value in wrong]
+    said = (
+        f"batch['{name}'] has {len(wrong)} of {arrays[name].size} ids out of range, the smallest "
+        f"{min(values)}, the largest {max(values)}, the first in row {wrong[0][0]}, position "
+        f"{wrong[0][1]}: the model's vocabulary has 40 entries, 0 to 39."
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        build().check_batch(arrays)
+
+
+def test_labels_that_do_not_count_may_be_anything_and_other_arrays_are_not_looked_at():
+    good = make_batch()
+    ignored = np.where(np.arange(6) < 3, -100, good["labels"])
+    beyond = np.where(np.arange(6) < 3, 10**6, good["labels"])
+    mask = np.tile(np.arange(6) >= 3, (2, 1))
+    for batch in (
+        {**good, "labels": ignored},
+        {**good, "labels": beyond, "mask": mask},
+        {**good, "labels": np.array([50, 60])},  # of rows, not of tokens
+        {"inputs": good["tokens"] + VOCAB},
+        [good["tokens"] + VOCAB],
+        {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in good.items()},
+    ):
+        build().check_batch(batch)
+
+
+# A model of any kind
+
+
+class LinenModel(linen.Module):
+    limit: int
+
+    def setup(self):
+        self.scale = self.param("scale", linen.initializers.ones, (1,))
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def check_batch(self, batch):
+        refuse(self.limit, batch)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, limit):
+        self.limit, self.scale = limit, nnx.Param(jnp.ones(1))
+
+    def __call__(self, x):
+        return x * self.scale[...]
+
+    def check_batch(self, batch):
+        refuse(self.limit, batch)
+
+
+class EquinoxModel(eqx.Module):
+    scale: jax.Array
+    limit: int = eqx.field(static=True)
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def check_batch(self, batch):
+        refuse(self.limit, batch)
+
+
+def refuse(limit, batch):
+    if batch["x"].max() > limit:
+        raise ValueError(f"x is above {limit}")
+
+
+def loss_fn(model, batch):
+    return model(batch["x"]).mean()
+
+
+KINDS = {
+    "linen": lambda: LinenModel(3),
+    "nnx": lambda: NnxModel(3),
+    "nnx-builder": lambda: lambda: NnxModel(3),
+    "equinox": lambda: EquinoxModel(jnp.ones(1), 3),
+    "equinox-builder": lambda: lambda: EquinoxModel(jnp.ones(1), 3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_any_kind_checks_batches_that_are_on_the_host(kind):
+    low, high = {"x": np.ones((2, 1), np.float32)}, {"x": np.full((2, 1), 4, np.float32)}
+    adapted, _ = adapt(KINDS[kind](), loss_fn, low, 0)
+    adapted.check_batch(low)
+    with pytest.raises(ValueError, match="x is above 3"):
+        adapted.check_batch(high)
+    adapted.check_batch(jax.device_put(high))  # is not brought back
+
+
+@pytest.mark.parametrize("model", [{"scale": jnp.ones(1)}, {"check_batch": jnp.ones(1)}])
+def test_a_model_without_a_check_takes_any_batch(model):
+    adapted, _ = adapt(model, lambda m, b: jnp.sum(next(iter(m.values()))), {"x": np.ones(1)}, 0)
+    adapted.check_batch(object())
+
+
+# In a run
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_trainer_refuses_a_batch_of_another_vocabulary_and_goes_on(on_nonfinite):
+    trainer = make_trainer(on_nonfinite=on_nonfinite)
+    for name in ("tokens", "labels"):
+        spoiled = make_batch(1)
+        spoiled[name][1, 2] = VOCAB
+        for call in (lambda b: trainer.step(b), lambda b: trainer.evaluate([b])):
+            with pytest.raises(ValueError, match=rf"'{name}'\] has 1 of 12 .* position 2"):
+                call(spoiled)
+    assert trainer.num_steps == 0
+    assert np.isfinite(trainer.read(trainer.step(make_batch(2)))["loss"])
+
+
+def test_evaluation_data_of_another_vocabulary_is_refused():
+    spoiled = make_batch(1)
+    spoiled["tokens"][0, 0] = VOCAB
+    with pytest.raises(ValueError, match="the model's vocabulary has 40 entries"):
+        mt.fit(
+            build,
+            next_token_loss,
+            [make_batch()],
+            optax.sgd(0.1),
+            eval_data=[spoiled],
+            progress=False,
+        )
+
+
+def test_on_the_device_ids_out_of_range_make_the_loss_nan():
+    trainer = make_trainer()
+    for name, value in [("tokens", -1), ("tokens", VOCAB), ("labels", VOCAB), ("labels", 99)]:
+        spoiled = make_batch(1)
+        spoiled[name][1, 2] = value
+        metrics = trainer.step(jax.device_put(spoiled))
+        with pytest.raises(FloatingPointError, match=r"the loss of step \d is nan"):
+            trainer.read(metrics)

@@ -1,0 +1,446 @@
+"""Runs that end before their time: what they save, hand over, and what goes on from it."""
+
+import functools
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from itertools import count, repeat
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import batches, interrupt, loop
+from megatrain_jax import run as run_module
+from megatrain_jax.checkpoint import folder, manifest
+from megatrain_jax.checkpoint.save import Saving
+from megatrain_jax.options import LoopOptions
+from megatrain_jax.stream.engine import Engine
+from poison import poisoned
+from runs import check_same_bits
+from test_fit import LogTrainer, batch_of
+
+WIDTH, EXAMPLES, STEPS = 6, 4, 8
+
+
+class Net(nnx.Module):
+    """Blocks with statistics, of which a NaN must not get hold."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x, poison):
+        x = x + nnx.relu(self.blocks[0](x))
+        return self.blocks[1](poisoned(self.drop(self.norm(x)), poison))
+
+
+def loss_fn(model, batch):
+    return ((model(batch["x"], batch["poison"]) - batch["y"][:, None]) ** 2).mean()
+
+
+def batch(seed, **changes):
+    rng = np.random.default_rng(seed)
+    made = {
+        "x": rng.normal(size=(EXAMPLES, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=EXAMPLES).astype(np.float32),
+        "poison": np.ones(EXAMPLES, np.float32),
+    }
+    for name, value in changes.items():
+        made[name][0] = value
+    return made
+
+
+BATCHES = [batch(seed) for seed in range(STEPS)]
+OPTIMIZERS = {
+    "immediate": optax.adamw(1e-2),
+    "deferred": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+}
+
+
+def run(optimizer: Any, data: Any = BATCHES, **options: Any) -> mt.FitResult:
+    options = {"precision": mt.Precision(compute=jnp.float32), "progress": False, **options}
+    return mt.fit(lambda: Net(nnx.Rngs(0)), loss_fn, data, optimizer, **options)
+
+
+def everything(trainer: mt.Trainer) -> list[Any]:
+    return [trainer.params, trainer.opt_state, trainer._engine.variables]
+
+
+def losses(result: mt.FitResult) -> list[float]:
+    return [record["loss"] for record in result.history]
+
+
+@functools.cache
+def whole(mode: str) -> mt.FitResult:
+    """An undisturbed run."""
+    return run(OPTIMIZERS[mode])
+
+
+def altered(step: int, value: Any) -> list[Any]:
+    return [*BATCHES[: step - 1], value, *BATCHES[step:]]
+
+
+def broken_data(step: int, options: dict[str, Any]) -> None:
+    def data():
+        yield from BATCHES[:step]
+        raise OSError("disk gone")
+
+    options["data"] = data()
+
+
+def broken_callback(step: int, options: dict[str, Any]) -> None:
+    def callback(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == step:
+            raise ZeroDivisionError("in a callback")
+
+    options["callbacks"] = [callback]
+
+
+def exit_in_callback(step: int, options: dict[str, Any]) -> None:
+    options["callbacks"] = [lambda trainer, record: record["step"] == step and sys.exit(7)]
+
+
+def broken_evaluation(step: int, options: dict[str, Any]) -> None:
+    options["eval_data"] = lambda: [{"x": np.zeros(3)}]
+
+
+def nan_loss(step: int, options: dict[str, Any]) -> None:
+    options["data"] = altered(step + 1, batch(99, y=np.nan))
+
+
+def other_structure(step: int, options: dict[str, Any]) -> None:
+    options["data"] = altered(step + 1, {"x": BATCHES[0]["x"]})
+
+
+CAUSES: dict[str, tuple[str, Callable[[int, dict[str, Any]], None], type[BaseException]]] = {
+    "data": ("immediate", broken_data, OSError),
+    "callback": ("deferred", broken_callback, ZeroDivisionError),
+    "exit": ("immediate", exit_in_callback, SystemExit),
+    "evaluation": ("deferred", broken_evaluation, Exception),
+    "structure": ("deferred", other_structure, ValueError),
+    "nan": ("immediate", nan_loss, FloatingPointError),
+    "nan with clipping": ("deferred", nan_loss, FloatingPointError),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_whatever_ends_a_run_the_last_whole_step_is_saved_and_goes_on(cause, tmp_path):
+    mode, disturb, kind = CAUSES[cause]
+    optimizer, expected = OPTIMIZERS[mode], whole(mode)
+    step = random.Random(cause).randint(2, STEPS - 2)
+    options: dict[str, Any] = {}
+    disturb(step, options)
+    with pytest.raises(kind) as caught:
+        run(optimizer, checkpoint_dir=tmp_path, **options)
+    result: Any = getattr(caught.value, "result", None)
+    done = result.trainer.num_steps
+    # A callback and an evaluation come when the next step has been dispatched already.
+    assert done in {
+        "evaluation": [STEPS],
+        "callback": [step, step + 1],
+        "exit": [step, step + 1],
+    }.get(cause, [step])
+    assert losses(result) == losses(expected)[:done]
+    assert folder.steps(tmp_path) == [done]
+    if kind is not SystemExit:
+        notes = "".join(caught.value.__notes__)
+        assert str(tmp_path) in notes and "`.result`" in notes
+    # What is handed over goes on, and so does what was saved: as if nothing had happened.
+    resumed = run(optimizer, checkpoint_dir=tmp_path)
+    check_same_bits(everything(resumed.trainer), everything(expected.trainer))
+    assert losses(resumed) == losses(expected)
+    if done < STEPS:
+        mt.train(result.trainer, BATCHES[done:], progress=False)
+    check_same_bits(everything(result.trainer), everything(expected.trainer))
+
+
+def test_a_gradient_that_stopped_an_immediate_update_half_way_is_saved_as_it_is(tmp_path):
+    data = altered(4, batch(99, poison=np.inf))
+    with pytest.raises(FloatingPointError, match="not finite in step 4. Updated before") as caught:
+        run(OPTIMIZERS["immediate"], data, checkpoint_dir=tmp_path)
+    result = caught.value.result  # type: ignore[attr-defined]
+    assert folder.steps(tmp_path) == [4] and result.trainer.num_steps == 4
+    with pytest.warns(UserWarning, match="step 4 was done in part"):
+        resumed = run(OPTIMIZERS["immediate"], data, steps=4, checkpoint_dir=tmp_path)
+    check_same_bits(everything(resumed.trainer), everything(result.trainer))
+
+
+def test_a_state_that_is_not_finite_is_handed_over_and_not_saved(tmp_path):
+    optimizer = optax.sgd(lambda count: jnp.where(count == 3, jnp.inf, 1e-2))
+    with pytest.raises(FloatingPointError, match="loss of step 5") as caught:
+        run(optimizer, checkpoint_dir=tmp_path, checkpoint_every=3)
+    assert folder.steps(tmp_path) == [3]
+    assert "the state is not finite" in "".join(caught.value.__notes__)
+    assert caught.value.result.trainer.num_steps == 4  # type: ignore[attr-defined]
+
+
+def test_nothing_is_saved_of_a_run_without_a_step(tmp_path):
+    with pytest.raises(FloatingPointError, match="loss of step 1"):
+        run(OPTIMIZERS["deferred"], altered(1, batch(99, y=np.nan)), checkpoint_dir=tmp_path)
+    assert folder.steps(tmp_path) == []
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, record: int) -> None:
+    """Has the engine fail at one of the records to come."""
+    obey, left = Engine.obey, iter(range(record))
+
+    def fails(self: Engine, *args: Any) -> None:
+        if next(left, None) is None:
+            monkeypatch.setattr(Engine, "obey", obey)
+            raise RuntimeError("no memory")
+        obey(self, *args)
+
+    monkeypatch.setattr(Engine, "obey", fails)
+
+
+@pytest.mark.parametrize("mode", OPTIMIZERS)
+def test_a_step_that_was_cut_off_is_not_taken_for_whole(mode, tmp_path, monkeypatch):
+    optimizer, expected = OPTIMIZERS[mode], whole(mode)
+    schedule = expected.trainer._job.first.schedule
+    two_steps = len(schedule.cold) + len(schedule.steady)
+    saved = two_steps + len(schedule.flush)
+    for record in random.Random(mode).sample(range(saved, saved + two_steps), 2):
+        path = tmp_path / str(record)
+        failing(monkeypatch, record)
+        with pytest.raises(RuntimeError, match="no memory") as caught:
+            run(optimizer, checkpoint_dir=path, checkpoint_every=2)
+        trainer = caught.value.result.trainer  # type: ignore[attr-defined]
+        assert folder.steps(path) == [2]
+        for attempt in (
+            lambda t=trainer: t.params,
+            lambda t=trainer: t.step(BATCHES[0]),
+            lambda t=trainer: t.save(tmp_path / "never"),
+        ):
+            with pytest.raises(RuntimeError, match="state is lost.*Restore"):
+                attempt()
+        trainer.restore(path / "2")
+        mt.train(trainer, BATCHES[2:], progress=False)
+        check_same_bits(everything(trainer), everything(expected.trainer))
+
+
+@pytest.mark.parametrize("mode", OPTIMIZERS)
+def test_an_evaluation_that_was_cut_off_loses_nothing(mode, monkeypatch):
+    optimizer, expected = OPTIMIZERS[mode], whole(mode)
+    trainer = run(optimizer, BATCHES[:3]).trainer
+    for record in range(0, len(trainer._job.first.schedule.evaluation), 4):
+        failing(monkeypatch, record)
+        with pytest.raises(RuntimeError, match="no memory"):
+            trainer.evaluate(BATCHES[:1])
+        monkeypatch.undo()
+    mt.train(trainer, BATCHES[3:], progress=False)
+    check_same_bits(everything(trainer), everything(expected.trainer))
+
+
+# Signals
+
+
+def during_the_save(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Sends signals when all is written but the checkpoint's name."""
+    publish = Saving._publish
+
+    def interrupted(*args: Any) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        publish(*args)
+
+    monkeypatch.setattr(Saving, "_publish", interrupted)
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_disturb_the_final_save(
+    first, second, tmp_path, monkeypatch, capfd
+):
+    during_the_save(monkeypatch, second)
+
+    def at_three(trainer: Any, record: dict[str, Any]) -> None:
+        if first is not None and record["step"] == 3:
+            os.kill(os.getpid(), first)
+
+    try:
+        result: Any = run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path, callbacks=[at_three])
+        status = 0
+    except SystemExit as error:
+        result, status = error.result, error.code  # type: ignore[attr-defined]
+    assert status == (143 if signal.SIGTERM in (first, second) else 0)
+    assert result.interrupted
+    done = result.trainer.num_steps
+    assert done == (STEPS if first is None else 4)
+    assert folder.steps(tmp_path) == [done]
+    assert f"after step {done}, saved in {tmp_path}" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_is_handed_on_to_a_handler_of_the_caller(tmp_path):
+    seen = []
+    before = signal.signal(
+        signal.SIGTERM, lambda number, frame: seen.append(folder.steps(tmp_path))
+    )
+    try:
+        callbacks = [lambda trainer, record: os.kill(os.getpid(), signal.SIGTERM)]
+        result = run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path, callbacks=callbacks)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.interrupted
+    assert seen == [[result.trainer.num_steps]]
+
+
+class Slots:
+    """Takes the part of a folder of checkpoints: one step is saved whole or not at all."""
+
+    folder = "memory"
+
+    def __init__(self):
+        self.saved: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        return step % 3 == 0
+
+    def save(self, trainer: Any, position: Any) -> None:
+        self.saved = trainer.num_steps
+
+    def finish(self, trainer: Any) -> None:
+        pass
+
+    finish_quietly = finish
+
+
+def test_signals_at_any_line_lose_nothing():
+    """SIGINT, often twice, before any line of the loop: as if there were no unlucky moments."""
+    options = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)
+    watched = {module.__file__ for module in (batches, interrupt, loop, run_module)}
+
+    def train(lines: set[int]) -> tuple[mt.FitResult, int]:
+        trainer: Any = LogTrainer()
+        source: Any = SimpleNamespace(position=lambda batches: {})
+        slots: Any = Slots()
+        number = count()
+
+        def local(frame: Any, event: str, _: Any) -> Any:
+            # Not before the run's own handler is there, nor after.
+            armed = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+            if event == "line" and armed and next(number) in lines:
+                signal.raise_signal(signal.SIGINT)
+            return local
+
+        def watch(frame: Any, event: str, _: Any) -> Any:
+            is_handler = frame.f_code.co_name in ("_receive", "remember", "__exit__")
+            return local if frame.f_code.co_filename in watched and not is_handler else None
+
+        driver = run_module.Run(trainer=trainer, source=source, first=0, counted_from=0)
+        data = (batch_of(i) for i in range(1, 8))
+        sys.settrace(watch)
+        try:
+            result = driver.train(data, options, slots)
+        finally:
+            sys.settrace(None)
+        assert slots.saved == trainer.num_steps
+        return result, next(number)
+
+    undisturbed, num_lines = train(set())
+    assert not undisturbed.interrupted
+    rng, ends = random.Random(0), set()
+    for _ in range(60):
+        first = rng.randrange(num_lines)
+        result, _ = train({first, first + rng.choice([1, 2, 5, 20, 10**9])})
+        assert result.interrupted
+        done = result.trainer.num_steps
+        assert [record["step"] for record in result.history] == list(range(1, done + 1))
+        ends.add(done)
+    assert len(ends) > 3
+
+
+# Evaluations, finished runs, names
+
+
+def test_an_evaluation_that_stalls_gives_way_to_the_second_signal(tmp_path):
+    def stalled():
+        yield BATCHES[0]
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    result = run(OPTIMIZERS["deferred"], eval_data=stalled, eval_every=3, checkpoint_dir=tmp_path)
+    assert result.interrupted
+    assert folder.steps(tmp_path) == [3]
+    assert len(result.history) == 3 and "eval_loss" not in result.history[-1]
+
+
+def test_an_evaluation_is_cut_short_by_one_signal():
+    drawn = []
+
+    def long():
+        for i in count():
+            drawn.append(i)
+            if i == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield BATCHES[0]
+
+    trainer = run(OPTIMIZERS["deferred"], BATCHES[:2]).trainer
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate(long())
+    assert drawn == [0, 1, 2]
+    trainer.read(trainer.step(BATCHES[2]))
+
+
+@pytest.mark.parametrize(("steps", "checkpoint_every"), [(6, 2), (6, 4), (5, 5), (None, 4)])
+def test_the_last_step_is_evaluated_and_saved_with_that(steps, checkpoint_every, tmp_path):
+    result = run(
+        OPTIMIZERS["immediate"],
+        steps=steps,
+        checkpoint_every=checkpoint_every,
+        checkpoint_dir=tmp_path,
+        eval_data=BATCHES[:1],
+    )
+    evaluated = ["eval_loss" in record for record in result.history]
+    assert evaluated == [*[False] * ((steps or STEPS) - 1), True]
+    saved = manifest.facts_of(tmp_path / str(steps or STEPS))["history"]
+    assert saved == list(result.history)
+
+
+def test_a_finished_run_is_handed_back(tmp_path):
+    first = run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path)
+    for data in (BATCHES, iter(BATCHES)):
+        again = run(OPTIMIZERS["deferred"], data, checkpoint_dir=tmp_path)
+        assert losses(again) == losses(first) and not again.interrupted
+        check_same_bits(everything(again.trainer), everything(first.trainer))
+    with pytest.raises(mt.DataRanOutError, match=f"after {STEPS} of `steps`=20") as caught:
+        run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path, steps=20)
+    assert losses(caught.value.result) == losses(first)
+
+
+@pytest.mark.parametrize("name", ["step", "seconds", "skipped", "loss", "grad_norm", "eval_loss"])
+def test_a_metric_may_not_take_a_record_s_own_names(name):
+    def with_metric(model, batch):
+        return loss_fn(model, batch), {name: 0.0}
+
+    with pytest.raises(ValueError, match=f"may not name a metric '{name}'"):
+        mt.fit(lambda: Net(nnx.Rngs(0)), with_metric, BATCHES, optax.adam(1e-2))
+
+
+def test_a_run_that_only_skips_ends(tmp_path):
+    bad = batch(99, y=np.nan)
+    data = [BATCHES[0], bad, bad, BATCHES[1], BATCHES[2], *repeat(bad, 9)]
+    with pytest.raises(FloatingPointError, match="from 6 to 8 .* `max_skipped`=3") as caught:
+        run(
+            OPTIMIZERS["immediate"],
+            data,
+            on_nonfinite="skip",
+            max_skipped=3,
+            checkpoint_dir=tmp_path,
+        )
+    result = caught.value.result  # type: ignore[attr-defined]
+    (newest,) = folder.steps(tmp_path)
+    assert result.trainer.num_steps == newest
+    good = run(OPTIMIZERS["immediate"], BATCHES[:3], on_nonfinite="skip")
+    check_same_bits(result.params, good.params)

@@ -1,0 +1,125 @@
+"""Losses that change the mesh they are traced in give what plain JAX gives, on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import megatrain_jax as mt
+from runs import check_close
+
+DIM = 4
+BATCH = {"x": np.random.default_rng(0).normal(size=(4, DIM)).astype(np.float32)}
+EXPLICIT, AUTO = (
+    jax.make_mesh((1,), ("d",), axis_types=(kind,), devices=jax.devices()[:1])
+    for kind in (AxisType.Explicit, AxisType.Auto)
+)
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w)
+
+
+def auto(function):
+    """The function with automatic sharding, for use within an explicit mesh."""
+    return jax.sharding.auto_axes(function, axes="d", out_sharding=P())
+
+
+def sharded(x, w):
+    return jax.sharding.reshard(layer(jax.sharding.reshard(x, P("d")), w), P())
+
+
+def in_mesh(function, mesh=EXPLICIT):
+    @functools.wraps(function)
+    def run(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args)
+
+    return run
+
+
+LAYERS = {
+    "plain": layer,
+    "auto": auto(layer),
+    "auto jit": jax.jit(auto(layer)),
+    "auto remat": jax.checkpoint(auto(layer)),
+    "remat auto": auto(jax.checkpoint(layer)),
+    "jit in auto": auto(jax.jit(layer)),
+    "reshard": sharded,
+}
+
+
+def loss_of(names, stacked):
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for name, w in zip(names, params["blocks"], strict=True):
+            x = LAYERS[name](x, w)
+        run = LAYERS[stacked]
+        x, _ = jax.lax.scan(lambda x, w: (run(x, w), None), x, params["stack"])
+        return ((x @ params["head"]) ** 2).mean()
+
+    return loss_fn
+
+
+def init_params():
+    rng = np.random.default_rng(0)
+    blocks = [rng.normal(size=(DIM, DIM)).astype(np.float32) for _ in range(4)]
+    return {"blocks": blocks, "stack": np.stack(blocks[:2]), "head": blocks[0][0]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_contexts_within_an_explicit_mesh_are_kept(seed):
+    rng = np.random.default_rng(seed)
+    *names, stacked = rng.choice(list(LAYERS), 5)
+    loss_fn = loss_of(["auto", *names[1:]], stacked)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    with jax.set_mesh(EXPLICIT):
+        params = jax.tree.map(jnp.asarray, init_params())
+
+        @jax.jit
+        def plain_step(params, state):
+            loss, grads = jax.value_and_grad(loss_fn)(params, BATCH)
+            updates, state = optimizer.update(grads, state, params)
+            return loss, optax.apply_updates(params, updates), state
+
+        trainer = mt.Trainer(
+            init_params(), loss_fn, optimizer, BATCH,
+            precision=mt.Precision(compute=jnp.float32), progress=False,
+        )  # fmt: skip
+        state = optimizer.init(params)
+        for _ in range(2):
+            loss, params, state = plain_step(params, state)
+            found = trainer.read(trainer.step(BATCH))
+            np.testing.assert_allclose(found["loss"], loss, rtol=2e-6)
+        check_close(trainer.params, params, 1e-5, "parameter")
+
+
+@pytest.mark.parametrize("mesh", [EXPLICIT, AUTO])
+def test_a_loss_may_enter_a_mesh_by_itself(mesh):
+    names = ["auto" if mesh is EXPLICIT else "plain"] * 4
+    loss_fn = in_mesh(loss_of(names, names[0]), mesh)
+    trainer = mt.Trainer(
+        init_params(), loss_fn, optax.sgd(0.1), BATCH,
+        precision=mt.Precision(compute=jnp.float32), progress=False,
+    )  # fmt: skip
+    expected = loss_of(["plain"] * 4, "plain")(jax.tree.map(jnp.asarray, init_params()), BATCH)
+    np.testing.assert_allclose(trainer.read(trainer.step(BATCH))["loss"], expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_mesh_of_several_devices_is_refused_by_its_axes(kind, nested):
+    mesh = AbstractMesh((2, 2), ("rows", "cols"), axis_types=(kind, kind))
+
+    def loss_fn(params, batch):
+        run = loss_of(["plain"] * 4, "plain")
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.checkpoint(run)(params, batch) if nested else run(params, batch)
+
+    with pytest.raises(ValueError, match="mesh of 4 devices, with the axes rows, cols"):
+        mt.plan(init_params(), loss_fn, optax.sgd(0.1), BATCH)
