@@ -1,6 +1,7 @@
 """Batches that a model refuses: ids beyond its vocabulary, on the host and on the device."""
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -178,6 +179,24 @@ def test_a_trainer_refuses_a_batch_of_another_vocabulary_and_goes_on(on_nonfinit
                 call(spoiled)
     assert trainer.num_steps == 0
     assert np.isfinite(trainer.read(trainer.step(make_batch(2)))["loss"])
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+def test_a_run_ends_at_a_batch_of_another_vocabulary_with_what_it_has(name):
+    batches = [make_batch(seed) for seed in range(4)]
+    batches[2][name][0, 3] = VOCAB
+    with pytest.raises(ValueError, match=rf"'{name}'\] has 1 of 12 ids out of range") as caught:
+        mt.fit(
+            build,
+            next_token_loss,
+            batches,
+            optax.sgd(0.1),
+            on_nonfinite="skip",
+            progress=False,
+        )
+    assert "batch 3 of `data`" in str(caught.value.__notes__)
+    error: Any = caught.value
+    assert [record["step"] for record in error.result.history] == [1, 2]
 
 
 def test_evaluation_data_of_another_vocabulary_is_refused():
