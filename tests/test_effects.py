@@ -235,3 +235,16 @@ def test_results_of_callbacks_are_used_in_the_prologue_and_refused_in_stages():
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
     with pytest.raises(ValueError, match="result of a callback .*pure_callback"):
         mt.plan(init_params(), loss_with(True), optax.sgd(0.1), batch_of(0))
+
+
+def test_effects_of_an_optimizer_are_refused():
+    def init(params):
+        return ()
+
+    def update(updates, state, params=None):
+        jax.debug.print("{}", optax.tree.norm(updates))
+        return updates, state
+
+    optimizer = optax.chain(optax.GradientTransformation(init, update), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="optimizer has a print or a callback"):
+        mt.plan(init_params(), loss_of([bare] * (1 + DEPTH), False), optimizer, batch_of(0))

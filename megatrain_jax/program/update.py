@@ -14,6 +14,7 @@ import optax
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
+from megatrain_jax.program.effects import fires
 from megatrain_jax.program.inline import Inliner, Pieces, Value, piece, stack
 from megatrain_jax.program.slicing import without_repeats
 from megatrain_jax.program.trace import assemble
@@ -69,7 +70,8 @@ def trace_optimizer(
     """Traces the update of a whole tree, and its initialisation, on abstract arrays.
 
     Raises:
-        ValueError: it can't be traced, or it changes the form of its state or of a parameter.
+        ValueError: it can't be traced, it changes the form of its state or of a parameter, or it
+            has effects.
     """
     tx = optax.with_extra_args_support(optimizer)
     init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
@@ -85,6 +87,11 @@ def trace_optimizer(
     args = (list(shapes), list(shapes), list(state_shapes), loss)
     traced = _explained(lambda: jx.trace(update, *args))
     _check_results(traced, shapes, init.out_tree, state_shapes)
+    if fires(traced.jaxpr) or fires(init.jaxpr):
+        raise ValueError(
+            "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
+            "kept where its update is cut by group: take it out, or print from loss_fn"
+        )
     state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
