@@ -104,6 +104,6 @@ def test_a_layer_adds_one_call_of_each_kind_and_one_copy_of_each_part(
         }
     )
     # Beside the layers a step calls what begins and ends it, and the last stage has no forward.
-    once = {"begin": 1, "mean": 1, "combine": 1, "end": 1}
+    once = {"begin": 1, "means": 1, "combine": 1, "end": 1}
     assert {name: few[name] for name in once} == once
     assert few["forward"] == 7 * microbatches and few["backward"] == 8 * microbatches

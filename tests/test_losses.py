@@ -183,5 +183,5 @@ def test_arguments_that_do_not_fit_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             losses.next_token(*arguments, **options)
-    with pytest.raises(TypeError, match="`labels` must be integers"):
+    with pytest.raises(TypeError, match="`labels` must be an array of integers"):
         losses.next_token(hidden, head, labels.astype(jnp.float32))
