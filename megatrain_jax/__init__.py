@@ -20,9 +20,10 @@ from megatrain_jax.memory.hardware import (  # noqa: E402
     this_machine,
 )
 from megatrain_jax.memory.plan import Plan  # noqa: E402
+from megatrain_jax.planning import plan  # noqa: E402
 from megatrain_jax.precision import Precision  # noqa: E402
 from megatrain_jax.result import DataRanOutError, FitResult  # noqa: E402
-from megatrain_jax.trainer import Trainer, plan  # noqa: E402
+from megatrain_jax.trainer import Trainer  # noqa: E402
 
 __all__ = [
     "A100_80GB",

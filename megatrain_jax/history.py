@@ -6,10 +6,12 @@ It holds Python floats only, so that keeping it never keeps device memory alive.
 import io
 import json
 import math
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from megatrain_jax import checks
@@ -65,6 +67,33 @@ class History(list[dict[str, Any]]):
         buffer = io.BytesIO()
         self.plot().savefig(buffer, format="png", dpi=100)
         return buffer.getvalue()
+
+
+def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
+    """Means over batches of some metrics each, by their weights or else by their examples.
+
+    Args:
+        rows: The metrics of each batch.
+        sizes: How many examples each has; of no use where there is a metric called "weight".
+
+    Returns:
+        The means, and the sum of the weights if there are any.
+
+    Raises:
+        ValueError: If all weights are 0.
+    """
+    weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
+    weights = weights.astype(np.float64)
+    total = float(weights.sum())
+    if total == 0:
+        raise ValueError('`batches` gave nothing that counts: "weight" is 0 in all of them')
+    # Without a weight, a batch's loss is the mean of nothing: it may well be 0 / 0.
+    counts = weights != 0
+    means = {
+        name: float(weights[counts] @ np.array([row[name] for row in rows])[counts] / total)
+        for name in rows[0]
+    }
+    return means | ({"weight": total} if "weight" in rows[0] else {})
 
 
 def _json_value(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from megatrain_jax.checkpoint.folder import local_path
 from megatrain_jax.checkpoint.restore import check, load
 from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.checkpoint.workspace import Workspace
-from megatrain_jax.history import History
+from megatrain_jax.history import History, weighted_means
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.job import batch_key, exact_dtypes, fit_to_device, make_job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.exhausted import advised
-from megatrain_jax.memory.hardware import Hardware, this_machine
+from megatrain_jax.memory.hardware import this_machine
 from megatrain_jax.memory.plan import Plan, check_device
 from megatrain_jax.options import (
     DeviceBudget,
@@ -60,73 +60,6 @@ class StepMetrics(dict[str, jax.Array]):
     step: int
     healthy: jax.Array
     group_ok: list[tuple[int, jax.Array]]
-
-
-def plan(
-    model: Any,
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    sample_batch: Any,
-    *,
-    microbatches: int = 1,
-    precision: Precision = _DEFAULT_PRECISION,
-    device_budget: DeviceBudget = None,
-    trainable: Trainable = None,
-    on_nonfinite: OnNonfinite = "raise",
-    seed: int = 0,
-    hardware: Hardware | None = None,
-) -> Plan:
-    """Says what a run would need, without allocating it and without a GPU.
-
-    Args:
-        model: See `Trainer`; a function that builds the model costs no memory.
-        loss_fn: See `Trainer`.
-        optimizer: See `Trainer`.
-        sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-        microbatches: See `Trainer`.
-        precision: See `Trainer`.
-        device_budget: See `Trainer`. What a device has left beside activations and compiled
-            functions is known only once they are compiled there: None counts the least here.
-        trainable: See `Trainer`.
-        on_nonfinite: See `Trainer`.
-        seed: See `Trainer`.
-        hardware: The machine to plan for; None leaves out what depends on it.
-
-    Returns:
-        The plan; print it, or let a notebook show it.
-
-    Raises:
-        TypeError: See `Trainer`.
-        ValueError: See `Trainer`.
-
-    Examples:
-        >>> import jax, optax
-        >>> def build():
-        ...     layers = {str(i): {"w": jax.numpy.ones((512, 512))} for i in range(24)}
-        ...     return {"layers": layers}
-        >>> def loss_fn(model, batch):
-        ...     x = batch
-        ...     for layer in model["layers"].values():
-        ...         x = x @ layer["w"]
-        ...     return (x**2).mean()
-        >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
-        >>> result = plan(build, loss_fn, optax.adamw(1e-3), batch)
-        >>> result.num_parameters, result.host_bytes // result.num_parameters
-        (6291456, 12)
-    """
-    options = RunOptions(
-        microbatches=microbatches,
-        precision=precision,
-        device_budget=device_budget,
-        trainable=trainable,
-        on_nonfinite=on_nonfinite,
-        seed=seed,
-        hardware=hardware,
-    )
-    check_parts(model, loss_fn, optimizer)
-    check_batch(sample_batch, options.microbatches, "sample_batch")
-    adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
-    return make_job(adapted, loss_fn, optimizer, sample_batch, options).plan(hardware)
 
 
 class Trainer:
@@ -395,7 +328,7 @@ class Trainer:
                 sizes.append(arrays[0].shape[0])
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
-        return _weighted_means(jax.device_get(rows), sizes)
+        return weighted_means(jax.device_get(rows), sizes)
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory.
@@ -564,19 +497,3 @@ class Trainer:
         if key not in self._plans:
             self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
         return self._plans[key]
-
-
-def _weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
-    """Means over batches of some metrics each, by their weights or else by their examples."""
-    weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
-    weights = weights.astype(np.float64)
-    total = float(weights.sum())
-    if total == 0:
-        raise ValueError('`batches` gave nothing that counts: "weight" is 0 in all of them')
-    # Without a weight, a batch's loss is the mean of nothing: it may well be 0 / 0.
-    counts = weights != 0
-    means = {
-        name: float(weights[counts] @ np.array([row[name] for row in rows])[counts] / total)
-        for name in rows[0]
-    }
-    return means | ({"weight": total} if "weight" in rows[0] else {})
