@@ -61,15 +61,19 @@ class Run:
             except BaseException as raised:
                 error = raised
             signals.ending = loop.stopping = True
-            error = _complete(loop, error)
-            if series is not None:
-                bar.set_description("saving")
-            error = _saved(save, error, trained=trainer.num_steps > before)
-            bar.set_description()
+            insisted: KeyboardInterrupt | None = None
+            try:
+                error = _complete(loop, error)
+                if series is not None:
+                    bar.set_description("saving")
+                error = _saved(save, error, trained=trainer.num_steps > before)
+                bar.set_description()
+            except KeyboardInterrupt as third:
+                insisted = third
         if interrupted := signals.came or isinstance(error, KeyboardInterrupt):
             if progress or signals.came:
                 reason = f" by {signals.names}" if signals.came else ""
-                where = save.where if _is_quiet(error) else ""
+                where = save.where if _is_quiet(error) and insisted is None else ""
                 tqdm.write(
                     f"Interrupted{reason} after step {trainer.num_steps}{where}.", file=sys.stderr
                 )
@@ -77,6 +81,8 @@ class Run:
             error = self._ran_out(steps, before)
         if signals.terminates:
             raise SystemExit(_TERMINATED) from error
+        if insisted is not None:
+            raise insisted
         if not _is_quiet(error):
             assert error is not None
             raise error

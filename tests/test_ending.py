@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from itertools import count, repeat
 from pathlib import Path
@@ -22,6 +23,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax.checkpoint import folder, manifest
 from megatrain_jax.checkpoint.save import Saving
+from megatrain_jax.interrupt import Signals
 from megatrain_jax.stream.engine import Engine
 from poison import poisoned
 from runs import check_same_bits
@@ -254,14 +256,22 @@ def test_an_evaluation_that_was_cut_off_loses_nothing(mode, monkeypatch):
 
 
 def during_the_save(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
-    """Sends signals when all is written but the checkpoint's name."""
-    publish = Saving._publish
+    """Sends signals, each once the one before was received, when only the name is missing."""
+    publish, receive, received = Saving._publish, Signals._receive, threading.Semaphore(0)
+
+    def counted(*args: Any) -> None:
+        received.release()
+        receive(*args)
 
     def interrupted(*args: Any) -> None:
+        while received.acquire(blocking=False):
+            pass
         for number in numbers:
             os.kill(os.getpid(), number)
+            assert received.acquire(timeout=60)
         publish(*args)
 
+    monkeypatch.setattr(Signals, "_receive", counted)
     monkeypatch.setattr(Saving, "_publish", interrupted)
 
 
@@ -289,6 +299,16 @@ def test_a_second_signal_does_not_disturb_the_final_save(
     assert f"after step {done}, saved in {tmp_path}" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("last", [signal.SIGINT, signal.SIGTERM])
+def test_a_third_signal_cuts_the_final_save_off(last, tmp_path, monkeypatch, capfd):
+    during_the_save(monkeypatch, signal.SIGINT, signal.SIGINT, last)
+    with pytest.raises(SystemExit if last == signal.SIGTERM else KeyboardInterrupt) as caught:
+        run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path)
+    assert caught.value.result.trainer.num_steps == STEPS  # type: ignore[attr-defined]
+    shown = capfd.readouterr().err
+    assert f"after step {STEPS}." in shown and "saved" not in shown
 
 
 def test_sigterm_is_handed_on_to_a_handler_of_the_caller(tmp_path):
