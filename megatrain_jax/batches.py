@@ -156,6 +156,11 @@ class Source(Iterator[Any]):
                 )
 
 
+def is_state(position: Mapping[str, Any]) -> bool:
+    """Whether a position is the iterator's own state, not a number of batches."""
+    return position.get("state") is not None or "bytes" in position
+
+
 class Prefetch(Iterator[Any]):
     """Iterates over `data` with the next batches already on the device.
 

@@ -36,7 +36,9 @@ class History(list[dict[str, Any]]):
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the records to `path` as a JSON array; values that are not finite become null."""
         path = checks.path("path", path)
-        records = [{name: _json_value(value) for name, value in record.items()} for record in self]
+        records = [
+            {name: _json_value(value) for name, value in as_json(record).items()} for record in self
+        ]
         Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
     def plot(self) -> Figure:
@@ -94,6 +96,18 @@ def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> d
         for name in rows[0]
     }
     return means | ({"weight": total} if "weight" in rows[0] else {})
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON has it: a callback may have put anything into a record.
+
+    Arrays become numbers or lists, what JSON has no form for becomes its `repr`.
+    """
+
+    def plain(x: Any) -> Any:
+        return np.asarray(x).tolist() if hasattr(x, "__array__") else repr(x)
+
+    return json.loads(json.dumps(value, default=plain, skipkeys=True))
 
 
 def _json_value(value: Any) -> Any:

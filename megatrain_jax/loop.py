@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from megatrain_jax.adapters import EVALUATED
 from megatrain_jax.batches import Prefetch, batch_size
 from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax.interrupt import Signals, deferred_interrupt
 from megatrain_jax.options import LoopOptions, eval_batches
 from megatrain_jax.trainer import Trainer
 
@@ -29,7 +29,7 @@ class Save:
 
     series: Checkpoints | None
     trainer: Trainer
-    position: Callable[[], dict[str, Any]]
+    position: Callable[[], dict[str, Any] | None]
 
     def is_due(self, step: int) -> bool:
         """Whether to save after a step."""
@@ -83,6 +83,7 @@ class Loop:
         options: LoopOptions,
         save: Save,
         bar: tqdm,
+        signals: Signals,
     ):
         """Starts with none in flight."""
         self.trainer = trainer
@@ -90,6 +91,7 @@ class Loop:
         self.save = save
         self.callbacks = options.callbacks
         self.bar = bar
+        self.signals = signals
         self.pending: deque[_Pending] = deque()
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
         self.stopping = False
@@ -116,6 +118,8 @@ class Loop:
             if save:
                 with deferred_interrupt():
                     self.save.now()
+            if self.signals.ending:  # a callback kept the `KeyboardInterrupt` to itself
+                raise KeyboardInterrupt
         self.complete(keep=0)
 
     def finish(self) -> None:
@@ -172,10 +176,17 @@ class Loop:
                 self._call(callback, record)
 
     def _call(self, callback: Callback, record: dict[str, Any]) -> None:
+        before = self.trainer.num_steps
         try:
             # One that stops the run does so again for the steps that were still in flight.
             with suppress(*([KeyboardInterrupt] if self.stopping else [])):
                 callback(self.trainer, record)
+            if self.trainer.num_steps != before:
+                raise RuntimeError(
+                    f"a callback has moved the trainer from step {before} to "
+                    f"{self.trainer.num_steps} while it is trained. To step, restore or train by "
+                    "hand, end the run by raising KeyboardInterrupt, and go on with its result."
+                )
         except Exception:
             self.callbacks = ()  # the run ends with this error, and is not to meet it again
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from megatrain_jax.batches import Prefetch, Source
+from megatrain_jax.batches import Prefetch, Source, is_state
 from megatrain_jax.checkpoint.series import Checkpoints
 from megatrain_jax.interrupt import Signals
 from megatrain_jax.loop import Loop, Save
@@ -55,9 +55,10 @@ class Run:
             return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
         error: BaseException | None = None
         with Signals() as signals, tqdm(total=left, unit="step", disable=not progress) as bar:
-            loop = Loop(trainer, options, save, bar)
+            loop = Loop(trainer, options, save, bar, signals)
             try:
-                loop.run(Prefetch(islice(batches, left), trainer.check_batch))
+                some = batches if left is None else islice(batches, min(left, sys.maxsize))
+                loop.run(Prefetch(some, trainer.check_batch))
             except BaseException as raised:
                 error = raised
             signals.ending = loop.stopping = True
@@ -103,8 +104,10 @@ class Run:
             "until the data ends, or data that repeats."
         )
 
-    def _position(self, before: int) -> dict[str, Any]:
-        return self.source.position(self.first + self.trainer.num_steps - before)
+    def _position(self, before: int) -> dict[str, Any] | None:
+        position = self.source.position(self.first + self.trainer.num_steps - before)
+        # How many batches were used before a trainer was trained on with, nobody knows.
+        return None if self.counted_from and not is_state(position) else position
 
 
 def _complete(loop: Loop, error: BaseException | None) -> BaseException | None:
@@ -124,13 +127,12 @@ def _saved(save: Save, error: BaseException | None, trained: bool) -> BaseExcept
     try:
         if _is_quiet(error):
             save.at_end()
-        elif trained and trainer.is_finite():
+        elif trained:
             save.at_end()
             _note(error, f"Step {trainer.num_steps} is saved in {save.series.folder}.")
         else:
             save.give_up()
-            why = "the state is not finite" if trained else "no step was done"
-            _note(error, f"Nothing more was saved in {save.series.folder}: {why}.")
+            _note(error, f"No step was done, so nothing was saved in {save.series.folder}.")
     except Exception as late:
         save.give_up()
         return _joined(error, late)

@@ -12,9 +12,6 @@ from megatrain_jax.memory import pool
 from megatrain_jax.optim import assemble_state
 from megatrain_jax.stream.engine import Engine
 
-# Elements looked at together, so that what is found of them stays small.
-_PIECE = 1 << 24
-
 
 def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
     """The parameters in the order of the model's; only those stacked over layers are copies."""
@@ -37,26 +34,6 @@ def optimizer_state(job: Job, engine: Engine) -> Any:
         layout.state.views(engine.host.get(("O", g), ())) for g, layout in enumerate(job.layouts)
     ]
     return assemble_state(job.optimizer, groups, on_host(engine.globals))
-
-
-def is_finite(engine: Engine) -> bool:
-    """Whether parameters and their state are finite, and no other state is NaN.
-
-    Optimizers may start from an infinite scalar, and models keep masks of infinities.
-    """
-    slabs = (slab for slabs in engine.host.values() for slab in slabs)
-    small = on_host([*engine.variables, *engine.globals])
-    return all(map(_all_finite, slabs)) and not any(
-        np.isnan(x).any() for x in small if jnp.issubdtype(x.dtype, jnp.inexact)
-    )
-
-
-def _all_finite(slab: jax.Array) -> bool:
-    flat = np.asarray(slab)
-    if not jnp.issubdtype(flat.dtype, jnp.inexact):
-        return True
-    pieces = (flat[i : i + _PIECE] for i in range(0, flat.size, _PIECE))
-    return all(bool(np.isfinite(piece).all()) for piece in pieces)
 
 
 def on_host(arrays: Iterable[jax.Array]) -> list[Any]:

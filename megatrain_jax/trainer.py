@@ -21,7 +21,7 @@ from megatrain_jax.checkpoint.folder import local_path
 from megatrain_jax.checkpoint.restore import check, load
 from megatrain_jax.checkpoint.save import Saving
 from megatrain_jax.checkpoint.workspace import Workspace
-from megatrain_jax.history import History, weighted_means
+from megatrain_jax.history import History, as_json, weighted_means
 from megatrain_jax.initialise import initialise
 from megatrain_jax.interrupt import deferred_interrupt
 from megatrain_jax.job import batch_key, exact_dtypes, fit_to_device, make_job
@@ -340,11 +340,6 @@ class Trainer:
             self._check_whole()
             self._engine.flush()
 
-    def is_finite(self) -> bool:
-        """Whether all parameters and all state are finite; reads all of it once."""
-        self.flush()
-        return store.is_finite(self._engine)
-
     def _check_whole(self) -> None:
         if self._lost is not None:
             raise RuntimeError(
@@ -430,7 +425,7 @@ class Trainer:
             "skipped": self.num_skipped,
             "params_only": params_only,
             "partial": self._partial,
-            "history": [dict(record) for record in self.history],  # as it is now
+            "history": as_json(self.history),  # as it is now
             **(facts or {}),
         }
         self._saving = Saving(path, self._job, self._engine, entries, about, params_only, workspace)

@@ -191,8 +191,21 @@ def test_a_state_that_is_not_finite_is_handed_over_and_not_saved(tmp_path):
     with pytest.raises(FloatingPointError, match="loss of step 5") as caught:
         run(optimizer, checkpoint_dir=tmp_path, checkpoint_every=3)
     assert folder.steps(tmp_path) == [3]
-    assert "the state is not finite" in "".join(caught.value.__notes__)
+    assert "is not finite, so training could not go on" in "".join(caught.value.__notes__)
     assert caught.value.result.trainer.num_steps == 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("steps", "every"), [(8, None), (8, 2), (5, 1)])
+def test_a_state_that_is_not_finite_takes_no_good_one_s_place(steps, every, tmp_path):
+    bad = 5  # the first step whose update spoils the parameters, which its loss doesn't show
+    optimizer = optax.sgd(lambda count: jnp.where(count == bad - 1, jnp.nan, 1e-2))
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": every, "keep": 1}
+    with pytest.raises((mt.CheckpointError, FloatingPointError)) as caught:
+        run(optimizer, steps=steps, **options)
+    assert caught.value.result is not None  # type: ignore[attr-defined]
+    assert folder.steps(tmp_path) == ([] if every is None else [4])
+    with pytest.raises(mt.CheckpointError, match="params/.* is not finite"):
+        run(optimizer, steps=bad, checkpoint_dir=tmp_path)
 
 
 def test_nothing_is_saved_of_a_run_without_a_step(tmp_path):
@@ -331,6 +344,49 @@ def test_signals_at_any_line_lose_nothing():
     subprocess.run(
         [sys.executable, program], env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=200
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_callback_can_not_keep_a_signal_to_itself(number):
+    def careless(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt:
+                pass
+
+    try:
+        result: Any = run(OPTIMIZERS["deferred"], callbacks=[careless])
+        assert number == signal.SIGINT
+    except SystemExit as error:
+        result = error.result  # type: ignore[attr-defined]
+    assert result.trainer.num_steps == 4
+
+
+def test_a_callback_may_put_anything_into_a_record(tmp_path):
+    def notes(trainer: Any, record: dict[str, Any]) -> None:
+        record |= {"rate": np.float32(0.5), "jax": jnp.arange(2), "what": {1}, "none": None}
+
+    result = run(OPTIMIZERS["deferred"], checkpoint_dir=tmp_path, callbacks=[notes])
+    result.history.save(tmp_path / "history.json")
+    last = manifest.facts_of(tmp_path / str(STEPS))["history"][-1]
+    assert [last[k] for k in ("rate", "jax", "what", "none")] == [0.5, [0, 1], "{1}", None]
+
+
+def test_a_callback_that_moves_the_trainer_is_named():
+    callbacks = [lambda trainer, record: trainer.step(BATCHES[0])]
+    with pytest.raises(RuntimeError, match="a callback has moved the trainer from step 2 to 3"):
+        run(OPTIMIZERS["deferred"], callbacks=callbacks)
+
+
+def test_a_run_of_several_calls_resumes_with_the_batches_to_come(tmp_path):
+    data, optimizer = iter(BATCHES), OPTIMIZERS["deferred"]
+    result = run(optimizer, data, steps=3, checkpoint_dir=tmp_path)
+    mt.train(result.trainer, data, steps=2, checkpoint_dir=tmp_path, progress=False)
+    with pytest.warns(UserWarning, match="as many batches as it has steps are skipped"):
+        resumed = run(optimizer, checkpoint_dir=tmp_path)
+    assert losses(resumed) == whole("deferred").losses
+    check_same_bits(everything(resumed.trainer), whole("deferred").state)
 
 
 # Evaluations, finished runs, names

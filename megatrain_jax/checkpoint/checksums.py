@@ -1,19 +1,23 @@
-"""Checksums of the arrays of a checkpoint.
+"""What is looked for in the arrays of a checkpoint: checksums, and numbers that are not finite.
 
-Each is of an array's bytes, not of the files that they were written to: it holds from the store
-to the disk and back, whatever lies between. xxHash is several times as fast as a disk, and other
-threads run meanwhile.
+Each checksum is of an array's bytes, not of the files that they were written to: it holds from the
+store to the disk and back, whatever lies between. xxHash is several times as fast as a disk, and
+other threads run meanwhile.
 """
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 
 from megatrain_jax.checkpoint.contents import Entry, pointer
 from megatrain_jax.checkpoint.contents import Path as TreePath
 from megatrain_jax.checkpoint.folder import CheckpointError
+
+# Elements looked at together, so that what is found of them stays small.
+_PIECE = 1 << 22
 
 
 def checksum(arrays: Iterable[np.ndarray]) -> str:
@@ -27,6 +31,24 @@ def checksum(arrays: Iterable[np.ndarray]) -> str:
 def checksums(rows: Iterable[tuple[Entry, list[np.ndarray]]]) -> dict[str, str]:
     """The checksum of each array, by the pointer of its path."""
     return {pointer(entry.path): checksum(arrays) for entry, arrays in rows}
+
+
+def check_finite(name: str, arrays: Iterable[np.ndarray]) -> None:
+    """Refuses arrays that training can't go on from.
+
+    Raises:
+        ValueError: If a number in them is not finite.
+    """
+    for array in arrays:
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            continue
+        flat = np.ascontiguousarray(array).reshape(-1)
+        pieces = (flat[i : i + _PIECE] for i in range(0, flat.size, _PIECE))
+        if not all(bool(np.isfinite(piece).all()) for piece in pieces):
+            raise ValueError(
+                f"{name} is not finite, so training could not go on from it (a constant such as a "
+                "mask is to be frozen with `trainable`)"
+            )
 
 
 def verify(

@@ -12,7 +12,7 @@ import numpy as np
 from megatrain_jax.checkpoint import manifest, orbax
 from megatrain_jax.checkpoint.checksums import verify
 from megatrain_jax.checkpoint.contents import Path as TreePath
-from megatrain_jax.checkpoint.folder import has_manifest, local_path
+from megatrain_jax.checkpoint.folder import CheckpointError, has_manifest, local_path, steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,13 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray]:
             library.
     """
     where = local_path(folder, "params")
+    if not where.is_dir():
+        raise CheckpointError(f"`params`: there is no folder {where}")
+    if not has_manifest(where) and (found := steps(where)):
+        raise CheckpointError(
+            f"`params`={where} holds the checkpoints of a run; choose one: "
+            f"{', '.join(str(where / str(step)) for step in found[-3:])}"
+        )
     known = manifest.facts_of(where).get("arrays") if has_manifest(where) else None
     return {
         path: SavedArray(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1
 
 from megatrain_jax.checkpoint import manifest, orbax
-from megatrain_jax.checkpoint.checksums import checksums
+from megatrain_jax.checkpoint.checksums import check_finite, checksums
 from megatrain_jax.checkpoint.contents import (
     PARAMS,
     Entry,
@@ -70,8 +70,9 @@ class Saving:
             entries: All arrays of the job's checkpoints.
             facts: What to keep beside the arrays, as JSON.
             params_only: Whether to write nothing but parameters.
-            workspace: Of the run whose checkpoint this is; it may then replace what is at `path`.
-                None makes one for this checkpoint alone, and removes it.
+            workspace: Of the run whose checkpoint this is; it may then replace what is at `path`,
+                and its trained parameters have to be finite. None makes one for this checkpoint
+                alone, and removes it.
 
         Raises:
             CheckpointError: If the folder can't be written.
@@ -82,6 +83,7 @@ class Saving:
         if params_only:
             entries = [entry for entry in entries if entry.path[0] == PARAMS]
         self._entries, self._replaces = list(entries), workspace is not None
+        self._frozen = frozenset(job.grouping.frozen)
         self._parts = _parts(job, engine, entries)
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
@@ -153,13 +155,21 @@ class Saving:
         ):
             while self._parts:
                 groups, rows = self._parts.pop(0)
-                coming = beside.submit(checksums, rows)
+                coming = beside.submit(self._inspected, rows)
                 v1.partial.save(str(parent / written.name), tree_of(rows))
                 del rows
                 found |= coming.result()
                 self._release(groups)
             v1.partial.finalize(str(parent / written.name))
         return found
+
+    def _inspected(self, rows: Sequence[tuple[Entry, list[Any]]]) -> dict[str, str]:
+        """The checksums of arrays, of which a run's trained parameters have to be finite."""
+        if self._replaces:
+            for entry, arrays in rows:
+                if entry.path[0] == PARAMS and not entry.groups & self._frozen:
+                    check_finite(entry.name, arrays)
+        return checksums(rows)
 
     def _publish(self, written: Path) -> None:
         """Gives what was written its name."""

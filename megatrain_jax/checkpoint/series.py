@@ -111,12 +111,12 @@ class Checkpoints:
         """Whether to save after a step."""
         return self.every is not None and step % self.every == 0
 
-    def save(self, trainer: Trainer, position: dict[str, Any]) -> None:
+    def save(self, trainer: Trainer, position: dict[str, Any] | None) -> None:
         """Begins to save a trainer's state, once the save before is over.
 
         Args:
             trainer: The trainer; its history is complete.
-            position: Where the data is, as JSON.
+            position: Where the data is, as JSON; None if that is unknown.
 
         Raises:
             CheckpointError: If this or the save before could not be written.
@@ -126,7 +126,8 @@ class Checkpoints:
         # A callback may have saved this step by itself; nothing else can be replaced.
         if os.path.lexists(path) and (strange := _strange(path)):
             raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
-        self._saving = trainer.start_saving(path, {"data": position}, workspace=self._workspace)
+        facts = {} if position is None else {"data": position}
+        self._saving = trainer.start_saving(path, facts, workspace=self._workspace)
         self.saved = trainer.num_steps
 
     def finish(self, trainer: Trainer) -> None:
@@ -156,8 +157,8 @@ class Checkpoints:
         facts = trainer.restore(path)
         if "data" not in facts:
             warnings.warn(
-                f"{path}, saved by hand, doesn't say where `data` was: as many batches as it has "
-                "steps are skipped.",
+                f"{path}, saved by hand or by `train`, doesn't say where `data` was: as many "
+                "batches as it has steps are skipped.",
                 stacklevel=4,
             )
             facts["data"] = {"batches": step}
