@@ -41,6 +41,14 @@ from misuses import (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freed():
+    """Other tests look at what is in the pool."""
+    yield
+    result.cache_clear()
+    trainer.cache_clear()
+
+
 @pytest.mark.parametrize("entry", [*ENTRIES, "train"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_wrong_argument_is_named_before_anything_happens(entry: str, seed: int, tmp_path: Path):

@@ -99,8 +99,9 @@ print(float(loss).hex())
 """
 
 
-@pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "nnx_scan"])
-@pytest.mark.parametrize("params_only", [False, True])
+@pytest.mark.parametrize(
+    ("name", "params_only"), [("nnx_tied", False), ("linen_numbered", True), ("nnx_scan", False)]
+)
 def test_plain_orbax_reads_the_parameters(name, params_only, tmp_path):
     case = CASES[name]
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
@@ -267,9 +268,16 @@ class Resumable:
         self.at = int(state)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("every", [1, 3])
+# All pairs of values of two of them.
+@pytest.mark.parametrize(
+    ("optimizer", "stateful", "every"),
+    [
+        ("adamw_schedule", False, 1),
+        ("adamw_schedule", True, 3),
+        ("clip_adamw", False, 3),
+        ("clip_adamw", True, 1),
+    ],
+)
 def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, every, tmp_path):
     case = CASES["dropout_nnx"]
     sources = []

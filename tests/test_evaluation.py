@@ -53,6 +53,13 @@ def make_batches(sizes, seed):
     return batches
 
 
+@pytest.fixture(scope="module", autouse=True)
+def freed():
+    """Other tests look at what is in the pool."""
+    yield
+    trainer_of.cache_clear()
+
+
 @functools.cache
 def trainer_of(loss_fn, microbatches):
     (sample,) = make_batches([4], 0)
