@@ -94,7 +94,6 @@ class Loop:
         self.signals = signals
         self.pending: deque[_Pending] = deque()
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
-        self.stopping = False
 
     def run(self, batches: Prefetch) -> None:
         """Trains until `batches` ends, and completes every record."""
@@ -179,7 +178,7 @@ class Loop:
         before = self.trainer.num_steps
         try:
             # One that stops the run does so again for the steps that were still in flight.
-            with suppress(*([KeyboardInterrupt] if self.stopping else [])):
+            with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
                 callback(self.trainer, record)
             if self.trainer.num_steps != before:
                 raise RuntimeError(

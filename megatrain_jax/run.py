@@ -61,7 +61,7 @@ class Run:
                 loop.run(Prefetch(some, trainer.check_batch))
             except BaseException as raised:
                 error = raised
-            signals.ending = loop.stopping = True
+            signals.ending = True
             insisted: KeyboardInterrupt | None = None
             try:
                 error = _complete(loop, error)
