@@ -146,8 +146,14 @@ def test_what_does_not_fit_is_listed_before_anything_is_read():
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+    missing = tmp_path / "nothing"
+    with pytest.raises(
+        mt.CheckpointError, match=re.escape(f"`params`: there is no folder {missing}")
+    ):
+        start(CASES["nnx_tied"], params=missing)
+    missing.mkdir()
     with pytest.raises(mt.CheckpointError, match="no checkpoint that Orbax can read"):
-        start(CASES["nnx_tied"], params=tmp_path / "nothing")
+        start(CASES["nnx_tied"], params=missing)
 
 
 def test_fit_passes_parameters_on_and_a_resumed_run_has_its_own(tmp_path):
