@@ -14,13 +14,10 @@ import numpy as np
 import optax
 import pytest
 
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-from chats import CHATML, conversations, openai, tokenizer, write  # noqa: E402
-from megatrain_jax import data, fit  # noqa: E402
-from megatrain_jax.data.packing import draw_epoch, pack  # noqa: E402
-from megatrain_jax.precision import Precision  # noqa: E402
+from chats import CHATML, conversations, openai, tokenizer, write
+from megatrain_jax import data, fit
+from megatrain_jax.data.packing import draw_epoch, pack
+from megatrain_jax.precision import Precision
 
 LENGTH = 256
 Batches = Iterable[dict[str, np.ndarray]]

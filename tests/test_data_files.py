@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-import pyarrow  # noqa: E402
-import pyarrow.parquet  # noqa: E402
-
-from chats import alpaca, conversations, openai, sharegpt, tokenizer, write  # noqa: E402
-from megatrain_jax import data  # noqa: E402
-from megatrain_jax.data import reading  # noqa: E402
-from megatrain_jax.data.forms import to_conversation  # noqa: E402
-from megatrain_jax.data.report import InvalidRow, Report  # noqa: E402
+from chats import alpaca, conversations, openai, sharegpt, tokenizer, write
+from megatrain_jax import data
+from megatrain_jax.data import reading
+from megatrain_jax.data.forms import to_conversation
+from megatrain_jax.data.report import InvalidRow, Report
 
 GOOD = openai(conversations(1)[0])
 FORMS = {"openai": openai, "sharegpt": sharegpt, "alpaca": alpaca}

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-import chats  # noqa: E402
-from chats import openai, tokenizer, write  # noqa: E402
-from megatrain_jax import data  # noqa: E402
+import chats
+from chats import openai, tokenizer, write
+from megatrain_jax import data
 
 THOUGHT = "content before </think> of assistant"
 EXTRA = {

@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-import chats  # noqa: E402
-from chats import conversations, openai, tokenizer, write  # noqa: E402
-from megatrain_jax import data  # noqa: E402
+import chats
+from chats import conversations, openai, tokenizer, write
+from megatrain_jax import data
 
 # Parts of the text, and whether the assistant says them.
 Parts = list[tuple[str, bool]]

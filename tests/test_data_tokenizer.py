@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-import transformers  # noqa: E402
-
-from chats import conversations, openai, tokenizer, write  # noqa: E402
-from megatrain_jax import data  # noqa: E402
-from megatrain_jax.data.tokenizer import load_tokenizer  # noqa: E402
+from chats import conversations, openai, tokenizer, write
+from megatrain_jax import data
+from megatrain_jax.data.tokenizer import load_tokenizer
 
 TEXT = "the cat sat; naïve façade <|im_end|> 日本\n42"
 

@@ -5,14 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-from transformers import AutoTokenizer  # noqa: E402
-
-from chats import conversations, openai, tokenizer, write  # noqa: E402
-from megatrain_jax import data  # noqa: E402
+from chats import conversations, openai, tokenizer, write
+from megatrain_jax import data
 
 WORDS = [f"word{number}" for number in range(5)]
 

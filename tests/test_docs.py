@@ -1,6 +1,5 @@
 """What the documentation says: its code runs and prints what it says, its links lead somewhere."""
 
-import ast
 import doctest
 import importlib
 import json
@@ -9,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
@@ -17,7 +18,6 @@ START = ROOT / "docs" / "index.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
 WITH_CHECKPOINT = {"README.md", "finetuning.md", "models.md"}
-FINETUNING = ("grain", "pyarrow", "safetensors", "transformers")
 
 
 def short(path: Path) -> str:
@@ -34,8 +34,6 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         # Its model, loss and batches are those that other pages go on with.
         parts.insert(0, (START, blocks(START)[0]))
     if page.name in WITH_CHECKPOINT:
-        for name in FINETUNING:
-            pytest.importorskip(name)
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
     try:
@@ -65,9 +63,6 @@ def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)
 def test_notebooks_run(notebook: Path, tmp_path: Path):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    for name in ("ipykernel", *FINETUNING):
-        pytest.importorskip(name)
     content = nbformat.read(notebook, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
     # Some hundred steps are sooner done with optimised code, as users have it.
@@ -93,13 +88,7 @@ def test_links_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("package", ["megatrain_jax", "megatrain_jax.data", "megatrain_jax.models"])
 def test_reference_has_every_public_name(package: str):
-    # Read, not imported: `data` needs more than the tests do.
-    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
-    (public,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
+    public = importlib.import_module(package).__all__
     listed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     lines = [line for line in listed.splitlines() if line.startswith(f"::: {package}.")]
     assert set(public) <= {line.rpartition(".")[2] for line in lines}
@@ -107,8 +96,6 @@ def test_reference_has_every_public_name(package: str):
 
 @pytest.mark.slow
 def test_site_is_built(tmp_path: Path):
-    for name in ("mkdocs", "material", "mkdocs_jupyter", "mkdocstrings_handlers.python"):
-        pytest.importorskip(name)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     # The theme's makers advertise on every build.
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

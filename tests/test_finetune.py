@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import transformers
 
 import megatrain_jax as mt
 from megatrain_jax import models
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("grain")
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import VOCAB, make_torch, random_tokens, save  # noqa: E402
 

@@ -11,8 +11,7 @@ from flax import nnx
 from megatrain_jax.models import Decoder, Pretrained, load_pretrained
 from megatrain_jax.models.names import entries, leaves
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import FAMILIES, LENGTH, make_torch, random_tokens, save  # noqa: E402
 

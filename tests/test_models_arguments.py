@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from chats import conversations, openai, tokenizer, write
+from megatrain_jax import data
 from megatrain_jax.models import (
     Decoder,
     DecoderConfig,
@@ -20,12 +22,6 @@ from megatrain_jax.models import (
     next_token_loss,
     save_pretrained,
 )
-
-for needed in ("grain", "pyarrow", "transformers"):
-    pytest.importorskip(needed)
-
-from chats import conversations, openai, tokenizer, write  # noqa: E402
-from megatrain_jax import data  # noqa: E402
 
 NAN, INF = float("nan"), float("inf")
 SMALL = DecoderConfig(

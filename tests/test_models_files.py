@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy as safetensors_numpy
+import transformers
 from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
 from megatrain_jax.models.names import entries, leaves
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-safetensors_numpy = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import FAMILIES, make_torch, random_tokens, save  # noqa: E402
 from test_models import at, filled  # noqa: E402

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 
 from megatrain_jax.models import Decoder, load_pretrained, save_pretrained
 from megatrain_jax.models.names import entries
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import make_torch, save  # noqa: E402
 from test_models import at, filled  # noqa: E402

@@ -6,11 +6,11 @@ import struct
 from typing import Any
 
 import pytest
+import transformers
 
 from megatrain_jax.models import DecoderConfig, load_pretrained
 
-pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
 from families import FAMILIES, make_torch, save  # noqa: E402
 
