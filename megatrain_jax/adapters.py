@@ -27,6 +27,7 @@ from megatrain_jax.model_kinds import (
     parts_of,
     path_name,
 )
+from megatrain_jax.program.jaxpr import short_errors
 
 # What every step's record has of its own, and what its evaluation's metrics begin with.
 RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
@@ -165,7 +166,8 @@ def _adapt_traced(
         forms.append(form)
         return params, variables
 
-    traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
+    with short_errors():
+        traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
     adapted = _assemble(shapes[0], shapes[1], forms[0])
     every_shape = adapted.shapes + adapted.variable_shapes
     return adapted, initial_from_trace(traced, args, len(adapted.shapes), every_shape)

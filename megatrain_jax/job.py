@@ -370,8 +370,8 @@ def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:
             "statistics of a part of a batch differ from those of the whole. Use microbatches=1, "
             "or a normalisation without batch statistics."
         )
-    pairs = zip(program.state.drawn, new, strict=True)
-    drawn, _ = jx.split([d and i not in program.prologue_values for d, i in pairs], names)
+    pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
+    drawn, _ = jx.split([d and i not in early for d, i in pairs], names)
     if drawn:
         raise ValueError(
             "microbatches > 1 can't train this model: random numbers are drawn from its state "

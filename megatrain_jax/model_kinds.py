@@ -104,8 +104,9 @@ def check_same_paths(what: str, expected: Sequence[Path], tree: Any) -> None:
         ValueError: some were added or removed.
     """
     found = flatten(tree)[0]
-    added = [path_name(path) for path in found if path not in set(expected)]
-    removed = [path_name(path) for path in expected if path not in set(found)]
+    before, after = set(expected), set(found)
+    added = [path_name(path) for path in found if path not in before]
+    removed = [path_name(path) for path in expected if path not in after]
     changes = [
         f"{verb} {', '.join(names)}"
         for verb, names in (("added", added), ("removed", removed))

@@ -172,9 +172,7 @@ class _Cutter:
         outputs = list(update.jaxpr.outvars)
         self.new_params, self.new_tokens = outputs[:n], outputs[n:]
         self.owner = self._owners()
-        self.owned = [
-            [t for t, o in enumerate(self.owner) if o == g] for g in range(form.num_groups)
-        ]
+        self.owned = jx.members(self.owner, form.num_groups)
         self.shared = [t for t, o in enumerate(self.owner) if o is None]
         owners = [NEUTRAL if owner is None else owner for owner in self.owner]
         labels = {**self._parameter_groups(), self.loss: NEUTRAL}
@@ -237,8 +235,8 @@ class _Cutter:
             ),
             messages=tuple(tuple(ids[v] for v in messages) for _, messages in closures),
             num_messages=len(ids),
-            initial_state=tuple(self._initial(g, owned[g]) for g in groups),
-            initial_globals=self._initial(None, self.shared),
+            initial_state=tuple(self._initial(g, form.groups[g], owned[g]) for g in groups),
+            initial_globals=self._initial(None, (), self.shared),
         )
 
     def _arguments(self, g: int) -> list[Any]:
@@ -283,7 +281,7 @@ class _Cutter:
         kinds = {"P": self.params, "O": self.tokens}
         return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
-    def _initial(self, g: int | None, tokens: list[int]) -> Part:
+    def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Part:
         slicer, groups = self.initial, self.initial_groups
         outputs = [self.init.jaxpr.outvars[t] for t in tokens]
         for t, v in zip(tokens, outputs, strict=True):
@@ -293,5 +291,4 @@ class _Cutter:
                     f"it isn't the state of alone; {_SUGGESTION}"
                 )
         eqns, _ = slicer.closure(outputs, lambda _: False)
-        own = [v for v, group in groups.items() if group == g]
-        return slicer.part(eqns, own, outputs)
+        return slicer.part(eqns, [self.initial_params[i] for i in leaves], outputs)

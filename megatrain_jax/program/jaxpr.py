@@ -6,7 +6,9 @@ and `scan` has other parameters) while the rest of the package should not notice
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,11 +43,36 @@ def trace(fn: Callable, *args: Any) -> Traced:
         return out
 
     leaves, in_tree = jax.tree.flatten(args)
-    closed = jax.make_jaxpr(flat)(*leaves)
+    with short_errors():
+        closed = jax.make_jaxpr(flat)(*leaves)
     jaxpr = opened(closed)
     consts = tuple(map(host_constant, closed.consts))
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
+
+
+_SHORT_ERRORS = threading.RLock()
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """Spares a trace the search for an error's origin where nobody sees the error.
+
+    NNX asks the new value of every variable for its sharding, which a tracer has none of. JAX
+    before 0.12 then goes through all equations so far to word an `AttributeError` that its own
+    `__getattr__` replaces at once: tracing would take a time quadratic in the model's depth.
+    """
+
+    def refuse(tracer: core.Tracer) -> None:
+        raise AttributeError("a tracer has no sharding")
+
+    with _SHORT_ERRORS:  # or the second of two threads would restore what the first one put there
+        before = core.Tracer.sharding
+        setattr(core.Tracer, "sharding", property(refuse))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(core.Tracer, "sharding", before)  # noqa: B010
 
 
 def host_constant(value: Any) -> Any:
@@ -315,3 +342,12 @@ def merge(mask: Sequence[bool], yes: Sequence, no: Sequence) -> list:
     """Undoes `split`."""
     yes_iter, no_iter = iter(yes), iter(no)
     return [next(yes_iter) if m else next(no_iter) for m in mask]
+
+
+def members(owners: Sequence[int | None], num_owners: int) -> tuple[tuple[int, ...], ...]:
+    """For each owner the positions at which it stands, ascending."""
+    found: list[list[int]] = [[] for _ in range(num_owners)]
+    for position, owner in enumerate(owners):
+        if owner is not None:
+            found[owner].append(position)
+    return tuple(map(tuple, found))

@@ -8,6 +8,7 @@ What something outside sees, a print or a callback, happens once: where its last
 """
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -135,16 +136,21 @@ def find_runs(flow: Dataflow) -> list[Run]:
 def _loops(leaves: Sequence[Leaf], events) -> dict[int, Path]:
     """Leaves outside blocks whose module is applied several times in a row, with that module."""
     order = [(p, i) for p, reads in events for i in sorted(reads)]
-    rest = sorted({i for _, i in order if leaves[i].block is None})
+    rest = {i for _, i in order if leaves[i].block is None}
     found: dict[int, Path] = {}
     prefixes = {leaves[i].path[:d] for i in rest for d in range(1, len(leaves[i].path))}
+    under: dict[Path, list[tuple[int, int]]] = defaultdict(list)
+    in_blocks = [p for p, i in order if leaves[i].block is not None]
+    for p, i in order:
+        for d in range(1, len(leaves[i].path) + 1):
+            if (prefix := leaves[i].path[:d]) in prefixes:
+                under[prefix].append((p, i))
     for prefix in sorted(prefixes, key=lambda p: (len(p), tuple(map(str, p)))):
-        own = [(p, i) for p, i in order if leaves[i].path[: len(prefix)] == prefix]
+        own = under[prefix]
         ids = {i for _, i in own}
         if len(ids) < 2 or ids & found.keys() or any(leaves[i].block is not None for i in ids):
             continue
-        inside = [i for p, i in order if own[0][0] <= p <= own[-1][0]]
-        alone = all(leaves[i].block is None for i in inside)
+        alone = bisect_left(in_blocks, own[0][0]) == bisect_right(in_blocks, own[-1][0])
         if alone and power([i for _, i in own]) > 1:
             found.update((i, prefix) for i in ids)
     return found
@@ -172,13 +178,17 @@ def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
         return [Run(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
     gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before run k) or -1 inside a run
     positions: dict[int, list[int]] = defaultdict(list)
+    ends = [run.last for run in runs]
+
+    def gap(p: int) -> int:
+        k = bisect_left(ends, p)
+        return -1 if k < len(runs) and p >= runs[k].first else k
+
     for p, i in rest:
-        k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
-        inside = k < len(runs) and p >= runs[k].first
-        gaps[i].add(-1 if inside else k)
+        gaps[i].add(gap(p))
     for p, i in rest:
-        k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
-        if not (k < len(runs) and p >= runs[k].first) and (k in (0, len(runs)) or gaps[i] == {k}):
+        k = gap(p)
+        if k in (0, len(runs)) or (k > 0 and gaps[i] == {k}):
             positions[k].append(p)
     out = []
     for k in range(len(runs) + 1):

@@ -134,6 +134,9 @@ class _Builder:
     def __init__(self, flow: Dataflow, runs: list[Run]):
         self.flow, self.consts, self.runs = flow, flow.consts, runs
         self.stage_of = assign(flow, runs)
+        self.rows: list[list[int]] = [[] for _ in runs]  # the equations of each stage, ascending
+        for i in sorted(self.stage_of):
+            self.rows[self.stage_of[i]].append(i)
         self.ids: dict[Any, int] = {}
         self.lifted: dict[Any, Any] = {}  # stand-in → the literal it has as its value
         self.aliases: dict[Any, Any] = {}  # stand-in → the variable it has as its value
@@ -191,7 +194,7 @@ class _Builder:
 
     def _body(self, s: int) -> "_Body":
         body = _Body(self, s)
-        for i in sorted(i for i, stage in self.stage_of.items() if stage == s):
+        for i in self.rows[s]:
             body.pull(i)
         if s == len(self.runs) - 1:
             for v in jx.variables(self.flow.jaxpr.outvars):
@@ -302,12 +305,10 @@ class _Builder:
                 continue
             guilty = {
                 self.flow.jaxpr.eqns[i].primitive.name
-                for i, stage in self.stage_of.items()
-                if stage == s and self._num_blocks(i) > 1
+                for i in self.rows[s]
+                if self._num_blocks(i) > 1
             }
-            read = {
-                j for i, stage in self.stage_of.items() if stage == s for j in self.flow.read_by(i)
-            }
+            read = {j for i in self.rows[s] for j in self.flow.read_by(i)}
             size = sum(4 * jx.num_elements(self.flow.leaves[j]) for j in read)
             found.append(
                 f"the parameters of {run.name} can't be separated, because one operation "

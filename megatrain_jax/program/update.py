@@ -157,9 +157,7 @@ class Form:
         """Splits state as the parameters are split whose paths its own paths end with."""
         self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
         self.group_of = tuple(group_of)
-        self.groups = tuple(
-            tuple(i for i, g in enumerate(group_of) if g == group) for group in range(num_groups)
-        )
+        self.groups = jx.members(group_of, num_groups)
         groups: list[dict[int | None, int]] = [{} for _ in range(traced.num_params)]
         self.slices: list[int | None] = [None] * traced.num_params
         for leaf, group in zip(leaves, group_of, strict=True):

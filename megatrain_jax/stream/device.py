@@ -29,6 +29,7 @@ class Device:
         present: Parts on the device that the engine may use.
         dirty: Those whose host copy is not current.
         reserved: Parts to come that have their room, and how many of each.
+        reserved_bytes: Bytes of that room.
         used: By item, bytes that are free once it has been computed.
         leaving: By item and part, in the order of their dispatch, bytes that are free once the
             part has landed in the host.
@@ -48,6 +49,7 @@ class Device:
     reserved: Counter[PartKey] = field(default_factory=Counter)
     used: dict[int, int] = field(default_factory=dict)
     leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)
+    reserved_bytes: int = 0
     num_bytes: int = 0
     reach: int = 0
     records: list[Record] = field(default_factory=list)
@@ -93,8 +95,7 @@ class Device:
     @property
     def room(self) -> int:
         """Bytes that nothing occupies or has been promised."""
-        reserved = sum(n * self.workload.size(key) for key, n in self.reserved.items())
-        return self.limit - self.num_bytes - reserved
+        return self.limit - self.num_bytes - self.reserved_bytes
 
     # ---- records
 
@@ -147,9 +148,18 @@ class Device:
             self.used[item] = self.used.get(item, 0) + size
             self._emit(Record(op=Op.RELEASE, group=key[1], part=key[0], item=item))
 
+    def reserve(self, key: PartKey) -> None:
+        """Promises room to a part that is to come."""
+        self.reserved[key] += 1
+        self.reserved_bytes += self.workload.size(key)
+
     def _use_reservation(self, key: PartKey) -> None:
+        if key not in self.reserved:
+            return
+        self.reserved_bytes -= self.workload.size(key)
         self.reserved[key] -= 1
-        self.reserved = +self.reserved  # without those used up
+        if not self.reserved[key]:
+            del self.reserved[key]
 
     def _emit(self, record: Record) -> None:
         self.records.append(record)
@@ -193,6 +203,7 @@ class Device:
         """Lays down the records of items after which nothing is on the device."""
         self.resident = frozenset()
         self.reserved.clear()
+        self.reserved_bytes = 0
         uses = [use.key for item in items for use in item.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.reach = next(here, len(uses))
@@ -228,7 +239,7 @@ class Device:
             if size > self.room or (ahead and self.clock.inward > enough):
                 break
             if use.creates:
-                self.reserved[use.key] += 1
+                self.reserve(use.key)
             elif self._has_to_come(use):
                 self.fetch(use.key, number)
             self.reach += 1

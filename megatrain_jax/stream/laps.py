@@ -230,11 +230,11 @@ def _immediate_lap(workload: Workload) -> list[list[Record]]:
 def _deferred_lap(workload: Workload) -> list[list[Record]]:
     """Each group is updated before its first use in the next lap."""
     unused = _unused_groups(workload)
-    pending = [group for group in _trained_groups(workload) if group not in unused]
+    pending = set(_trained_groups(workload)).difference(unused)
     items = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
-        fresh = [group for group in pending if group in groups]
-        pending = [group for group in pending if group not in groups]
+        fresh = sorted(pending.intersection(groups))
+        pending.difference_update(fresh)
         items.append([*_for_each(fresh, Op.UPDATE), Record(op=Op.FORWARD, stage=stage)])
     updates = items.pop()[:-1] if workload.fused_last else []
     for item, complete in gradient_items(workload):

@@ -4,7 +4,6 @@ From the items of a step, their bytes and a budget this derives an ordered list 
 the engine only has to obey, so tests and plans can read a step unexecuted.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -181,7 +180,7 @@ def least_bytes(laps: Laps, resident: frozenset[PartKey]) -> int:
         _least_at(laps.workload, before, item, after.uses[: after.num_early], here)
         for line, stays in lines
         for (before, item, after), here in zip(
-            _neighbours(line), _residents_at(line, stays), strict=True
+            _neighbours(line), _residents_at(laps.workload, line, stays), strict=True
         )
     )
 
@@ -194,41 +193,62 @@ def _neighbours(items: Sequence[Item]) -> Iterator[tuple[Item, Item, Item]]:
     return zip(padded, items, padded[2:], strict=False)
 
 
+@dataclass(kw_only=True)
+class _Residents:
+    """The residents that exist at one item.
+
+    Attributes:
+        lasting: Those that always do; shared by all items.
+        alive: Those that do only in a part of a lap; changes with the item.
+        num_bytes: Bytes of all.
+    """
+
+    lasting: frozenset[PartKey]
+    alive: set[PartKey]
+    num_bytes: int
+
+    def __contains__(self, key: PartKey) -> bool:
+        return key in self.lasting or key in self.alive
+
+
 def _residents_at(
-    items: Sequence[Item], resident: frozenset[PartKey]
-) -> Iterator[frozenset[PartKey]]:
-    """For each item, the residents that exist when it begins; some do only in a part of a lap."""
+    workload: Workload, items: Sequence[Item], resident: frozenset[PartKey]
+) -> Iterator[_Residents]:
+    """For each item, the residents that exist when it begins; one object, good until the next."""
     passing = {key for key in resident if key[0] in PASSING}
-    lasting, alive = resident - passing, set()
-    for item in items:
-        yield lasting.union(alive)
+    lasting = resident - passing
+    here = _Residents(lasting=lasting, alive=set(), num_bytes=sum(map(workload.size, lasting)))
+    for number, item in enumerate(items):
+        yield here
+        if number == len(items) - 1:
+            return
         for step in item.steps:
-            alive.update(passing.intersection(step.creates))
-            alive.difference_update(step.kills)
+            new = passing.intersection(step.creates) - here.alive
+            here.alive.update(new)
+            old = here.alive.intersection(step.kills)
+            here.alive.difference_update(old)
+            here.num_bytes += sum(map(workload.size, new)) - sum(map(workload.size, old))
 
 
 def _least_at(
-    workload: Workload,
-    before: Item,
-    item: Item,
-    next_uses: Sequence[Use],
-    resident: frozenset[PartKey],
+    workload: Workload, before: Item, item: Item, next_uses: Sequence[Use], resident: _Residents
 ) -> int:
     """Bytes while an item computes: what it uses, the next uses, and what the last item left."""
-    kept = {use.key for use in item.uses[: item.num_early] if not use.creates} | resident
+    early = {use.key for use in item.uses[: item.num_early] if not use.creates}
     killed = {key for step in before.steps for key in step.kills}
     created = {use.key for use in before.uses if use.creates}
     needed = {use.key for use in before.uses if not use.creates}
     gone = 0
     for use in before.uses:
         consumed = use.key in killed and not (use.creates and use.key in needed)
+        kept = use.key in early or use.key in resident
         # The room of a resident gradient is its own until there is the next one.
-        if use.key not in kept or (consumed and (use.key not in resident or use.key in created)):
+        if not kept or (consumed and (use.key not in resident or use.key in created)):
             gone += workload.size(use.key)
     uses = (*item.uses, *next_uses)
-    here = {use.key for use in uses if not use.creates} | resident
+    here = {use.key for use in uses if not use.creates and use.key not in resident}
     new = [use.key for use in uses if use.creates]
-    return gone + sum(map(workload.size, here)) + sum(map(workload.size, new))
+    return gone + resident.num_bytes + sum(map(workload.size, (*here, *new)))
 
 
 def _residuals(laps: Laps) -> frozenset[PartKey]:
@@ -267,10 +287,11 @@ def _lay_down(
 
     def start(resident: frozenset[PartKey]) -> Device:
         clock = Clock(costs=laps.workload.costs)
-        reserved = Counter(key for key in resident if key[0] in LASTING)
-        return Device(
-            workload=laps.workload, limit=limit, resident=resident, clock=clock, reserved=reserved
-        )
+        device = Device(workload=laps.workload, limit=limit, resident=resident, clock=clock)
+        for key in resident:
+            if key[0] in LASTING:
+                device.reserve(key)
+        return device
 
     cold = start(resident)
     cold.run(laps.cold, laps.steady, boundary)
@@ -308,10 +329,10 @@ def _lay_down(
 def _boundary(laps: Laps, limit: int, resident: frozenset[PartKey]) -> int:
     """How many uses of the next lap can have their room while a lap's last item computes."""
     uses = [use for item in laps.steady for use in item.uses]
-    ends = [
-        ((laps.steady + lap)[-2], lap[-1], list(_residents_at(lap, resident))[-1])
-        for lap in (laps.cold, laps.steady)
-    ]
+    ends = []
+    for lap in (laps.cold, laps.steady):
+        *_, here = _residents_at(laps.workload, lap, resident)
+        ends.append(((laps.steady + lap)[-2], lap[-1], here))
 
     def fits(count: int) -> bool:
         return all(

@@ -100,8 +100,11 @@ class StepPlan:
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
         """Ids of the new values of the variables that stages compute, by the variable's number."""
-        new = self.program.outputs[1 + len(self.metrics) :]
-        return {k: i for k, i in enumerate(new) if i not in self.program.prologue_values}
+        new, early = (
+            self.program.outputs[1 + len(self.metrics) :],
+            set(self.program.prologue_values),
+        )
+        return {k: i for k, i in enumerate(new) if i not in early}
 
 
 def plan_step(
@@ -297,7 +300,8 @@ def _last_reads(records: Sequence[Record], stages, program: Program):
             for i in stages[record.stage].inputs:
                 last[i] = (record.op, record.stage)
     out: dict[tuple[Op, int], list[int]] = {}
+    lasting = set(program.outputs)
     for i, at in last.items():
-        if i not in program.outputs:
+        if i not in lasting:
             out.setdefault(at, []).append(i)
     return {at: tuple(ids) for at, ids in out.items()}

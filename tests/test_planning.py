@@ -1,0 +1,61 @@
+"""What a plan costs: counted in calls of Python functions, which no machine's load changes."""
+
+import cProfile
+import pstats
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+
+SIZES = (8, 16, 32)
+
+
+def with_dropout(num_layers):
+    def build():
+        rngs = nnx.Rngs(0)
+        layers = []
+        for _ in range(num_layers):
+            layers += [nnx.Linear(4, 4, dtype=jnp.bfloat16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)]
+        return nnx.Sequential(*layers)
+
+    return build
+
+
+def stacked(num_layers):
+    def build():
+        return {"layers": jnp.zeros((num_layers, 4, 4))}
+
+    return build
+
+
+def scanned(model, x):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, model["layers"])[0]
+
+
+def called(model, x):
+    return model(x)
+
+
+def num_calls(model, apply, optimizer):
+    profile = cProfile.Profile()
+    batch = jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)
+    with profile:
+        mt.plan(model, lambda model, x: apply(model, x).mean(), optimizer, batch)
+    rows = pstats.Stats(profile).stats.items()  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(calls for _, (_, calls, *_) in rows)
+
+
+@pytest.mark.parametrize(
+    "make, apply", [(with_dropout, called), (stacked, scanned)], ids=["nnx", "scan"]
+)
+def test_planning_takes_time_in_proportion_to_the_layers(make, apply):
+    # A deferred update couples all groups, which is where most could grow faster.
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    num_calls(make(2), apply, optimizer)  # what JAX does once
+    calls = [num_calls(make(size), apply, optimizer) for size in SIZES]
+    more = calls[1] - calls[0], calls[2] - calls[1]
+    assert more[1] <= 2.2 * more[0], calls
