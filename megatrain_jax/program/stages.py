@@ -13,6 +13,7 @@ import jax
 from jax.extend import core as jex
 
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.assign import assign
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.effects import answers, fires
 from megatrain_jax.program.partition import (
@@ -24,7 +25,6 @@ from megatrain_jax.program.partition import (
     SMALL,
     Dataflow,
     Run,
-    assign,
     find_runs,
 )
 from megatrain_jax.program.state import StateUse, find_state_use
