@@ -168,19 +168,25 @@ def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
     ]  # fmt: skip
     if not runs:
         return [Run(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
+    ends = (0, len(runs))
     gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before run k) or -1 inside a run
-    positions: dict[int, list[int]] = defaultdict(list)
+    outside: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for p, i in rest:
         k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
         inside = k < len(runs) and p >= runs[k].first
         gaps[i].add(-1 if inside else k)
-    for p, i in rest:
-        k = next((k for k, run in enumerate(runs) if p <= run.last), len(runs))
-        if not (k < len(runs) and p >= runs[k].first) and (k in (0, len(runs)) or gaps[i] == {k}):
-            positions[k].append(p)
+        if not inside:
+            outside[k].append((p, i))
+    positions: dict[int, list[int]] = {}
+    for k, reads in outside.items():
+        # What is also read between blocks may belong to the first block, or to the last one.
+        own = [p for p, i in reads if gaps[i] <= ({k} | set(ends) if k in ends else {k})]
+        if not own and k in ends:
+            own = [reads[0 if k == 0 else -1][0]]
+        positions[k] = own
     out = []
     for k in range(len(runs) + 1):
-        if positions[k]:
+        if positions.get(k):
             out.append(
                 Run(name="", keys=frozenset(), first=min(positions[k]), last=max(positions[k]))
             )
