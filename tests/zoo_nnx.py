@@ -353,7 +353,7 @@ CASES = (
         build=stack([scaled(1.0), scaled(0.5), scaled(1.0), scaled(0.5)]),
         loss_fn=next_token_loss,
         blocks=4,
-        templates=2,
+        templates=1,
     ),
     Case(
         name="unused",

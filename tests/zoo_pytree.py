@@ -243,7 +243,7 @@ CASES = (
         build=lambda: init_decoder(len(SHIFTS)),
         loss_fn=loss_of(forward_shifted),
         blocks=4,
-        templates=2,
+        templates=1,
     ),
     Case(
         name="custom_rule",

@@ -149,7 +149,8 @@ def _is_constant_scalar(eqn, ins) -> bool:
         bool(ins)
         and not eqn.effects
         and (
-            all(isinstance(v.array, (bool, int, float, np.generic)) for v in ins)
+            all(isinstance(v.array, (bool, int, float, np.generic, np.ndarray)) for v in ins)
+            and all(np.ndim(v.array) == 0 for v in ins)
             and all(getattr(a, "shape", None) == () and isinstance(a.dtype, np.dtype) for a in outs)
         )
     )

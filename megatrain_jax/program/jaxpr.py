@@ -18,6 +18,7 @@ import numpy as np
 from jax import core
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType, NamedSharding
 
 Var = jex.Var
 Literal = jex.Literal
@@ -122,6 +123,11 @@ def is_float(aval: Any) -> bool:
     """Whether an abstract value can carry a cotangent."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def strong(aval: Any) -> Any:
+    """An abstract value without a weak type, as an argument of a program is."""
+    return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -233,10 +239,19 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
     What an equation was traced in, such as a mesh, counts, too.
     """
-    return _keys.setdefault(_jaxpr_key(jaxpr, consts, rules=True), Key())
+    return _keys.setdefault(_jaxpr_key(jaxpr, consts, _RULES), Key())
 
 
-def _jaxpr_key(jaxpr, consts, rules):
+def form(eqn: Any) -> Hashable:
+    """What an equation does: its primitive and parameters, but for the values of literals."""
+    return eqn.primitive.name, _params_key(eqn, _FORM)
+
+
+# What two equations are compared by: with literals within them, with their derivatives.
+_FORM, _VALUES, _RULES = range(3)
+
+
+def _jaxpr_key(jaxpr, consts, level):
     numbers: dict[Any, int] = {}
 
     def define(v):
@@ -244,16 +259,18 @@ def _jaxpr_key(jaxpr, consts, rules):
         return _aval_key(v.aval)
 
     def read(a):
-        return _value_key(a.val) + (str(a.aval),) if isinstance(a, Literal) else numbers[a]
+        if not isinstance(a, Literal):
+            return numbers[a]
+        return (*(value_key(a.val) if level > _FORM else ()), str(a.aval))
 
     invars = (*jaxpr.constvars, *jaxpr.invars)
-    head = tuple((define(v), _value_key(c)) for v, c in zip(invars, consts, strict=False))
+    head = tuple((define(v), value_key(c)) for v, c in zip(invars, consts, strict=False))
     head += tuple(define(v) for v in invars[len(consts) :])
     body = []
     for eqn in jaxpr.eqns:
         ins = tuple(read(a) for a in eqn.invars)
         outs = tuple(define(v) for v in eqn.outvars)
-        body.append((eqn.primitive.name, ins, _params_key(eqn, rules), outs, eqn.ctx))
+        body.append((eqn.primitive.name, ins, _params_key(eqn, level), outs, eqn.ctx))
     tail = tuple(read(a) for a in jaxpr.outvars)
     return (head, tuple(body), tail)
 
@@ -274,7 +291,8 @@ def _aval_key(aval):
     )
 
 
-def _value_key(value):
+def value_key(value: Any) -> tuple[Any, ...]:
+    """Shape, dtype and bytes of a fixed array; a hash of the bytes if they are many."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
     array = np.asarray(value)
@@ -282,26 +300,36 @@ def _value_key(value):
     return (array.shape, str(array.dtype), raw if len(raw) <= 64 else hashlib.sha256(raw).digest())
 
 
-def _params_key(eqn, rules):
+def _params_key(eqn, level):
     params = eqn.params
     if eqn.primitive.name in CUSTOM_RULES:
         inner = params["call_jaxpr"]
-        key = _jaxpr_key(opened(inner), constants(inner), rules)
+        key = _jaxpr_key(opened(inner), constants(inner), level)
         # A rule may call its own function, so only the first derivative is compared.
-        return (key, _vjp_key(eqn)) if rules else key
+        return (key, _vjp_key(eqn)) if level == _RULES else key
     skipped = ("name",) if "jaxpr" in params else ()
-    return tuple((k, _param_key(v, rules)) for k, v in sorted(params.items()) if k not in skipped)
+    if eqn.primitive.name != "sharding_constraint":
+        params = {k: None if _says_nothing(v) else v for k, v in params.items()}
+    return tuple((k, _param_key(v, level)) for k, v in sorted(params.items()) if k not in skipped)
 
 
-def _param_key(value, rules):
+def _says_nothing(value) -> bool:
+    """Whether a parameter is a sharding that leaves every axis to the compiler."""
+    if not isinstance(value, NamedSharding):
+        return False
+    automatic = all(kind == AxisType.Auto for kind in value.mesh.axis_types)
+    return automatic and all(name is None for name in value.spec)
+
+
+def _param_key(value, level):
     if hasattr(value, "eqns"):
-        return _jaxpr_key(opened(value), constants(value), rules)
+        return _jaxpr_key(opened(value), constants(value), level)
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(_param_key(v, rules) for v in value))
+        return (type(value).__name__, *(_param_key(v, level) for v in value))
     if isinstance(value, dict):
-        return tuple((k, _param_key(v, rules)) for k, v in sorted(value.items(), key=str))
+        return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
     if isinstance(value, (np.ndarray, jax.Array)):
-        return _value_key(value)
+        return value_key(value)
     if callable(value) and not isinstance(value, type):
         return ("callable", id(value))
     try:
@@ -325,7 +353,7 @@ def _vjp_key(eqn):
     diff, others = split(is_diff, [shape_of(v.aval) for v in eqn.invars])
     cotangents = [shape_of(v.aval) for v, k in zip(eqn.outvars, keep, strict=True) if k]
     traced = trace(vjp, diff, others, cotangents)
-    return _jaxpr_key(traced.jaxpr, traced.consts, rules=False)
+    return _jaxpr_key(traced.jaxpr, traced.consts, _VALUES)
 
 
 def _floats(values, keep):

@@ -1,4 +1,4 @@
-"""Cuts a traced loss into stages at the model's blocks.
+"""Finds what each equation of a traced loss depends on, and the stretches that read one block.
 
 An equation depends on parameters, on data (batch, state, randomness), on both, or on neither.
 Those that depend on both are walked in order and cut between runs of reads of one block; those
@@ -9,11 +9,9 @@ What something outside sees, a print or a callback, happens once: where its last
 
 import dataclasses
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from megatrain_jax.program import effects
 from megatrain_jax.program import jaxpr as jx
@@ -176,23 +174,26 @@ def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
     ]  # fmt: skip
     if not runs:
         return [Run(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
+    ends = (0, len(runs))
     gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before run k) or -1 inside a run
-    positions: dict[int, list[int]] = defaultdict(list)
-    ends = [run.last for run in runs]
-
-    def gap(p: int) -> int:
-        k = bisect_left(ends, p)
-        return -1 if k < len(runs) and p >= runs[k].first else k
-
+    outside: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    lasts = [run.last for run in runs]
     for p, i in rest:
-        gaps[i].add(gap(p))
-    for p, i in rest:
-        k = gap(p)
-        if k in (0, len(runs)) or (k > 0 and gaps[i] == {k}):
-            positions[k].append(p)
+        k = bisect_left(lasts, p)
+        inside = k < len(runs) and p >= runs[k].first
+        gaps[i].add(-1 if inside else k)
+        if not inside:
+            outside[k].append((p, i))
+    positions: dict[int, list[int]] = {}
+    for k, reads in outside.items():
+        # What is also read between blocks may belong to the first block, or to the last one.
+        own = [p for p, i in reads if gaps[i] <= ({k} | set(ends) if k in ends else {k})]
+        if not own and k in ends:
+            own = [reads[0 if k == 0 else -1][0]]
+        positions[k] = own
     out = []
     for k in range(len(runs) + 1):
-        if positions[k]:
+        if positions.get(k):
             out.append(
                 Run(name="", keys=frozenset(), first=min(positions[k]), last=max(positions[k]))
             )
@@ -217,122 +218,3 @@ def _named(runs: list[Run], leaves) -> list[Run]:
                 name += f" (pass {seen[run.keys]})"
         named.append(dataclasses.replace(run, name=name))
     return named
-
-
-def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
-    """The stage of each main equation: cuts where the fewest bytes are alive."""
-    jaxpr = flow.jaxpr
-    main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
-    position = {i: p for p, i in enumerate(main)}
-    starts = _starts(flow, runs, main, position)
-    stage_of: dict[int, int] = {}
-    first_use: dict[int, int] = {}
-    for p, i in enumerate(main):
-        if i not in flow.floating:
-            s = int(np.searchsorted(starts, p, side="right")) - 1
-            for leaf in flow.read_by(i):
-                first_use.setdefault(leaf, s)
-    for p, i in enumerate(main):
-        if i in flow.floating:
-            uses = [first_use[leaf] for leaf in flow.floating[i] if leaf in first_use]
-            home = min(uses) if uses else int(np.searchsorted(starts, p, side="right")) - 1
-        else:
-            home = int(np.searchsorted(starts, p, side="right")) - 1
-        sources = [
-            stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
-            if flow.kind[v] == MAIN
-        ]  # fmt: skip
-        stage_of[i] = max([home, *sources])
-    stage_of = _postponed(flow, main, stage_of, len(runs) - 1)
-    return _with_effects(flow, stage_of, first_use, len(runs) - 1)
-
-
-def _with_effects(
-    flow, stage_of: dict[int, int], first_use: dict[int, int], last: int
-) -> dict[int, int]:
-    """Adds the equations that are there for their effects: where their last operand is made."""
-    earliest = 0
-    for i, kind in enumerate(flow.eqn_kind):
-        if kind == EFFECT:
-            operands = jx.variables(flow.jaxpr.eqns[i].invars)
-            made = [stage_of[flow.producer[v]] for v in operands if flow.kind[v] == MAIN]
-            read = [first_use.get(leaf, last) for leaf in flow.read_by(i)]
-            stage_of[i] = max([0, *made, *read, *([earliest] if i in flow.ordered else [])])
-        if i in flow.ordered:
-            if stage_of[i] < earliest:
-                raise ValueError(
-                    "loss_fn has ordered effects that can't be kept in order: what "
-                    f"{flow.jaxpr.eqns[i].primitive.name} shows is computed in a stage before "
-                    "that of an earlier effect. Leave out `ordered=True`"
-                )
-            earliest = stage_of[i]
-    return stage_of
-
-
-def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
-    """Moves what depends on no data (sums of regularisers) to where it is first used."""
-    data = jx.dependent(flow.jaxpr, flow.data)
-    uses: dict[Any, int] = {}
-    moved = dict(stage_of)
-    for i in reversed(main):
-        eqn = flow.jaxpr.eqns[i]
-        if i not in flow.floating and not any(v in data for v in eqn.outvars):
-            moved[i] = min(uses.get(v, last) for v in eqn.outvars)
-        for v in jx.variables(eqn.invars):
-            uses[v] = min(uses.get(v, last), moved[i])
-    return moved
-
-
-def _starts(flow, runs: list[Run], main: list[int], position: dict[int, int]) -> list[int]:
-    """The first main equation of each stage."""
-    alive = _live_bytes(flow, main, position)
-    tied: list[list[int]] = []
-    starts = [0]
-    for before, after in zip(runs, runs[1:], strict=False):
-        gap = range(before.last + 1, after.first + 1)
-        fewest = min(alive[p] for p in gap)
-        tied.append([p for p in gap if alive[p] == fewest])
-        # Of equal cuts the one after which the next run takes the least, then the earliest.
-        taken = {p: _taken_bytes(flow, main, position, p, after) for p in tied[-1]}
-        starts.append(min(tied[-1], key=lambda p: (taken[p], p)))
-    # Like blocks begin alike, if that costs nothing: at the most common distance to their reads.
-    cores = [tuple(_row(flow, i) for i in main[run.first : run.last + 1]) for run in runs]
-    ahead: dict[tuple, Counter] = defaultdict(Counter)
-    for core, run, start in zip(cores, runs, starts, strict=True):
-        ahead[core][run.first - start] += 1
-    for k, run in enumerate(runs[1:], 1):
-        wish = run.first - ahead[cores[k]].most_common(1)[0][0]
-        if wish in tied[k - 1]:
-            starts[k] = wish
-    return starts
-
-
-def _row(flow, i: int) -> tuple:
-    eqn = flow.jaxpr.eqns[i]
-    return eqn.primitive.name, tuple(str(v.aval) for v in eqn.outvars)
-
-
-def _taken_bytes(flow, main, position, cut: int, run: Run) -> int:
-    """Bytes made before `cut` that the equations from there to the run's end read."""
-    values = {
-        v for i in main[cut : run.last + 1] for v in jx.variables(flow.jaxpr.eqns[i].invars)
-        if flow.kind[v] == MAIN and position[flow.producer[v]] < cut
-    }  # fmt: skip
-    return sum(jx.num_bytes(v.aval) for v in values)
-
-
-def _live_bytes(flow, main, position) -> list[int]:
-    """Bytes of main values alive just before each main equation."""
-    last: dict[Any, int] = {}
-    for p, i in enumerate(main):
-        for v in jx.variables(flow.jaxpr.eqns[i].invars):
-            last[v] = p
-    for v in jx.variables(flow.jaxpr.outvars):
-        last[v] = len(main)
-    change = np.zeros(len(main) + 2, dtype=np.int64)
-    for v, p in last.items():
-        if flow.kind[v] == MAIN:
-            born = position[flow.producer[v]] + 1
-            change[born] += jx.num_bytes(v.aval)
-            change[p + 1] -= jx.num_bytes(v.aval)
-    return np.cumsum(change).tolist()

@@ -5,6 +5,7 @@ they share one compiled template.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ import jax
 from jax.extend import core as jex
 
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.alike import Alike, substitute, with_literals_outside
+from megatrain_jax.program.assign import assign
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.effects import answers, fires
 from megatrain_jax.program.partition import (
@@ -24,7 +27,6 @@ from megatrain_jax.program.partition import (
     SMALL,
     Dataflow,
     Run,
-    assign,
     find_runs,
 )
 from megatrain_jax.program.state import StateUse, find_state_use
@@ -138,7 +140,8 @@ class _Builder:
         for i in sorted(self.stage_of):
             self.rows[self.stage_of[i]].append(i)
         self.ids: dict[Any, int] = {}
-        self.lifted: dict[Any, Any] = {}  # stand-in → the literal it has as its value
+        self.lifted: dict[Any, Any] = {}  # stand-in → the literal or constant it has as its value
+        self.fixed: dict[Hashable, Any] = {}  # what a literal or constant is → its stand-in
         self.aliases: dict[Any, Any] = {}  # stand-in → the variable it has as its value
         self.home = self._data_homes()
 
@@ -219,34 +222,45 @@ class _Builder:
         """Gives like stages the same inputs where only the sources of their operands differ.
 
         The first block may take a literal where the others take a running sum, or one value twice
-        where the others take two.
+        where the others take two; each may have a literal of its own.
         """
+        alike = Alike(self.consts)
+        takes = {body: functools.partial(self.is_input, s=body.index) for body in bodies}
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
         for body in bodies:
-            classes[body.skeleton()].append(body)
+            classes[alike.skeleton(body.eqns, takes[body])].append(body)
         for members in classes.values():
-            slots: dict[tuple, list[tuple[int, int]]] = defaultdict(list)
-            atoms_of: dict[tuple, tuple] = {}
-            for row, eqns in enumerate(zip(*(b.eqns for b in members), strict=True)):
-                for column, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
-                    if any(not jx.is_literal(a) and self.is_input(a, b.index)
-                           for a, b in zip(atoms, members, strict=True)):  # fmt: skip
-                        key = tuple(id(a) for a in atoms)
-                        slots[key].append((row, column))
-                        atoms_of[key] = atoms
+            if len(members) == 1:
+                continue
+            rows = [
+                with_literals_outside(row) for row in zip(*(b.eqns for b in members), strict=True)
+            ]
+            slots = alike.slots(rows, [takes[b] for b in members])
             for m, body in enumerate(members):
+                body.eqns = [row[m] for row in rows]
                 taken: set[Any] = set()
-                for key, positions in slots.items():
-                    atom = atoms_of[key][m]
-                    if jx.is_literal(atom) or atom in taken:
-                        body.substitute(positions, self._substitute_for(atom))
+                for atoms, positions in slots:
+                    atom = atoms[m]
+                    if self._is_fixed(atom) or atom in taken:
+                        substitute(body.eqns, positions, self._substitute_for(atom))
                     else:
                         taken.add(atom)
 
     def _substitute_for(self, atom: Any) -> Any:
-        var = jex.Var(atom.aval)
-        (self.lifted if jx.is_literal(atom) else self.aliases)[var] = atom
+        var = jex.Var(jx.strong(atom.aval))
+        self.aliases[var] = self._lifted_for(atom) if self._is_fixed(atom) else atom
         return var
+
+    def _is_fixed(self, atom: Any) -> bool:
+        return jx.is_literal(atom) or atom in self.consts
+
+    def _lifted_for(self, atom: Any) -> Any:
+        """The value of a literal or a constant, one for all that are equal."""
+        key = jx.value_key(atom.val if jx.is_literal(atom) else self.consts[atom])
+        if key not in self.fixed:
+            self.fixed[key] = var = jex.Var(jx.strong(atom.aval))
+            self.lifted[var] = atom
+        return self.fixed[key]
 
     def _add_outputs(self, bodies: Sequence["_Body"]) -> None:
         wanted = {self.aliases.get(v, v) for body in bodies for v in body.operands()[2]}
@@ -293,7 +307,9 @@ class _Builder:
                     body.pull(self.flow.producer[v])
         outvars = [self.lifted.get(v, v) for v in wanted]
         consts = list(
-            dict.fromkeys([*body.operands()[0], *(v for v in wanted if v in self.consts)])
+            dict.fromkeys(
+                [*body.operands()[0], *(v for v in jx.variables(outvars) if v in self.consts)]
+            )
         )
         jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
@@ -374,30 +390,6 @@ class _Body:
         return jx.sub_jaxpr(
             self.builder.flow.jaxpr, self.eqns, [*consts, *leaves, *inputs], outvars
         )
-
-    def substitute(self, positions: Sequence[tuple[int, int]], var: Any) -> None:
-        """Puts another variable at some operands (row of the equation, column)."""
-        for row, column in positions:
-            invars = list(self.eqns[row].invars)
-            invars[column] = var
-            self.eqns[row] = self.eqns[row].replace(invars=invars)
-
-    def skeleton(self) -> Hashable:
-        """What the body computes but for parameters of operations and where inputs come from."""
-        numbers: dict[Any, int] = {}
-
-        def ref(atom):
-            if jx.is_literal(atom) or self.builder.is_input(atom, self.index):
-                return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
-            return numbers.setdefault(atom, len(numbers))
-
-        rows = []
-        for eqn in self.eqns:
-            refs = tuple(map(ref, eqn.invars))
-            rows.append((eqn.primitive.name, refs, tuple(str(v.aval) for v in eqn.outvars)))
-            for v in eqn.outvars:
-                numbers.setdefault(v, len(numbers))
-        return tuple(rows)
 
     def key(self) -> Hashable:
         consts = self.operands()[0]

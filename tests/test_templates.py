@@ -1,0 +1,320 @@
+"""Blocks that compute the same are one template, whatever stands between them and their likes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.stages import Program
+from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from test_program import cut_case
+from zoo_case import Case, next_token_loss
+
+DIM, VOCAB, TIME = 8, 16, 4
+TOKENS = {"tokens": np.arange(5 * (TIME + 1), dtype=np.int32).reshape(5, -1) % VOCAB}
+MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+SHARDING = NamedSharding(MESH, PartitionSpec("data"))
+
+Forward = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+def loss_of(forward: Forward) -> Callable[..., Any]:
+    """Return the loss of a pytree's forward function in the form that is traced."""
+
+    def loss(parameters, variables, batch, rng):
+        logits = forward(jax.tree.unflatten(TREE, parameters), batch["tokens"][:, :-1], rng)
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        targets = batch["tokens"][:, 1:, None]
+        return -jnp.mean(jnp.take_along_axis(logprobs, targets, axis=-1)), {}, []
+
+    return loss
+
+
+def init(seed: int = 0, num_blocks: int = 4) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    return {
+        "embed": normal(VOCAB, DIM),
+        "table": normal(VOCAB, DIM),
+        "blocks": [
+            {"norm": normal(DIM) + 1, "up": normal(DIM, 2 * DIM), "down": normal(2 * DIM, DIM)}
+            for _ in range(num_blocks)
+        ],
+        "scale": normal(DIM) + 1,
+        "head": normal(DIM, VOCAB),
+    }
+
+
+TREE = jax.tree.structure(init())
+
+
+def cut_forward(forward: Forward) -> tuple[TracedLoss, Program, list[Any]]:
+    flat, _ = jax.tree.flatten_with_path(init())
+    paths = [tuple(k.key if hasattr(k, "key") else k.idx for k in path) for path, _ in flat]
+    arrays = [a for _, a in flat]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    traced = trace_loss(loss_of(forward), shapes, [], TOKENS)
+    leaves = leaves_of(traced, paths, shapes, [True] * len(paths))
+    program = cut_loss(traced, leaves)
+    order = [arrays[leaf.parameter] for leaf in leaves]
+    return traced, program, order
+
+
+def block_keys(program: Program) -> list[Any]:
+    return [stage.key for stage in program.stages if stage.is_block]
+
+
+def assert_one_template(program: Program, num_blocks: int = 4) -> None:
+    keys = block_keys(program)
+    sizes = [(stage.name, len(stage.jaxpr.eqns)) for stage in program.stages]
+    assert len(keys) == num_blocks and len(set(keys)) == 1, sizes
+
+
+def assert_computes_the_loss(traced: TracedLoss, program: Program, arrays: list[Any]) -> None:
+    data = [*jax.tree.leaves(TOKENS), jax.random.key(3)]
+
+    def staged(arrays):
+        out = jx.evaluate(program.prologue, [*program.prologue_consts, *data])
+        values = dict(zip(program.prologue_values, out, strict=True))
+        for stage in program.stages:
+            args = [arrays[i] for i in stage.leaves] + [values[i] for i in stage.inputs]
+            out = jx.evaluate(stage.jaxpr, [*stage.consts, *args])
+            values.update(zip(stage.outputs, out, strict=True))
+        return values[program.outputs[0]]
+
+    def whole(arrays):
+        return jx.evaluate(traced.traced.jaxpr, [*traced.traced.consts, *arrays, *data])[0]
+
+    ours = jax.jit(jax.value_and_grad(staged))(arrays)
+    theirs = jax.jit(jax.value_and_grad(whole))(arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def mlp(block: dict[str, Any], x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(norm(x, block["norm"]) @ block["up"]) @ block["down"]
+
+
+def dropout(x: jax.Array, key: jax.Array, i: int) -> jax.Array:
+    keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
+    return jnp.where(keep, x / 0.9, 0)
+
+
+def constrained(x: jax.Array) -> jax.Array:
+    return lax.with_sharding_constraint(x, SHARDING)
+
+
+# What may stand before or after a block: f(parameters, x, tokens, key, index of the block).
+BORDERS = {
+    "dropout": lambda p, x, t, key, i: dropout(x, key, i),
+    "constraint": lambda p, x, t, key, i: constrained(x),
+    "scale": lambda p, x, t, key, i: 0.5 * x,
+    "index": lambda p, x, t, key, i: x / (i + 1),
+    "gather": lambda p, x, t, key, i: x + p["table"][t],
+    "gate": lambda p, x, t, key, i: x * jax.nn.sigmoid(p["table"][t]),
+    "norm": lambda p, x, t, key, i: norm(x, p["scale"]),
+    "clip": lambda p, x, t, key, i: jnp.clip(x, -10.0, 10.0),
+    "barrier": lambda p, x, t, key, i: lax.optimization_barrier(x),
+    "constant": lambda p, x, t, key, i: x + np.full(DIM, i, np.float32),
+    "transposes": lambda p, x, t, key, i: jnp.swapaxes(jnp.swapaxes(x, 0, 1), 0, 1),
+}
+# What may stand within one, on the branch.
+BRANCHES = {
+    "dropout": lambda h, key, i: dropout(h, key, 100 + i),
+    "depth": lambda h, key, i: h * (1 / np.sqrt(2 * (i + 1))),
+    "layer drop": lambda h, key, i: jnp.where(
+        jax.random.bernoulli(jax.random.fold_in(key, 200 + i), 1 - 0.1 * i), h, 0
+    ),
+    "constraint": lambda h, key, i: constrained(h),
+    "cast": lambda h, key, i: h.astype(jnp.bfloat16).astype(jnp.float32),
+    "mask": lambda h, key, i: jnp.where(jnp.arange(TIME)[:, None] < 2 + i % 2, h, 0),
+}
+
+
+def composed(
+    *,
+    embedded: tuple[str, ...] = (),
+    before: tuple[str, ...] = (),
+    branch: tuple[str, ...] = (),
+    after: tuple[str, ...] = (),
+    last: tuple[str, ...] = (),
+    remat: bool = False,
+) -> Forward:
+    """A decoder with some of these after its embedding, around blocks, within, and at the end."""
+
+    def forward(p, t, key):
+        def border(names, x, i):
+            for name in names:
+                x = BORDERS[name](p, x, t, key, i)
+            return x
+
+        def apply(i, block, x, key):
+            h = mlp(block, x)
+            for name in branch:
+                h = BRANCHES[name](h, key, i)
+            return x + h
+
+        x = border(embedded, p["embed"][t], 50)
+        for i, block in enumerate(p["blocks"]):
+            function = lambda b, x, key, i=i: apply(i, b, x, key)  # noqa: E731
+            function = jax.checkpoint(function) if remat else function
+            x = border(after, function(block, border(before, x, i), key), i)
+        return border(last, x, 60) @ p["head"]
+
+    return forward
+
+
+@pytest.mark.parametrize("name", BORDERS)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_what_stands_between_blocks_belongs_to_all_of_them_alike(place, name):
+    names = (name,)
+    model = composed(before=names) if place == "before" else composed(after=names)
+    assert_one_template(cut_forward(model)[1])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_literals_that_differ_by_layer_are_inputs_of_one_template(name, remat):
+    assert_one_template(cut_forward(composed(branch=(name,), remat=remat))[1])
+
+
+def random_model(seed: int) -> Forward:
+    rng = np.random.default_rng(seed)
+
+    def some(names):
+        return tuple(rng.choice(list(names), rng.integers(0, 3), replace=False).tolist())
+
+    ends = ["dropout", "scale", "clip", "barrier"]
+    return composed(
+        embedded=some(ends), before=some(BORDERS), branch=some(BRANCHES), after=some(BORDERS),
+        last=some(ends), remat=bool(rng.integers(2)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_blocks_of_random_ingredients_are_one_template(seed):
+    assert_one_template(cut_forward(random_model(seed))[1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_their_stages_together_compute_the_loss_and_its_gradient(seed):
+    assert_computes_the_loss(*cut_forward(random_model(seed)))
+
+
+class RematBlock(nn.Module):
+    """Draws from a key that Linen makes of a hash of the module's path, within the remat."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Dense(DIM)(nn.gelu(nn.Dense(2 * DIM)(nn.LayerNorm()(x))))
+        return nn.Dropout(0.1, deterministic=False)(x + h)
+
+
+class RematDecoder(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Dropout(0.1, deterministic=False)(nn.Embed(VOCAB, DIM, name="embed")(tokens))
+        for _ in range(4):
+            x = nn.remat(RematBlock)()(x)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
+class ValueBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(DIM, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array, value: jax.Array, first: jax.Array) -> jax.Array:
+        x = x + 0.1 * first
+        return self.dropout(x + self.linear(self.norm(x)) * value)
+
+
+class ValueDecoder(nnx.Module):
+    """bf16 parameters; every block looks a shared table up and adds the embedding itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.values = nnx.Embed(VOCAB, DIM, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.blocks = nnx.List([ValueBlock(rngs) for _ in range(4)])
+        self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = first = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.values(tokens), first)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("build", [RematDecoder, lambda: ValueDecoder(nnx.Rngs(0))])
+def test_modules_of_flax_share_a_template(build):
+    case = Case(name="", build=build, loss_fn=next_token_loss, blocks=4, templates=1)
+    assert_one_template(cut_case(case)[1])
+
+
+def alive_at_borders(program: Program) -> list[int]:
+    """Bytes of what one stage makes and a later one reads, after each stage but the last."""
+    made = {i: s for s, stage in enumerate(program.stages) for i in stage.outputs}
+    last = {i: s for s, stage in enumerate(program.stages) for i in stage.inputs}
+    size = {i: program.values[i].size * program.values[i].dtype.itemsize for i in made}
+    return [
+        sum(size[i] for i, start in made.items() if start <= s < last.get(i, -1))
+        for s in range(len(program.stages) - 1)
+    ]
+
+
+X = TOKENS["tokens"][:, 1:].size * DIM * 4  # bytes of one activation in fp32
+
+
+def test_a_border_carries_more_than_the_fewest_bytes_once_at_most():
+    def forward(p, t, key):
+        x = first = p["embed"][t]
+        for block in p["blocks"]:
+            x = x + 0.1 * first
+            x = x + mlp(block, x)
+        return x @ p["head"]
+
+    program = cut_forward(forward)[1]
+    assert_one_template(program)
+    # Before the last block the sum would be X; it is 2 X everywhere between blocks.
+    assert alive_at_borders(program) == [X, 2 * X, 2 * X, 2 * X, X]
+
+
+def test_blocks_are_no_template_where_it_would_cost_bytes_at_every_border():
+    def forward(p, t, key):
+        x = p["embed"][t]
+        for block in p["blocks"]:
+            x = x.astype(jnp.bfloat16)
+            x = x + mlp(block, x)
+        return x @ p["head"]
+
+    program = cut_forward(forward)[1]
+    assert alive_at_borders(program) == [X // 2, X // 2, X // 2, X // 2, X]
+    assert len(set(block_keys(program))) == 2
+
+
+@pytest.mark.parametrize("literals", [(0, 1), (1, 0)])
+def test_a_literal_that_decides_what_is_computed_stays_in_the_template(literals):
+    branches = (jnp.tanh, jnp.sin)
+
+    def forward(p, t, key):
+        x = p["embed"][t]
+        for i, block in enumerate(p["blocks"]):
+            x = x + lax.switch(literals[i % 2], branches, mlp(block, x))
+        return x @ p["head"]
+
+    assert len(set(block_keys(cut_forward(forward)[1]))) == 2
