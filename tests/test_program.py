@@ -95,10 +95,10 @@ def test_a_tied_embedding_is_read_by_two_stages_and_casts_are_repeated():
     assert tied <= set(program.stages[0].leaves) and tied <= set(program.stages[-1].leaves)
 
 
-def test_the_control_flow_warning_names_the_operation_and_its_bytes():
+def test_the_control_flow_warning_names_the_operation_and_its_memory():
     _, program = cut_case(CASES["while_two"])
     (warning,) = program.warnings
-    assert "while" in warning and "bytes" in warning and "blocks.1 + blocks.2" in warning
+    assert "while" in warning and "KiB" in warning and "blocks.1 + blocks.2" in warning
 
 
 def test_a_loss_without_parameters_is_refused():

@@ -69,7 +69,8 @@ def find_leaves(
             path, shape = (*prefix, STACK, *path[len(prefix) :]), shape[1:]
         parameters.append(Parameter(path=path, shape=shape, count=count, upstream=upstream[i]))
     keys = block_keys(parameters)
-    sliced = {i: n for i, (_, n) in stacked.items() if STACK in (keys[i] or ())}
+    opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
+    sliced = {i: n for i, (prefix, n) in stacked.items() if prefix in opened}
     leaves = [
         Leaf(path=paths[i], parameter=i, index=None, shape=tuple(shapes[i].shape),
              dtype=shapes[i].dtype, block=keys[i])
@@ -85,8 +86,8 @@ def find_leaves(
     return tuple(leaves)
 
 
-def _slice_of(key: Path | None, k: int) -> Path:
-    return tuple(k if component == STACK else component for component in key or ())
+def _slice_of(key: Path | None, k: int) -> Path | None:
+    return key and tuple(k if component == STACK else component for component in key)
 
 
 def common_prefix(paths: Sequence[Path]) -> Path:

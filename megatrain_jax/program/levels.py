@@ -70,7 +70,7 @@ def block_keys(parameters: Sequence[Parameter]) -> list[Path | None]:
     or in `layers_0/experts_0` ... `layers_0/experts_7`, none of which reads what another made,
     the block would stay `layers_0`.
     """
-    lists = _Lists(parameters)
+    lists = Lists(parameters)
     keys: list[Path | None] = [None] * len(parameters)
     for row in lists.below(range(len(parameters)), 0):
         for kind, count in lists.kinds(row):
@@ -82,10 +82,11 @@ def block_keys(parameters: Sequence[Parameter]) -> list[Path | None]:
     return keys
 
 
-class _Lists:
+class Lists:
     """The lists of a model: which elements they have, and what these are like."""
 
     def __init__(self, parameters: Sequence[Parameter]):
+        """Finds the indexed siblings among parameters."""
         self.parameters = parameters
         self.siblings = _siblings(parameters)
 
@@ -124,7 +125,8 @@ class _Lists:
             found: dict[int, Path] = {}
             any_layers = False
             for kind, count in self.kinds(row):
-                are_layers = self._are_layers(kind, count, row, likes)
+                inside = [row[inner] for inner in kind]
+                are_layers = self.repeats(kind, row, count, likes) and self.in_series(inside)
                 for inner in kind:
                     cut = self.opened(inner, row[inner], count)
                     found.update(cut.keys if cut else dict.fromkeys(row[inner], inner))
@@ -134,18 +136,18 @@ class _Lists:
                         largest = max(largest, cut.largest if cut else self._size(row[inner]))
             if any_layers:
                 keys.update(found)
-        inside = {i for rows in layers.values() for i in rows}
+        held = {i for rows in layers.values() for i in rows}
         sizes = {i: self.parameters[i].size * self.parameters[i].count for i in members}
-        held = sum(sizes[i] for i in inside)
-        beside = sum(n for i, n in sizes.items() if i not in inside and n <= largest)
-        return _Opened(keys=keys, largest=largest) if held and held >= 3 * beside else None
+        beside = sum(n for i, n in sizes.items() if i not in held and n <= largest)
+        good = held and sum(sizes[i] for i in held) >= 3 * beside
+        return _Opened(keys=keys, largest=largest) if good else None
 
-    def _are_layers(self, kind: list[Path], count: int, row, likes: int) -> bool:
+    def repeats(self, kind: list[Path], row, count: int, likes: int) -> bool:
+        """Whether like elements are enough to be layers of an element with so many likes."""
         matrices = min(len(self._matrices(row[element], len(element))) for element in kind)
-        enough = count > 1 if matrices > 1 else matrices == 1 and count > max(2, likes)
-        return enough and self._in_series([row[element] for element in kind], count)
+        return count > 1 if matrices > 1 else matrices == 1 and count > max(2, likes)
 
-    def _in_series(self, elements: list[list[int]], count: int) -> bool:
+    def in_series(self, elements: Sequence[Sequence[int]]) -> bool:
         """Whether each element reads what the one before it made, or each what its next one did."""
         before = [[self.parameters[i].upstream for i in members] for members in elements]
         masks = [sum(1 << i for i in members) for members in elements]
@@ -210,3 +212,8 @@ def _index(component: str | int) -> tuple[str, int] | None:
         return "", component
     match = _INDEXED.match(component)
     return (match[1] or "", int(match[2])) if match else None
+
+
+def is_indexed(component: str | int) -> bool:
+    """Whether a component of a path is an index, or ends in one as `Block_3` does."""
+    return _index(component) is not None

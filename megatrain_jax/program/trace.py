@@ -79,8 +79,8 @@ def leaves_of(
 ) -> tuple[Leaf, ...]:
     """The leaves of the model, with stacked parameters split as the traced loss reads them."""
     source, count = traced.traced, traced.num_parameters
-    scans, upstream = find_scanned(source, count), find_upstream(source, count)
-    found = find_leaves(paths, shapes, scans, upstream)
+    upstream = find_upstream(source.jaxpr, len(source.consts), count)
+    found = find_leaves(paths, shapes, find_scanned(source, count), upstream)
     return tuple(dataclasses.replace(leaf, trainable=trainable[leaf.parameter]) for leaf in found)
 
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.inline import CALLS
 
+REMATS = frozenset(("remat2", "checkpoint"))
+
 
 class _Source(NamedTuple):
     """The parameters (bits of a number) that a value depends on, and whether on data, too."""
@@ -17,7 +19,7 @@ class _Source(NamedTuple):
 _NOTHING = _Source(0, False)
 
 
-def find_upstream(traced: jx.Traced, num_parameters: int) -> list[int | None]:
+def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int | None]:
     """For each parameter, which ones the values depend on that it is combined with.
 
     In `y = tanh(x @ w0) @ w1`, parameter 0 is combined with the data alone and parameter 1 with a
@@ -25,18 +27,18 @@ def find_upstream(traced: jx.Traced, num_parameters: int) -> list[int | None]:
     slice by slice is upstream of itself where a slice takes what the one before it made. What a
     single equation reads, a loop or a conditional, has no order in itself.
 
+    Args:
+        jaxpr: A function of constants, then parameters, then data.
+        num_consts: How many constants.
+        num_parameters: How many parameters.
+
     Returns:
         For each parameter a set of parameters as the bits of a number, or None if no data meets it.
     """
     walk = _Walk(num_parameters)
-    jaxpr = traced.jaxpr
-    first = len(traced.consts)
-    sources = [
-        _NOTHING if i < first else _Source(1 << i - first, False)
-        if i < first + num_parameters else _Source(0, True)
-        for i in range(len(jaxpr.invars))
-    ]  # fmt: skip
-    walk.run(jaxpr, sources)
+    sources = [_NOTHING] * num_consts
+    sources += [_Source(1 << i, False) for i in range(num_parameters)]
+    walk.run(jaxpr, sources + [_Source(0, True)] * (len(jaxpr.invars) - len(sources)))
     return walk.found
 
 
@@ -59,7 +61,7 @@ class _Walk:
 
     def _eqn(self, eqn, ins: list[_Source]) -> list[_Source]:
         name = eqn.primitive.name
-        if name in CALLS or name in ("remat2", "checkpoint"):
+        if name in CALLS or name in REMATS:
             return self.run(jx.opened(eqn.params[CALLS.get(name, "jaxpr")]), ins)
         if name == "scan":
             num_consts, num_carry = jx.scan_parts(eqn)
