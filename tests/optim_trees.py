@@ -70,7 +70,7 @@ def make_tree(shapes: Any, stacked: str | None = None) -> Tree:
     if stacked:
         ids = tuple(i for i, p in enumerate(paths) if p[0] == stacked)
         scans.append(ScannedLeaves(leaves=ids, length=structs[ids[0]].shape[0]))
-    leaves = find_leaves(paths, structs, scans)
+    leaves = find_leaves(paths, structs, scans, [None] * len(paths))
     numbers: dict[Any, int] = {}
     group_of = tuple(numbers.setdefault(x.block or x.path[:1], len(numbers)) for x in leaves)
     return Tree(

@@ -78,6 +78,29 @@ def forward_scan(params: Params, tokens: jax.Array) -> jax.Array:
     return apply_head(params, x)
 
 
+def init_groups() -> Params:
+    """Return a decoder of two stacked groups: a list of two blocks and a matrix in front of it."""
+    params = init_decoder(4)
+    rng = np.random.default_rng(1)
+    groups = [
+        {"bridge": jnp.asarray(rng.normal(size=(DIM, DIM)) / 4, jnp.float32), "blocks": pair}
+        for pair in (params["blocks"][:2], params["blocks"][2:])
+    ]
+    del params["blocks"]
+    return params | {"groups": jax.tree.map(lambda *xs: jnp.stack(xs), *groups)}
+
+
+def forward_groups(params: Params, tokens: jax.Array) -> jax.Array:
+    def body(x: jax.Array, group: Params) -> tuple[jax.Array, None]:
+        x = x @ group["bridge"]
+        for block in group["blocks"]:
+            x = apply_block(block, x)
+        return x, None
+
+    x, _ = lax.scan(jax.checkpoint(body), params["embed"][tokens], params["groups"])
+    return apply_head(params, x)
+
+
 # Two pairs of arrays that are equal in value and not the same object.
 SHIFTS = tuple(
     np.random.default_rng(seed).normal(size=DIM).astype(np.float32) for seed in (0, 1, 0, 1)
@@ -273,6 +296,13 @@ CASES = (
         build=lambda: EquinoxDecoder(jax.random.key(0)),
         loss_fn=loss_of(forward_equinox),
         blocks=3,
+        templates=1,
+    ),
+    Case(
+        name="scan_of_lists",
+        build=init_groups,
+        loss_fn=loss_of(forward_groups),
+        blocks=4,
         templates=1,
     ),
 )

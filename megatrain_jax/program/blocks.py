@@ -5,16 +5,12 @@ that a scan over layers reads slice by slice.
 """
 
 import dataclasses
-import re
-from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
 
 from megatrain_jax.program.inline import ScannedLeaves
-
-Path = tuple[str | int, ...]
-_INDEXED = re.compile(r"^(?:(.*)_)?(\d+)$")
+from megatrain_jax.program.levels import STACK, Parameter, Path, block_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,59 +46,48 @@ def find_leaves(
     paths: Sequence[Path],
     shapes: Sequence[jax.ShapeDtypeStruct],
     scans: Sequence[ScannedLeaves],
+    upstream: Sequence[int | None],
 ) -> tuple[Leaf, ...]:
-    """Lists the leaves of a model: parameters outside scans first, then slices layer by layer."""
-    keys = block_keys(paths)
+    """Lists the leaves of a model: whole parameters first, then slices layer by layer.
+
+    Args:
+        paths: Path of each parameter.
+        shapes: Its shape, with the stacked axis.
+        scans: Which parameters scans read slice by slice.
+        upstream: For each parameter those that run before it, as the bits of a number.
+    """
     stacked: dict[int, tuple[Path, int]] = {}
     for scan in scans:
-        owners = {keys[i] for i in scan.leaves}
-        owned = {i for i, key in keys.items() if key in owners}
-        if len(owners) == 1 and None not in owners and not owned <= set(scan.leaves):
-            continue  # a scan that is only a part of one block stays inside its stage
         prefix = common_prefix([paths[i][:-1] for i in scan.leaves])
         for i in scan.leaves:
             stacked.setdefault(i, (prefix, scan.length))
-    rest = [i for i in range(len(paths)) if i not in stacked]
-    # Without the stacked parameters, what looked like a row of siblings may be none.
-    keys.update(zip(rest, block_keys([paths[i] for i in rest]).values(), strict=True))
+    parameters = []
+    for i, path in enumerate(paths):
+        shape, count = tuple(shapes[i].shape), 1
+        if i in stacked:
+            prefix, count = stacked[i]
+            path, shape = (*prefix, STACK, *path[len(prefix) :]), shape[1:]
+        parameters.append(Parameter(path=path, shape=shape, count=count, upstream=upstream[i]))
+    keys = block_keys(parameters)
+    opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
+    sliced = {i: n for i, (prefix, n) in stacked.items() if prefix in opened}
     leaves = [
         Leaf(path=paths[i], parameter=i, index=None, shape=tuple(shapes[i].shape),
              dtype=shapes[i].dtype, block=keys[i])
-        for i in rest
+        for i in range(len(paths)) if i not in sliced
     ]  # fmt: skip
-    for length in sorted({n for _, n in stacked.values()}):
+    for length in sorted(set(sliced.values())):
         for k in range(length):
             leaves += [
-                Leaf(path=paths[i], parameter=i, index=k, shape=tuple(shapes[i].shape[1:]),
-                     dtype=shapes[i].dtype, block=(*prefix, k))
-                for i, (prefix, n) in sorted(stacked.items()) if n == length
+                Leaf(path=paths[i], parameter=i, index=k, shape=parameters[i].shape,
+                     dtype=shapes[i].dtype, block=_slice_of(keys[i], k))
+                for i, n in sorted(sliced.items()) if n == length
             ]  # fmt: skip
     return tuple(leaves)
 
 
-def block_keys(paths: Sequence[Path]) -> dict[int, Path | None]:
-    """The block of each path: everything under its first component that has indexed siblings."""
-    siblings: dict[tuple[Path, str], set[int]] = defaultdict(set)
-    for path in paths:
-        for depth, component in enumerate(path):
-            if (found := _index(component)) is not None:
-                siblings[path[:depth], found[0]].add(found[1])
-
-    def key(path: Path) -> Path | None:
-        for depth, component in enumerate(path):
-            found = _index(component)
-            if found is not None and len(siblings[path[:depth], found[0]]) > 1:
-                return path[: depth + 1]
-        return None
-
-    return {i: key(path) for i, path in enumerate(paths)}
-
-
-def _index(component: str | int) -> tuple[str, int] | None:
-    if isinstance(component, int):
-        return "", component
-    match = _INDEXED.match(component)
-    return (match[1] or "", int(match[2])) if match else None
+def _slice_of(key: Path | None, k: int) -> Path | None:
+    return key and tuple(k if component == STACK else component for component in key)
 
 
 def common_prefix(paths: Sequence[Path]) -> Path:

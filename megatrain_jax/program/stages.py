@@ -30,6 +30,7 @@ from megatrain_jax.program.partition import (
     find_runs,
 )
 from megatrain_jax.program.state import StateUse, find_state_use
+from megatrain_jax.program.warnings import find_warnings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,7 @@ class _Builder:
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
             state=find_state_use(self.flow.jaxpr, self.flow.data, num_variables),
-            warnings=self._warnings(),
+            warnings=find_warnings(self.flow, self.runs, self.stage_of),
         )
 
     def _output_var(self, atom):
@@ -313,28 +314,6 @@ class _Builder:
         )
         jaxpr = jx.sub_jaxpr(self.flow.jaxpr, body.eqns, [*consts, *self.flow.data], outvars)
         return jaxpr, tuple(self.consts[v] for v in consts), tuple(self.ids[v] for v in wanted)
-
-    def _warnings(self) -> tuple[str, ...]:
-        found = []
-        for s, run in enumerate(self.runs):
-            if len(run.keys) < 2:
-                continue
-            guilty = {
-                self.flow.jaxpr.eqns[i].primitive.name
-                for i in self.rows[s]
-                if self._num_blocks(i) > 1
-            }
-            read = {j for i in self.rows[s] for j in self.flow.read_by(i)}
-            size = sum(4 * jx.num_elements(self.flow.leaves[j]) for j in read)
-            found.append(
-                f"the parameters of {run.name} can't be separated, because one operation "
-                f"({', '.join(sorted(guilty))}) reads them together: they form one stage of {size} "
-                "bytes of fp32 parameters that must fit on the device at once"
-            )
-        return tuple(found)
-
-    def _num_blocks(self, i: int) -> int:
-        return len({self.flow.leaves[j].block for j in self.flow.read_by(i)} - {None})
 
 
 class _Body:

@@ -11,6 +11,7 @@ from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf, Path, find_leaves
 from megatrain_jax.program.inline import Inliner, Pieces, Value, find_scanned, stack
 from megatrain_jax.program.stages import Program, cut
+from megatrain_jax.program.upstream import find_upstream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,9 @@ def leaves_of(
     trainable: Sequence[bool],
 ) -> tuple[Leaf, ...]:
     """The leaves of the model, with stacked parameters split as the traced loss reads them."""
-    found = find_leaves(paths, shapes, find_scanned(traced.traced, traced.num_parameters))
+    source, count = traced.traced, traced.num_parameters
+    upstream = find_upstream(source.jaxpr, len(source.consts), count)
+    found = find_leaves(paths, shapes, find_scanned(source, count), upstream)
     return tuple(dataclasses.replace(leaf, trainable=trainable[leaf.parameter]) for leaf in found)
 
 

@@ -1,0 +1,121 @@
+"""What is said of a cut that leaves more in one stage than the model's parts need."""
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from megatrain_jax.program.levels import Lists, Parameter, Path, is_indexed
+from megatrain_jax.program.partition import Dataflow, Run
+from megatrain_jax.program.upstream import REMATS, find_upstream
+
+_MASTER_BYTES = 4  # of fp32
+
+
+def find_warnings(
+    flow: Dataflow, runs: Sequence[Run], stage_of: Mapping[int, int]
+) -> tuple[str, ...]:
+    """Names the stages that hold several blocks, or more of the model than they should.
+
+    Args:
+        flow: What the equations depend on.
+        runs: The stages.
+        stage_of: The stage of each equation.
+    """
+    read: list[set[int]] = [set() for _ in runs]
+    for i, s in stage_of.items():
+        read[s] |= flow.read_by(i)
+    found = [
+        _together(flow, s, run, stage_of, read[s])
+        for s, run in enumerate(runs) if len(run.keys) > 1
+    ]  # fmt: skip
+    sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
+    large = [
+        s for s, run in enumerate(runs)
+        if len(run.keys) < 2 and 4 * sum(sorted(sizes[j] for j in read[s])[:-1]) > sum(sizes)
+    ]  # fmt: skip
+    if large and any(run.keys for run in runs):
+        upstream = find_upstream(flow.jaxpr, len(flow.consts), len(flow.leaves))
+        lists = Lists([
+            Parameter(path=leaf.path, shape=leaf.shape, upstream=up)
+            for leaf, up in zip(flow.leaves, upstream, strict=True)
+        ])  # fmt: skip
+        likes = [[(flow.leaves[j].path[-1], flow.leaves[j].shape) for j in sorted(r)] for r in read]
+        for s in large:
+            found += _too_large(flow, lists, runs[s], likes.count(likes[s]), read[s], s, stage_of)
+    return tuple(found)
+
+
+def _together(flow, s: int, run: Run, stage_of, read: AbstractSet[int]) -> str:
+    """Says which operation reads several blocks."""
+    guilty = {
+        flow.jaxpr.eqns[i].primitive.name
+        for i, stage in stage_of.items()
+        if stage == s and len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
+    }
+    return (
+        f"the parameters of {run.name} can't be separated, because one operation "
+        f"({', '.join(sorted(guilty))}) reads them together: they form one stage of "
+        f"{_memory(flow, read)} of fp32 parameters that must fit on the device at once"
+    )
+
+
+def _too_large(flow, lists: Lists, run, likes: int, read, s: int, stage_of) -> list[str]:
+    """Says why the parts that repeat in a large stage have no stages of their own."""
+    parts = _repeated_parts(lists, read, likes)
+    if not parts:
+        return []
+    owner = {j: k for k, members in enumerate(parts.values()) for j in members}
+    guilty = {
+        flow.jaxpr.eqns[i].primitive.name
+        for i, stage in stage_of.items()
+        if stage == s and len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
+    } - REMATS  # these would be opened
+    if not guilty and not lists.in_series(list(parts.values())):
+        return []  # experts or heads, side by side
+    names = [".".join(map(str, part)) for part in parts]
+    if guilty:
+        why = f"are read together by one operation ({', '.join(sorted(guilty))})"
+        remedy = "call them one after another outside of it"
+    elif all(is_indexed(part[-1]) for part in parts):
+        why = "hold less than three quarters of what is around them"
+        remedy = "move them into a list that holds little else"
+    else:
+        why = "have no numbers as the elements of a list have"
+        remedy = f"put them into a list (`layers/3`), or call them by number (`{_numbered(parts)}`)"
+    share = _memory(flow, read), _memory(flow, range(len(flow.leaves)))
+    return [
+        f"the stage {run.name} holds {share[0]} of the model's {share[1]} of fp32 parameters, "
+        f"because its like parts {', '.join(names[:3])}{', …' if len(names) > 3 else ''} {why}: "
+        f"{remedy}, and each becomes a stage"
+    ]
+
+
+def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[Path, list[int]]:
+    """The like modules that hold most of a stage, each with its parameters; {} if none do."""
+    paths = {j: lists.parameters[j].path for j in sorted(read)}
+    rows: dict[Path, dict[Path, list[int]]] = {}
+    for j, path in paths.items():
+        for depth in range(len(path)):
+            row = rows.setdefault(path[:depth], {})
+            row.setdefault(path[: depth + 1], []).append(j)
+    best: dict[Path, list[int]] = {}
+    held = sum(lists.parameters[j].size for j in read) / 2
+    for row in rows.values():
+        for kind, count in lists.kinds(row):
+            size = sum(lists.parameters[j].size for part in kind for j in row[part])
+            if size > held and lists.repeats(kind, row, count, likes):
+                best, held = {part: row[part] for part in kind}, size
+    return best
+
+
+def _numbered(parts: Mapping[Path, Sequence[int]]) -> str:
+    name = str(min(parts, key=str)[-1]).rstrip("0123456789_")
+    return f"{name or 'block'}_1"
+
+
+def _memory(flow, leaves) -> str:
+    size = sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves)
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"
