@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen, nnx
 
 import megatrain_jax as mt
 from megatrain_jax.adapters import adapt
@@ -88,6 +89,13 @@ def train(trainer: mt.Trainer, batches: Sequence[Any], *, gradients: bool = True
         opt_state=trainer.opt_state,
         trainer=trainer,
     )
+
+
+def variables_of(model: Any) -> Any:
+    """What of a model is no parameter, as the oracle has it."""
+    if isinstance(model, linen.Module):
+        return {k: v for k, v in model.variables.items() if k != "params"}
+    return nnx.state(model, nnx.Not(nnx.Param)) if isinstance(model, nnx.Module) else ()
 
 
 def check_close(actual: Any, expected: Any, tolerance: float, what: str) -> None:

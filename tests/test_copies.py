@@ -9,11 +9,14 @@ import pytest
 
 from megatrain_jax.memory.pool import device, pinned
 from megatrain_jax.stream.copies import Copies
+from optimizers import OPTIMIZERS
+from runs import check_same_bits, make_trainer, train
+from zoo import CASES
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
-    copies, rng, put = Copies(take_turns=True), random.Random(seed), jax.device_put
+    copies, rng, put = Copies("gpu"), random.Random(seed), jax.device_put
     dispatched, calls, arrived = [], [], {"device": [], "pinned_host": []}
 
     def watched(xs, sharding):
@@ -51,7 +54,7 @@ def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
 
 
 def test_both_directions_share_turns(monkeypatch):
-    copies, put, calls = Copies(take_turns=True), jax.device_put, []
+    copies, put, calls = Copies("gpu"), jax.device_put, []
     there, here = (put(jnp.arange(8.0), kind()) for kind in (pinned, device))
     monkeypatch.setattr(jax, "device_put", lambda xs, s: calls.append(len(xs)) or put(xs, s))
     copies.to_host((here,), list)
@@ -69,10 +72,34 @@ def test_both_directions_share_turns(monkeypatch):
 
 
 def test_without_turns_only_slabs_are_copied(monkeypatch):
-    copies, dispatched = Copies(take_turns=False), []
+    copies, dispatched = Copies("cpu"), []
     slab, put = jax.device_put(jnp.arange(8.0), pinned()), jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda xs, s: dispatched.append(len(xs)) or put(xs, s))
     copies.to_device((slab, slab), lambda slabs: copies.to_host(slabs, list))
     copies.dispatch()
     copies.dispatch()
     assert dispatched == [2, 2]
+
+
+def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
+    """What a GPU does, on a CPU: streams are the same to it, but what arrives where is not."""
+    case, options = CASES["nnx_tied"], {"microbatches": 2, "budget": "least"}
+    batches = [case.batch(seed) for seed in range(3)]
+    plain = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
+    expected = train(plain, batches, gradients=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
+    trainer._engine.templates = plain._engine.templates
+    passed, put = [], jax.device_put
+
+    def watched(xs, target):
+        passed.extend(x for x in xs if isinstance(xs, list) and x.size == 1)
+        return put(xs, target)
+
+    monkeypatch.setattr(jax, "device_put", watched)
+    run = train(trainer, batches, gradients=False)
+    assert passed, "some turns are passed over"
+    assert run.losses == expected.losses
+    check_same_bits(run.params, expected.params)
+    check_same_bits(run.opt_state, expected.opt_state)

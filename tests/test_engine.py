@@ -210,6 +210,27 @@ def test_alternating_shapes_train_like_one_shape_at_a_time():
     check_same_bits(together.params, apart.params)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
+    """What stays on the device for one shape, another looks for in the host."""
+    apart = make_trainer(CASE, OPTIMIZERS[optimizer])
+    low, high = budgets(apart._job.first)[0], budgets(apart._job.first)[2]
+    together = make_trainer(CASE, OPTIMIZERS[optimizer], budget=(low + high) // 2)
+    together._engine.templates = apart._engine.templates
+    rows = [2, 2, 8, 2, 8, 8]
+    batches = [{"tokens": CASE.batch(seed)["tokens"][:n]} for seed, n in enumerate(rows)]
+    losses = []
+    for batch in batches:
+        losses.append(apart.read(apart.step(batch))["loss"])
+        apart.flush()
+    run = train(together, batches, gradients=False)
+    stays = [plan.schedule.resident for plan in together._plans.values()]
+    assert len(stays) == 2 and stays[0] != stays[1]
+    assert list(run.losses) == losses
+    check_same_bits(run.params, apart.params)
+    check_same_bits(run.opt_state, apart.opt_state)
+
+
 def test_host_views_are_snapshots():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
     before = trainer.params

@@ -9,7 +9,16 @@ import pytest
 
 from optimizers import OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
-from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, recording, train
+from runs import (
+    NUM_STEPS,
+    SLOW,
+    check_close,
+    check_same_bits,
+    make_trainer,
+    recording,
+    train,
+    variables_of,
+)
 from zoo import CASES
 
 TOLERANCE = 2e-6
@@ -53,6 +62,7 @@ def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
     check_close(run.params, plain.params, TOLERANCE, "parameter")
     # A second moment has twice the relative error of its gradient.
     check_close(run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state")
+    check_close(variables_of(trainer.model), plain.variables, TOLERANCE, "variable")
     for ours, theirs in zip(run.metrics, plain.metrics, strict=True):
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, rtol=2e-6, err_msg=key)

@@ -1,10 +1,14 @@
 """Configurations as they are found: older forms, and options that nobody honours."""
 
 import dataclasses
+import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatrain_jax.models import DecoderConfig, Rope
+from megatrain_jax.models.rotary import tables
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,6 +111,71 @@ def test_defaults_are_those_of_the_family():
     assert DecoderConfig.from_hf(SIZES | {"model_type": "qwen3"}).head_dim == 128
     sparse = DecoderConfig.from_hf(SIZES | {"model_type": "qwen3_moe", "decoder_sparse_step": 2})
     assert sparse.experts is not None and sparse.experts.layers == (1,)
+
+
+_WINDOWS = {"use_sliding_window": True}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+_FULL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": _WINDOWS,
+    "qwen3": _WINDOWS,
+    "qwen3_moe": _WINDOWS,
+    "mixtral": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {"rope_parameters": _LONG | {"rope_theta": 1e4}, "max_position_embeddings": 131072},
+}
+
+
+def as_transformers(values):
+    """A configuration with all that it leaves out filled in by Transformers."""
+    transformers = pytest.importorskip("transformers")
+    options = {k: v for k, v in values.items() if k not in ("model_type", "transformers_version")}
+    return transformers.AutoConfig.for_model(values["model_type"], **options).to_dict()
+
+
+@pytest.mark.parametrize("family", _FULL)
+@pytest.mark.filterwarnings("ignore")
+def test_each_field_that_is_left_out_is_what_transformers_takes_for_it(family):
+    # As many layers and heads as the defaults of others of their numbers need.
+    sizes = {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 512}
+    least = SIZES | sizes | {"model_type": family} | _FULL[family]
+    full = as_transformers(least)
+    assert DecoderConfig.from_hf(least) == DecoderConfig.from_hf(full)
+    left_out = 0
+    for name in set(full) - {"model_type", "vocab_size", "intermediate_size", *sizes}:
+        values = {k: v for k, v in full.items() if k != name}
+        try:
+            ours = DecoderConfig.from_hf(values)
+        except ValueError:  # what no default stands for, or what contradicts it
+            continue
+        assert ours == DecoderConfig.from_hf(as_transformers(values)), name
+        left_out += 1
+    assert left_out > 20
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stretched_wavelengths_are_those_of_transformers():
+    pytest.importorskip("torch")
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers, rng = pytest.importorskip("transformers"), random.Random(0)
+    for _ in range(60):
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": rng.choice([100.0, 1e4, 1e6]),
+            "factor": rng.choice([1.5, 4.0, 32.0]),
+            "original_max_position_embeddings": rng.choice([16, 512, 4096]),
+            "beta_fast": rng.choice([8.0, 32.0]),
+            "beta_slow": rng.choice([1.0, 2.5]),
+            "truncate": rng.random() < 0.5,
+        }
+        values = SIZES | {"head_dim": rng.choice([8, 64, 128]), "rope_parameters": rope}
+        config = transformers.LlamaConfig(**values)
+        expected, scale = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        rope = DecoderConfig.from_hf(config.to_dict()).rope
+        _, sines = tables(rope, np.ones((1, 1), np.int32))
+        np.testing.assert_allclose(sines[0, 0], scale * np.sin(expected.numpy()), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

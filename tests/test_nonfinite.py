@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -121,6 +122,68 @@ def test_fit_counts_what_it_skipped_and_resumes_the_count(tmp_path):
     resumed = run(6, tmp_path / "parts")
     assert resumed.trainer.num_skipped == 2
     check_same_bits(everything(resumed.trainer), everything(whole.trainer))
+
+
+NAMES = [f"{part}{n}" for n in range(4) for part in ("w", "b")]
+
+
+def stack_loss(params, batch):
+    """The gradient of any one leaf can be spoiled alone: leaf n by the batch's n-th column."""
+    leaves = {
+        name: poisoned(params[int(name[1])][name[0]], batch["spoil"][:, n])
+        for n, name in enumerate(NAMES)
+    }
+    x = batch["x"]
+    for n in range(4):
+        x = jnp.tanh(x @ leaves[f"w{n}"] + leaves[f"b{n}"])
+    return jnp.mean((x - batch["y"][:, None]) ** 2)
+
+
+def stack_trainer(optimizer, **options):
+    rng = np.random.default_rng(0)
+    params = [
+        {"w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
+        for _ in range(4)
+    ]
+    precision = mt.Precision(compute=jnp.float32)
+    sample = spoiling(0, None)
+    return mt.Trainer(
+        params, stack_loss, optimizer, sample, precision=precision, progress=False, **options
+    )
+
+
+def spoiling(seed, leaf, value=np.nan):
+    spoil = np.ones((EXAMPLES, len(NAMES)), np.float32)
+    if leaf is not None:
+        spoil[-1, leaf] = value
+    rows = {name: x for name, x in batch(seed).items() if name != "poison"}
+    return rows | {"spoil": spoil}
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("adamw", 2), ("clipped", 1)])
+def test_one_leaf_whose_gradient_is_not_finite_skips_the_step(name, microbatches):
+    options = {"on_nonfinite": "skip", "microbatches": microbatches}
+    trainer = stack_trainer(OPTIMIZERS[name], **options)
+    trainer.step(spoiling(0, None))
+    for leaf in range(len(NAMES)):
+        before = everything(trainer)
+        for value in (np.nan, np.inf):
+            read = trainer.read(trainer.step(spoiling(1, leaf, value)))
+            assert np.isfinite(read["loss"]) and read["skipped"], NAMES[leaf]
+        check_same_bits(everything(trainer), before)
+        assert not trainer.read(trainer.step(spoiling(2, None)))["skipped"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_one_leaf_whose_gradient_is_not_finite_is_reported_and_trains_no_other(name):
+    trainer = stack_trainer(OPTIMIZERS[name])
+    trainer.step(spoiling(0, None))
+    for leaf in range(len(NAMES)):
+        with pytest.raises(FloatingPointError, match="gradient of .* not finite"):
+            trainer.read(trainer.step(spoiling(1, leaf)))
+        for array in jax.tree.leaves([trainer.params, trainer.opt_state]):
+            assert np.isfinite(array).all(), NAMES[leaf]
+        trainer.read(trainer.step(spoiling(2, None)))
 
 
 def test_the_option_is_checked():

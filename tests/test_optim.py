@@ -253,3 +253,20 @@ def test_initial_state_is_what_optax_makes():
     expected = optimizer.init(tree.build(list(map(jnp.asarray, params))))
     mine = assemble_state(runner.cut, runner.state, runner.globals)
     assert worst_difference(mine, expected) == 0
+
+
+def spread(side):
+    """Adds to all gradients parts of a matrix that one block's gradient fills with its sum."""
+
+    def update(updates):
+        sums = jnp.full((side * side,), updates["blocks"][0]["w1"].sum())
+        return jax.tree.map(lambda g: g + sums[: g.size].reshape(g.shape), updates)
+
+    return lambda _: stateless(update)
+
+
+def test_scalars_that_groups_share_may_be_arrays_of_some_size():
+    cut, mine, theirs = run_both(rows_of_blocks(n=2), spread(256))
+    assert cut.deferred and worst_difference(mine, theirs) <= TOLERANCE
+    with pytest.raises(ValueError, match="arrays of several groups meet.*blocks/0/w1"):
+        rows_of_blocks(n=2).cut(spread(257)(None))

@@ -111,6 +111,26 @@ def test_a_loss_without_parameters_is_refused():
         cut_case(case)
 
 
+def test_passes_that_share_an_operation_are_one_stage():
+    rng = np.random.default_rng(0)
+    blocks = [{"a": rng.normal(size=(4, 4)), "b": rng.normal(size=(4, 4))} for _ in range(3)]
+
+    def loss(params, batch):
+        x = batch["x"]
+        for block in params["blocks"]:
+            # Reads b, then both, then a: twice the same but for a product with a part in both.
+            x = jnp.tanh(jnp.tanh(x @ block["b"]) @ (block["a"] @ block["b"])) @ block["a"]
+        return jnp.mean(x**2)
+
+    case = Case(
+        name="overlapping", build=lambda: {"blocks": jax.tree.map(jnp.float32, blocks)},
+        loss_fn=loss, blocks=3, templates=1,
+        batch=lambda seed: {"x": np.ones((2, 4), np.float32)},
+    )  # fmt: skip
+    _, program = cut_case(case)
+    assert [stage.name for stage in program.stages] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_power_finds_the_number_of_repetitions(seed):
     rng = np.random.default_rng(seed)

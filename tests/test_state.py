@@ -9,7 +9,7 @@ from flax import linen, nnx
 
 import megatrain_jax as mt
 from oracle import train_plain
-from runs import check_close, make_trainer, train
+from runs import check_close, make_trainer, train, variables_of
 from zoo_case import Case
 
 DIM = 8
@@ -85,12 +85,6 @@ CASES = {
     "linen": case_of("linen", LinenSpectralNet),
     "teacher": case_of("teacher", lambda: TeacherNet(nnx.Rngs(0))),
 }
-
-
-def variables_of(model):
-    if isinstance(model, linen.Module):
-        return {k: v for k, v in model.variables.items() if k != "params"}
-    return nnx.state(model, nnx.Not(nnx.Param))
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,21 @@ def _common(fields: Fields) -> dict[str, Any]:
         "intermediate_size": fields.integer("intermediate_size"),
         "num_layers": fields.integer("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", None) or heads,
+        "num_kv_heads": _num_kv_heads(fields, heads),
         "head_dim": _head_dim(fields, hidden, heads),
         "activation": _ACTIVATIONS[activation],
         "norm_eps": fields.number("rms_norm_eps", default_eps, least=0),
         "tie_embeddings": fields.flag("tie_word_embeddings", gemma),
         "init_std": fields.number("initializer_range", 0.02, least=0),
     }
+
+
+def _num_kv_heads(fields: Fields, heads: int) -> int:
+    """As many as there are heads where the field is null, which is no default everywhere."""
+    default = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32}.get(fields.family)
+    if fields.family in ("qwen3_moe", "gemma2", "gemma3_text"):
+        default = 4
+    return fields.integer("num_key_value_heads", default, null=True) or heads
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int) -> int:

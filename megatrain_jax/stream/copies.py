@@ -29,20 +29,24 @@ _INWARD = (True, True, False, False)
 class Copies:
     """Gathers copies and dispatches them; nothing here waits."""
 
-    def __init__(self, take_turns: bool | None = None):
+    def __init__(self, platform: str):
         """Starts with the first stream.
 
         Args:
-            take_turns: Whether copies take streams in turn; None asks which backend it is.
+            platform: What `jax.default_backend()` says; copies take streams in turn on a "gpu".
         """
-        self._take_turns = jax.default_backend() == "gpu" if take_turns is None else take_turns
+        self._take_turns = platform == "gpu"
         self._turn = 0
-        self._gathered: dict[bool, list[tuple[Slabs, Done]]] = {True: [], False: []}
+        self.forget()
         self._targets = {True: device(), False: pinned()}
         number = jnp.zeros((), jnp.int32)
         self._numbers = {
             way: jax.device_put(number, self._targets[not way]) for way in (True, False)
         }
+
+    def forget(self) -> None:
+        """Forgets what has been gathered and not dispatched."""
+        self._gathered: dict[bool, list[tuple[Slabs, Done]]] = {True: [], False: []}
 
     def to_device(self, slabs: Slabs, done: Done) -> None:
         """Gathers copies to the device."""
@@ -59,7 +63,8 @@ class Copies:
 
     def dispatch(self) -> None:
         """Dispatches what has been gathered; each direction keeps its order."""
-        gathered, self._gathered = self._gathered, {True: [], False: []}
+        gathered = self._gathered
+        self.forget()
         slabs = {way: [x for slabs, _ in rows for x in slabs] for way, rows in gathered.items()}
         copied = {way: iter(arrays) for way, arrays in self._copy(slabs).items()}
         for way, rows in gathered.items():

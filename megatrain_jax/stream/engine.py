@@ -64,7 +64,7 @@ class Engine:
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = templates
-        self.moves = Moves()
+        self.moves = Moves(jax.default_backend())
         self.host, self.on_device = self.moves.host, self.moves.on_device
         self.variables: list[jax.Array] = []
         self.globals: list[jax.Array] = []

@@ -23,12 +23,16 @@ class Moves:
             somebody still reads the old ones.
     """
 
-    def __init__(self):
-        """Starts with nothing anywhere."""
+    def __init__(self, platform: str):
+        """Starts with nothing anywhere.
+
+        Args:
+            platform: See `Copies`.
+        """
         self.host: dict[PartKey, Slabs] = {}
         self.on_device: dict[PartKey, Slabs] = {}
         self.before_replacing: Callable[[int], None] | None = None
-        self._copies = Copies()
+        self._copies = Copies(platform)
         self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
 
     def move(self, op: Op, key: PartKey, item: int, rows: Rows) -> None:
@@ -91,7 +95,7 @@ class Moves:
 
     def abandon(self) -> None:
         """Forgets what a step that was cut off has on the device, on its way and for itself."""
-        self._copies = Copies()
+        self._copies.forget()
         self._leaving.clear()
         self.on_device.clear()
         for key in [key for key in self.host if key[0] not in LASTING]:

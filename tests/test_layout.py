@@ -1,0 +1,65 @@
+"""Where leaves lie in slabs: whatever their dtypes and order, each comes out as it went in."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megatrain_jax.memory.layout import ALIGNMENT, layout_of, mixed_layout_of
+
+DTYPES = ("float32", "bfloat16", "int32")
+
+
+def random_shape(rng):
+    return tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
+
+
+def filled(shape, dtype, rng):
+    values = [rng.randint(-99, 99) for _ in range(int(np.prod(shape)))]
+    return np.array(values, jnp.dtype(dtype)).reshape(shape)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_leaves_of_interleaved_dtypes_come_out_as_they_went_in(seed):
+    rng = random.Random(seed)
+    mirrored = [random_shape(rng) for _ in range(rng.randint(1, 3))]
+    shapes = []
+    for _ in range(rng.randint(1, 6)):
+        shapes += [(s, rng.choice(DTYPES)) for s in [random_shape(rng)] * rng.randint(0, 2)]
+        if rng.random() < 0.5:
+            shapes += [(shape, dtype) for dtype in [rng.choice(DTYPES)] for shape in mirrored]
+    shapes.append(((3,), "int32"))
+    leaves = [filled(shape, dtype, rng) for shape, dtype in shapes]
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    layout = mixed_layout_of(avals, mirrored)
+    slabs = jax.jit(layout.pack)(leaves)
+    assert [slab.size for slab in slabs] == [kind.size for kind in layout.layouts]
+    views, unpacked = layout.views(slabs), jax.jit(layout.unpack)(slabs)
+    for leaf, view, array in zip(leaves, views, unpacked, strict=True):
+        for found in (view, np.asarray(array)):
+            assert found.dtype == leaf.dtype and found.shape == leaf.shape
+            np.testing.assert_array_equal(found, leaf)
+    # Moments lie as their parameters do, so that an update can leave slabs whole.
+    at = layout_of(mirrored, "float32").offsets
+    whole = [kind for kind in layout.layouts if kind.shapes == tuple(mirrored)]
+    assert all(kind.offsets == at for kind in whole)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
+    rng = random.Random(seed)
+    shapes = [random_shape(rng) for _ in range(rng.randint(1, 8))]
+    layout = layout_of(shapes, "float32")
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    leaves = [None if rng.random() < 0.3 else filled(s, "float32", rng) for s in shapes]
+    slab = np.asarray(jax.jit(layout.pack)(leaves))
+    assert slab.nbytes == layout.num_bytes
+    expected = [
+        np.zeros(s, np.float32) if x is None else x for x, s in zip(leaves, shapes, strict=True)
+    ]
+    for view, leaf in zip(layout.views(slab), expected, strict=True):
+        assert np.shares_memory(view, slab)
+        np.testing.assert_array_equal(view, leaf)
+    assert np.abs(slab).sum() == sum(np.abs(x).sum() for x in expected), "padding is zero"

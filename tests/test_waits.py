@@ -1,0 +1,82 @@
+"""Where the driver waits, what it waits for is there when it goes on: on a device that is slow."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from late import SlowDevice, are_ready
+from megatrain_jax.memory.pool import device
+from megatrain_jax.stream.compiled import Templates
+from megatrain_jax.stream.laps import WAITS, Op
+from megatrain_jax.stream.moves import Moves
+from optimizers import OPTIMIZERS
+from runs import make_trainer
+from zoo import CASES
+
+COMPUTING = {Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE}
+
+
+def leaving(platform: str) -> Moves:
+    """Moves whose device has not made what it offloads."""
+    moves, late = Moves(platform), SlowDevice()
+    for _ in range(10):
+        late(jnp.zeros(1))  # it has other work to do first
+    for n in range(3):
+        moves.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device())),)
+        moves.move(Op.OFFLOAD, ("P", n), 5, [])
+    return moves
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_lands_or_rests_is_in_the_host(platform):
+    moves = leaving(platform)
+    moves.dispatch()
+    moves.wait_landed(5, ("P", 1))
+    assert are_ready(moves.host["P", 1])
+    moves = leaving(platform)
+    moves.rest()
+    assert are_ready(x for slabs in moves.host.values() for x in slabs)
+    assert [float(moves.host["P", n][0][0]) for n in range(3)] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
+def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
+    case = CASES["nnx_tied"]
+    trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
+    trainer.step(case.batch(0))
+    trainer.flush()
+    late, engine, get, obey = SlowDevice(), trainer._engine, Templates.get, trainer._engine.obey
+    made: dict[int, jax.Array] = {}  # by item, a part of what it computed last
+    now, num_late = -1, {op: 0 for op in WAITS}
+
+    def slow(self, key, *args, **options):
+        function = get(self, key, *args, **options)
+
+        def run(*args):
+            out = late(function(*args))
+            made[now] = jax.tree.leaves(out)[0]
+            return out
+
+        return run if key[0] in ("forward", "backward", "reduce", "update") else function
+
+    def watched(record, step):
+        nonlocal now
+        item = engine._begun + (record.item or 0)
+        now = item if record.op in COMPUTING else now
+        key = record.part, record.group
+        waits_for = [made[item]] if record.op is Op.WAIT and item in made else []
+        if record.op is Op.LAND and key in engine.host:
+            waits_for = list(engine.host[key])
+        was_late = not are_ready(waits_for)
+        obey(record, step)
+        if record.op in WAITS:
+            num_late[record.op] += was_late
+            assert are_ready(waits_for), record
+
+    engine._found.clear()
+    monkeypatch.setattr(Templates, "get", slow)
+    monkeypatch.setattr(engine, "obey", watched)
+    for seed in range(2):
+        trainer.step(case.batch(seed))
+    trainer.flush()
+    assert all(num_late.values()), "a device that isn't slow shows nothing"
