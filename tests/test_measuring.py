@@ -11,9 +11,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import all_rows
+import batches
 import common
+import large
+import peers
 import pytest
 import record
+import small_gpu
+import updates
 from timing import MIN_STEPS, Work, time_steps
 
 ROOT = Path(__file__).parents[1]
@@ -230,6 +236,48 @@ args = parser.parse_args()
 figures = {"mean_seconds_per_step": 2.0, "tokens_per_step": 6, "tokens_per_second": 3.0}
 record.write(args.out, figures, record.find_origin(args, args.out.parent))
 """
+
+
+def test_all_rows_are_rows_of_the_tables(monkeypatch):
+    monkeypatch.setattr(small_gpu, "fraction_of_device", lambda gib: 0.1)
+    shape = "qwen2.5-3b-untied"
+    tables = {
+        "updates": updates.rows(shape),
+        "batches": batches.rows(shape),
+        "small_gpu": small_gpu.rows(shape, 4, 10.0),
+        "large": large.rows("qwen2.5-7b-untied", 32),
+    }
+    names = {table: {row.name for row in rows} for table, rows in tables.items()}
+    names["peers"] = {peer.title for peer in peers.PEERS.values()}
+    for part in all_rows.PARTS:
+        assert part.row is None or part.row in names[part.script], part.name
+        assert (ROOT / "experiments" / "throughput" / f"{part.script}.py").exists()
+        assert part.seconds < 570
+    assert len({part.name for part in all_rows.PARTS}) == len(all_rows.PARTS)
+
+
+def test_a_run_goes_on_where_its_last_call_ended(tmp_path, monkeypatch, capsys):
+    begun: list[list[str]] = []
+    now = [0.0]
+
+    def run(words: list[str], check: bool) -> SimpleNamespace:
+        begun.append(words)
+        now[0] += 80
+        return SimpleNamespace(returncode=int("32 layers, auto" in words))
+
+    monkeypatch.setattr(all_rows, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(all_rows, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    words = ["all_rows.py", "--run", "x", "--unclean", "yes", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--parts", "updates:", "large: 32"])
+    all_rows.main()  # 7 of 80 s fit into 570 s
+    assert len(begun) == 7 and "large: 32 layers, auto" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="failed: large: 32 layers, auto"):
+        all_rows.main()
+    assert len(begun) == 10  # two that were left, and the one that fails
+    assert all(words[words.index("--run") + 1] == "x" for words in begun)
+    record.save(tmp_path / "updates/a.json", {"record": {"run": "x", "host": "another"}})
+    with pytest.raises(SystemExit, match="another run or machine"):
+        all_rows.main()
 
 
 def test_rows_of_a_table_are_of_one_run_or_say_so(tmp_path, capsys):

@@ -36,14 +36,18 @@ EARLY = "before the protocol"
 _LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
 _NUMBER = re.compile(
     r"(?<![\w.,−-])([−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?!,?\d|\.\d)"
-    r"(?: ?(%|ms\b|B\b|million\b)|(?![A-Za-z]))"
+    r"(?:\s?(%|ms\b|B\b|million\b)|(?![A-Za-z]))"
 )
 _SCALES = {"%": 0.01, "ms": 1e-3, "B": 1e9, "million": 1e6, None: 1.0}
+# Numbers with a unit of measurement, and those with more digits than a setting has.
 _MEASURED = re.compile(
-    r"(?<![\w.,-])\d[\d,.]* ?(?:%|ms\b|s\b|s/step|seconds?\b|minutes?\b|times\b|[GM]i?B\b|"
-    r"tokens a second|(?:tokens|tok|[GM]i?B|TFLOP)/s|of (?:a )?resident|of `dd`)"
+    r"(?<![\w.,-])(?:\d[\d,.]*\s?(?:%|ms\b|s\b|s/step|seconds?\b|minutes?\b|times\b|[GM]i?B\b|"
+    r"(?:tokens|[GM]i?B|TFLOP)/s|tokens a second|of (?:a )?resident|of `dd`)|"
+    r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+(?!\.?\d))"
 )
-_HIDDEN = re.compile(r"^```.*?^```|`[^`\n]+`|<!--.*?-->", re.M | re.S)
+_HIDDEN = re.compile(
+    r"^```.*?^```|`[^`\n]+`|<!-- files -->.*?<!-- end of files -->|<!--.*?-->", re.M | re.S
+)
 _GIVEN = re.compile(r"<!-- given: (.*?) -->", re.S)
 _SAID = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 _TABLE = re.compile(r"(?:^\|.*\|\n)+", re.M)
@@ -70,7 +74,12 @@ class Page:
 
     def target(self, link: str) -> Path:
         """Returns the file that a link leads to."""
-        return (self.path.parent / link).resolve()
+        return _target(self.path.parent, link)
+
+
+@cache
+def _target(folder: Path, link: str) -> Path:
+    return (folder / link).resolve()
 
 
 def pages() -> list[Page]:
@@ -93,8 +102,15 @@ def read_page(path: Path) -> Page:
 def problems(page: Page) -> list[str]:
     """Returns what is wrong with a page's figures."""
     visible = _blank(_HIDDEN, page.text)
-    found = [problem for table in _TABLE.finditer(visible) for problem in _table(page, table)]
-    prose = _blank(_TABLE, visible)
+    lost = [m for m in _LINK.finditer(visible) if _is_lost(page.target(m[2]))]
+    if lost:
+        return [page.at(match.start(), f"{match[2]} is not there") for match in lost]
+    found, prose = [], visible
+    for table in _TABLE.finditer(visible):
+        wrong = _table(page, table)
+        if wrong is not None:
+            found += wrong
+            prose = prose[: table.start()] + _blank(_TABLE, table[0]) + prose[table.end() :]
     for match in _LINK.finditer(prose):
         found += _link(page, match)
     return found + _without_source(page, prose) + _not_marked(page, visible)
@@ -125,7 +141,11 @@ def _link(page: Page, match: re.Match[str]) -> list[str]:
 
 
 def _is_result(path: Path) -> bool:
-    return path.suffix == ".json" and RESULTS in path.parents
+    return path.suffix == ".json" and path.is_relative_to(RESULTS)
+
+
+def _is_lost(path: Path) -> bool:
+    return _is_result(path) and not path.exists()
 
 
 def _compare(
@@ -139,13 +159,13 @@ def _compare(
     """Compares printed numbers with figures of a file; each by its own digits."""
     try:
         values = [figures.figure(target, name, base, yardstick) for name in names]
-    except (KeyError, OSError) as error:
+    except KeyError as error:
         return [f"{shown}: {error}"]
     values = [value for value in values if value is not None]
     if len(values) != len(printed):
         return [f"{shown} shows {len(printed)} numbers of {len(values)} that {names} are"]
     return [
-        f"{shown}: {number[0]} is {value}"
+        f"{shown}: {number[0]!r} is {value}"
         for number, value in zip(printed, values, strict=True)
         if not _is(number, value)
     ]
@@ -159,25 +179,28 @@ def _is(number: re.Match[str], value: float) -> bool:
     return abs(value / _SCALES[unit] - said) <= 0.5 * last_digit * (1 + 1e-9)
 
 
-def _table(page: Page, table: re.Match[str]) -> list[str]:
-    """Checks a table, if it is one of figures: a row links to a result, or a title names one."""
-    lines = table[0].splitlines()
-    titles, *body = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
-    body = body[1:]  # without the line of dashes
+def _table(page: Page, table: re.Match[str]) -> list[str] | None:
+    """Checks a table of figures, where a row links to a result or a title names one; else None."""
+    lines = page.text[table.start() : table.end()].splitlines()
+    starts = [table.start() + sum(len(line) + 1 for line in lines[:n]) for n in range(len(lines))]
+    titles, _, *body = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
     sources = [_source(page, cells[0]) for cells in body]
     if not any(sources) and not COLUMNS.keys() & set(titles):
-        return []
+        return None
     first = next((source[0] for source in sources if source), None)
+    needed = [set(figures.marks(source[0], first)) for source in sources if source and first]
+    # What is so of all rows may be said above the table instead.
+    above = " ".join(page.text[: table.start()].rstrip().rpartition("\n\n")[2].split())
+    shared = {mark for mark in set.intersection(*needed) if mark in above} if needed else set()
     found = []
-    for cells, source in zip(body, sources, strict=True):
-        at = page.text.find("|", table.start())
-        at = page.text.find(cells[0], at) if cells[0] else at
+    for at, cells, source in zip(starts[2:], body, sources, strict=True):
         if source is None or first is None:
             if any(_NUMBER.search(cell) for cell in cells[1:]):
                 found.append(page.at(at, f"the row {cells[0]!r} has no source"))
             continue
         path, base = source
-        missing = [mark for mark in figures.marks(path, first) if mark not in cells[0]]
+        marks = [mark for mark in figures.marks(path, first) if mark not in shared]
+        missing = [mark for mark in marks if mark not in cells[0]]
         found += [page.at(at, f"the row {cells[0]!r} doesn't say: {m}") for m in missing]
         found += [page.at(at, wrong) for wrong in _too_few_steps(path)]
         for title, cell in zip(titles[1:], cells[1:], strict=True):
@@ -218,9 +241,11 @@ def _without_source(page: Page, prose: str) -> list[str]:
     given = [text.strip() for match in _GIVEN.finditer(page.text) for text in match[1].split(";")]
     said = " ".join(_SAID.findall(page.text))
     for text in given:
-        if text not in prose:
+        spaced = r"\s+".join(map(re.escape, text.split()))
+        words = re.compile(rf"(?<![\w.,]){spaced}(?!\w|[.,]\d)")
+        if not words.search(prose):
             found.append(page.at(0, f"{text!r} is given, but nowhere said"))
-        prose = _blank(re.compile(rf"(?<![\w.,]){re.escape(text)}"), prose)
+        prose = _blank(words, prose)
     return found + [
         page.at(match.start(), f"{match[0]!r} has no source")
         for match in _MEASURED.finditer(prose)
@@ -235,9 +260,8 @@ def _not_marked(page: Page, visible: str) -> list[str]:
     for start, end in zip(starts, [*starts[1:], len(visible)], strict=True):
         section = visible[start:end]
         targets = [page.target(match[2]) for match in _LINK.finditer(section)]
-        early = [t for t in targets if _is_result(t) and t.exists()]
-        early = [t for t in early if figures.is_early(figures.read(t))]
-        if early and EARLY not in " ".join(section.split()):
+        early = [t for t in targets if _is_result(t) and figures.is_early(figures.read(t))]
+        if early and EARLY not in " ".join(section.lower().split()):
             found.append(page.at(start, f"{early[0].name} and others are from {EARLY!r}: say so"))
     return found
 
@@ -245,7 +269,7 @@ def _not_marked(page: Page, visible: str) -> list[str]:
 @cache
 def _section(path: Path, anchor: str) -> str:
     """The text below a heading, down to the next one."""
-    text = _blank(_HIDDEN, path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
     headings = list(_HEADING.finditer(text))
     for heading, end in zip(headings, [*(h.start() for h in headings[1:]), len(text)], strict=True):
         words = re.sub(r"[^\w\s-]", "", heading[0]).strip().lower()
@@ -292,9 +316,9 @@ def _ranges(paths: list[Path]) -> Iterator[str]:
         errors = sorted(value for value in found.values() if value is not None)
         within = sum(abs(value) <= 0.02 for value in errors)
         yield (
-            f"Of {what}, plans foresaw from {_signed(errors[0])} to {_signed(errors[-1])} "
-            f"too much, over {len(errors)} files; in {within} of them they were within 2%, and "
-            f"the median miss was {statistics.median(map(abs, errors)):.1%}."
+            f"Of {what}, plans foresaw from {-errors[0]:.1%} too little to {errors[-1]:.1%} too "
+            f"much, over {len(errors)} files; in {within} of them they were within 2%, and the "
+            f"median miss was {statistics.median(map(abs, errors)):.1%}."
         )
 
 

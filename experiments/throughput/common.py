@@ -57,6 +57,9 @@ def parser(description: str | None, table: str) -> argparse.ArgumentParser:
         "--rows", nargs="+", metavar="TEXT", help="only the rows whose name contains one of these"
     )
     result.add_argument(
+        "--only", nargs="+", metavar="NAME", help="only the rows of exactly these names"
+    )
+    result.add_argument(
         "--resume", action="store_true", help="keep the rows whose JSON file is there already"
     )
     add_origin_options(result)
@@ -86,7 +89,7 @@ def run_table(
         SystemExit: If no commit stands for the tree, or, after the table, if a row failed.
     """
     origin = find_origin(args)
-    wanted = [row for row in rows if not args.rows or any(text in row.name for text in args.rows)]
+    wanted = wanted_rows(rows, args)
     results: dict[str, Result | None] = {}
     for row in wanted:
         results[row.name] = run_row(row, args, origin)
@@ -94,6 +97,21 @@ def run_table(
     failed = [name for name, result in results.items() if result is None]
     if failed:
         sys.exit(f"without a result: {', '.join(failed)}")
+
+
+def wanted_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
+    """Returns the rows that the options ask for.
+
+    Raises:
+        SystemExit: If there is none, or none of a name that they give.
+    """
+    lost = set(args.only or ()) - {row.name for row in rows}
+    found = [row for row in rows if not args.rows or any(text in row.name for text in args.rows)]
+    found = [row for row in found if not args.only or row.name in args.only]
+    if lost or not found:
+        names = "; ".join(row.name for row in rows)
+        sys.exit(f"no row {', '.join(sorted(lost or args.rows))}; there are: {names}")
+    return found
 
 
 def run_row(row: Row, args: argparse.Namespace, origin: Origin) -> Result | None:
@@ -130,9 +148,10 @@ def table(
         titles.append(ratio)
     lines = [titles, ["---"] * len(titles)]
     runs = {name: result["record"]["run"] for name, result in results.items() if result}
+    first = next(iter(runs.values()), None)
     for row in rows:
         result = results.get(row.name)
-        other = runs.get(row.name) not in (None, next(iter(runs.values())))
+        other = runs.get(row.name) not in (None, first)
         cells = [f"{row.name} (another run)" if other else row.name]
         cells += ["failed" if result is None else show(result) for _, show in columns]
         if compares:

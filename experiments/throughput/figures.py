@@ -124,6 +124,13 @@ def drained_at_most(result: Result) -> Figure:
     return seconds and seconds * (steps + 1) / steps
 
 
+def tokens_per_second_at_least(result: Result) -> Figure:
+    """The rate of that."""
+    seconds, rate = seconds_per_step(result), tokens_per_second(result)
+    most = drained_at_most(result)
+    return seconds and rate and most and rate * seconds / most
+
+
 def link_rate(result: Result) -> Figure:
     """What a step moves in its busier direction, in GiB/s."""
     seconds = seconds_per_step(result)
@@ -138,9 +145,13 @@ def link_share(result: Result) -> Figure:
 
 
 def temporary_device_gib(result: Result) -> Figure:
-    """What the device's peak is above the planned state and values between stages."""
-    peak, planned = result.get("peak_device_gib"), result.get("planned_state_gib")
-    return peak - planned if peak and planned else None
+    """What a compiled function needs for itself, as planned."""
+    return result["planned_device_gib"] - result["planned_state_gib"]
+
+
+def dd_of_several(result: Result) -> Figure:
+    """What several processes of `dd` wrote, in GiB/s."""
+    return max(row["gib_per_s"] for writers, row in result["dd"].items() if int(writers) > 1)
 
 
 def percent_of_gpu(result: Result) -> int | None:
@@ -152,19 +163,20 @@ def percent_of_gpu(result: Result) -> int | None:
     return round(100 * limit / whole) if whole and limit and "peer" not in result else None
 
 
-def run_of(path: Path, result: Result) -> str:
-    """What tells a run from others; of early results, whose run is unknown, what there is."""
-    if not is_early(result):
-        return result["record"]["run"]
-    commit = result.get("versions", {}).get("commit")
-    return f"{path.parent} {commit if 'peer' not in result else None}"
+def is_of_one_run(path: Path, first: Path) -> bool:
+    """Whether two files may be called so; early ones by their folder, and commits if they tell."""
+    results = read(path), read(first)
+    if not any(map(is_early, results)):
+        return results[0]["record"]["run"] == results[1]["record"]["run"]
+    commits = {result.get("versions", {}).get("commit") for result in results} - {None}
+    return all(map(is_early, results)) and path.parent == first.parent and len(commits) < 2
 
 
 def marks(path: Path, first: Path) -> list[str]:
     """Returns what a row has to say of itself beside the first row of its table."""
     result = read(path)
     found = []
-    if run_of(path, result) != run_of(first, read(first)):
+    if not is_of_one_run(path, first):
         found.append("another run")
     percent = percent_of_gpu(result)
     if percent not in (None, _USUAL_PERCENT):
@@ -208,9 +220,11 @@ FIGURES: dict[str, Callable[[Result], Figure]] = {
         process_error,
         dispatch_share,
         drained_at_most,
+        tokens_per_second_at_least,
         link_rate,
         link_share,
         temporary_device_gib,
+        dd_of_several,
     )
 }
 # Rates beside that of another file in the same folder; in a table, beside that of its first row.
@@ -237,6 +251,12 @@ COLUMNS = {
     "at most": _column("{:.3f}", "drained_at_most"),
     "save": _column("{:.2f} GiB/s", "save.gib_per_s"),
     "restore": _column("{:.2f} GiB/s", "restore.gib_per_s"),
+    "state": _column("{:.1f} GiB", "state_gib"),
+    "`dd`, one process": _column("{:.2f} GiB/s", "dd.1.gib_per_s"),
+    "`dd`, several": _column("{:.2f} GiB/s", "dd_of_several"),
+    "save, of `dd`": _column("{:.2f}", "save_share_of_dd"),
+    "extra host memory, save": _column("{:.1f} GiB", "save.extra_host_gib"),
+    "extra host memory, restore": _column("{:.1f} GiB", "restore.extra_host_gib"),
 }
 
 
