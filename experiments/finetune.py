@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import resource
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -96,15 +97,18 @@ def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
 def figures(result: mt.FitResult, tokens: int) -> dict[str, Any]:
     """The run in numbers: rates, losses, peaks."""
     # The first steps compile; the last ones wait for what is in flight.
-    seconds = sorted(record["seconds"] for record in result.history[3:-2])
+    seconds = [record["seconds"] for record in result.history[3:-2]]
     stats = jax.devices()[0].memory_stats() or {}
-    middle = seconds[len(seconds) // 2] if seconds else None
+    mean = statistics.mean(seconds) if seconds else None
     return {
         "steps": result.trainer.num_steps,
         "num_parameters": result.trainer.plan.num_parameters,
         "num_frozen": result.trainer.plan.num_frozen,
-        "seconds_per_step": middle,
-        "tokens_per_second": middle and tokens / middle,
+        "num_measured_steps": len(seconds),
+        "mean_seconds_per_step": mean,
+        "stdev_seconds_per_step": statistics.stdev(seconds) if len(seconds) > 1 else None,
+        "tokens_per_step": tokens,
+        "tokens_per_second": mean and tokens / mean,
         "first_loss": result.history[0]["loss"],
         "last_loss": result.history[-1]["loss"],
         "eval_loss": result.history[-1].get("eval_loss"),

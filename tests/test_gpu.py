@@ -206,7 +206,7 @@ def test_a_3b_decoder_streams_as_it_trains_resident(tmp_path):
     # As users run it: optimised programs, and CUDA's memory pool.
     others = "XLA_FLAGS", allocator.VARIABLE, allocator.PREALLOCATE
     env = {name: value for name, value in os.environ.items() if name not in others}
-    command = [sys.executable, script, "--steps", "3", "--out", tmp_path, "--rows"]
+    command = [sys.executable, script, "--unclean", "yes", "--out", tmp_path, "--rows"]
     subprocess.run([*command, "resident", "least"], check=True, env=env)
     rows = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     resident = rows.pop("all-state-resident")
@@ -215,5 +215,5 @@ def test_a_3b_decoder_streams_as_it_trains_resident(tmp_path):
     for row in rows.values():
         assert row["losses"][0] == resident["losses"][0]
         # Attention's backward and scattered sums have no fixed order.
-        np.testing.assert_allclose(row["losses"], resident["losses"], rtol=1e-4)
+        np.testing.assert_allclose(row["losses"][:6], resident["losses"][:6], rtol=1e-4)
         assert row["peak_device_gib"] < resident["peak_device_gib"] / 4

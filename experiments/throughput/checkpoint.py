@@ -23,6 +23,7 @@ import optax
 from decoder import Decoder, loss_fn, random_batch
 from flax import nnx
 from machine import GIB, hardware, versions
+from record import add_origin_options, find_origin, write
 from shapes import add_shape_options, chosen_shape
 
 import megatrain_jax as mt
@@ -33,7 +34,7 @@ _BLOCK = 16 << 20
 def main() -> None:
     """Measures, prints and writes the figures."""
     args = parse_arguments()
-    shape = chosen_shape(args)
+    shape, origin = chosen_shape(args), find_origin(args)
     compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     batch = random_batch(shape, 0)
     trainer = mt.Trainer(
@@ -67,10 +68,7 @@ def main() -> None:
         row["gib_per_s"] = size / GIB / row["seconds"]
     fastest = max(row["gib_per_s"] for row in figures["dd"].values())
     figures["save_share_of_dd"] = figures["save"]["gib_per_s"] / fastest
-    text = json.dumps(figures, indent=2)
-    print(text)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text + "\n")
+    print(json.dumps(write(args.out, figures, origin), indent=2))
 
 
 def measured(call: Callable[[], object]) -> dict[str, float]:
@@ -121,6 +119,7 @@ def parse_arguments() -> argparse.Namespace:
         "--writers", type=int, nargs="+", default=[1, os.cpu_count() or 1], help="dd processes"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/checkpoint.json"))
+    add_origin_options(parser)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     return args

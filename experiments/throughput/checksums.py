@@ -18,6 +18,7 @@ import optax
 from decoder import Decoder, loss_fn, random_batch
 from flax import nnx
 from machine import GIB, hardware, versions
+from record import add_origin_options, find_origin, write
 from shapes import add_shape_options, chosen_shape
 
 import megatrain_jax as mt
@@ -31,8 +32,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--folder", type=Path, default=Path("runs/throughput/checksums"))
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/checksums.json"))
+    add_origin_options(parser)
     args = parser.parse_args()
-    shape = chosen_shape(args)
+    shape, origin = chosen_shape(args), find_origin(args)
     compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     batch = random_batch(shape, 0)
     trainer = mt.Trainer(
@@ -51,10 +53,7 @@ def main() -> None:
         "state_gib": trainer.plan.host_bytes / GIB,
         **measured(trainer, args.folder, args.pairs),
     }
-    text = json.dumps(figures, indent=2)
-    print(text)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text + "\n")
+    print(json.dumps(write(args.out, figures, origin), indent=2))
 
 
 def measured(trainer: mt.Trainer, folder: Path, pairs: int) -> dict[str, Any]:

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from figures import COLUMNS, FIGURES, Result, part
+from record import Origin, add_origin_options, find_origin, save
 from shapes import SHAPES
+from timing import MIN_STEPS
 
 FOLDER = Path(__file__).parent
-# The median of single steps; where updates run behind steps, only their mean tells the truth.
-SECONDS_KEY, MEAN_SECONDS_KEY = "seconds_per_step", "mean_seconds_per_step"
-Result = dict[str, Any]
 Column = tuple[str, Callable[[Result], str]]
 Option = str | int | float
 
@@ -50,14 +49,20 @@ def parser(description: str | None, table: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--steps", type=int, default=8, help="measured steps of each row")
+    result.add_argument(
+        "--steps", type=int, default=MIN_STEPS, help="steps that the mean of each row is of"
+    )
     result.add_argument("--out", type=Path, default=Path("runs/throughput", table))
     result.add_argument(
         "--rows", nargs="+", metavar="TEXT", help="only the rows whose name contains one of these"
     )
     result.add_argument(
+        "--only", nargs="+", metavar="NAME", help="only the rows of exactly these names"
+    )
+    result.add_argument(
         "--resume", action="store_true", help="keep the rows whose JSON file is there already"
     )
+    add_origin_options(result)
     return result
 
 
@@ -71,7 +76,6 @@ def run_table(
     args: argparse.Namespace,
     columns: Sequence[Column],
     ratio: str = "of resident",
-    seconds: str = SECONDS_KEY,
 ) -> None:
     """Measures rows, each in a process of its own, and prints their table.
 
@@ -80,28 +84,43 @@ def run_table(
         args: What `parser` read.
         columns: The table's, after the one of names.
         ratio: Title of the column that compares rows with their yardsticks.
-        seconds: Which figure of a step's time it compares.
 
     Raises:
-        SystemExit: If a row failed, after the table.
+        SystemExit: If no commit stands for the tree, or, after the table, if a row failed.
     """
-    wanted = [row for row in rows if not args.rows or any(text in row.name for text in args.rows)]
+    origin = find_origin(args)
+    wanted = wanted_rows(rows, args)
     results: dict[str, Result | None] = {}
     for row in wanted:
-        results[row.name] = run_row(row, args)
-    print(f"\n{table(wanted, results, columns, ratio, seconds)}", flush=True)
+        results[row.name] = run_row(row, args, origin)
+    print(f"\n{table(wanted, results, columns, ratio)}", flush=True)
     failed = [name for name, result in results.items() if result is None]
     if failed:
         sys.exit(f"without a result: {', '.join(failed)}")
 
 
-def run_row(row: Row, args: argparse.Namespace) -> Result | None:
+def wanted_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
+    """Returns the rows that the options ask for.
+
+    Raises:
+        SystemExit: If there is none, or none of a name that they give.
+    """
+    lost = set(args.only or ()) - {row.name for row in rows}
+    found = [row for row in rows if not args.rows or any(text in row.name for text in args.rows)]
+    found = [row for row in found if not args.only or row.name in args.only]
+    if lost or not found:
+        names = "; ".join(row.name for row in rows)
+        sys.exit(f"no row {', '.join(sorted(lost or args.rows))}; there are: {names}")
+    return found
+
+
+def run_row(row: Row, args: argparse.Namespace, origin: Origin) -> Result | None:
     """Measures one row, or reads what an earlier run has left of it; None if that fails."""
     out = args.out / row.file_name
     if args.resume and out.exists():
         return json.loads(out.read_text())
     out.unlink(missing_ok=True)
-    options = {"steps": args.steps, **row.options, "out": out}
+    options = {"steps": args.steps, **row.options, **origin.options(), "out": out}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     print(f"=== {row.name}", flush=True)
     environment = {**os.environ, **row.environment}
@@ -110,7 +129,7 @@ def run_row(row: Row, args: argparse.Namespace) -> Result | None:
         return None
     result = {"name": row.name, "environment": dict(row.environment)}
     result |= json.loads(out.read_text())
-    out.write_text(json.dumps(result, indent=2) + "\n")
+    save(out, result)
     return result
 
 
@@ -119,32 +138,43 @@ def table(
     results: Mapping[str, Result | None],
     columns: Sequence[Column],
     ratio: str = "",
-    seconds: str = SECONDS_KEY,
 ) -> str:
-    """Returns the rows as a Markdown table, with each one's share of its yardstick's rate."""
+    """Returns the rows as a Markdown table, with each one's share of its yardstick's rate.
+
+    Rows that `--resume` has kept of another run than the first row's say so.
+    """
     titles = ["", *(title for title, _ in columns)]
     if compares := any(row.yardstick for row in rows):
         titles.append(ratio)
     lines = [titles, ["---"] * len(titles)]
+    runs = {name: result["record"]["run"] for name, result in results.items() if result}
+    first = next(iter(runs.values()), None)
     for row in rows:
         result = results.get(row.name)
-        cells = [row.name]
+        other = runs.get(row.name) not in (None, first)
+        cells = [f"{row.name} (another run)" if other else row.name]
         cells += ["failed" if result is None else show(result) for _, show in columns]
         if compares:
-            cells.append(_ratio(result, results.get(row.yardstick or ""), seconds))
+            cells.append(_ratio(result, results.get(row.yardstick or "")))
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _ratio(result: Result | None, yardstick: Result | None, seconds: str) -> str:
+def _ratio(result: Result | None, yardstick: Result | None) -> str:
     if result is None or yardstick is None:
         return ""
-    return f"{rate(result, seconds) / rate(yardstick, seconds):.3f}"
+    return f"{result['tokens_per_second'] / yardstick['tokens_per_second']:.3f}"
 
 
-def rate(result: Result, seconds: str = SECONDS_KEY) -> float:
-    """Returns tokens a second by one of the figures of a step's time."""
-    return result["tokens_per_step"] / result[seconds]
+def column(title: str) -> Column:
+    """Returns a column of the tables in pages, as `figures.py` has it by its title."""
+    chosen = COLUMNS[title]
+
+    def show(result: Result) -> str:
+        found = [FIGURES[n](result) if n in FIGURES else part(result, n) for n in chosen.names]
+        return "" if None in found else chosen.form.format(*found)
+
+    return title, show
 
 
 def number(key: str, form: str = ".4g", unit: str = "") -> Callable[[Result], str]:
@@ -157,18 +187,16 @@ def number(key: str, form: str = ".4g", unit: str = "") -> Callable[[Result], st
     return show
 
 
-SECONDS = ("s/step", number("seconds_per_step"))
-PREDICTED = ("predicted", number("predicted_seconds_per_step"))
-TOKENS = ("tokens/s", number("tokens_per_second", ",.0f"))
-TFLOPS = ("TFLOP/s", number("tflops_per_second"))
+SECONDS, SPREAD, TOKENS, TFLOPS = map(column, ("s/step", "±", "tokens/s", "TFLOP/s"))
+PREDICTED = ("predicted", number("predicted_seconds_per_step", ".3f"))
 TFLOPS_WITH_ATTENTION = (
     "TFLOP/s with attention",
     number("tflops_per_second_with_attention"),
 )
 PEAK_DEVICE = ("peak device memory", number("peak_device_gib", ".1f", " GiB"))
 STATE = ("state on the device, planned", number("planned_state_gib", ".1f", " GiB"))
-KEPT = ("stages not recomputed", number("stages_that_keep_residuals", "d"))
-PEAK_HOST = ("peak host memory", number("peak_host_gib", ".1f", " GiB"))
+PEAK_HOST = column("peak host memory")
 PLANNED_HOST = ("host memory, planned", number("planned_host_peak_gib", ".1f", " GiB"))
 LINK_SHARE = ("of plain copies' rate", number("link_share", ".2f"))
-STANDARD = (SECONDS, PREDICTED, TOKENS, TFLOPS, PEAK_DEVICE, STATE, KEPT)
+KEPT, DISPATCH = map(column, ("stages not recomputed", "dispatch"))
+STANDARD = (SECONDS, SPREAD, PREDICTED, TOKENS, TFLOPS, PEAK_DEVICE, STATE, KEPT, DISPATCH)

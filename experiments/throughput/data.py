@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import hardware, peak_host_gib, versions
+from record import add_origin_options, find_origin, write
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -159,7 +160,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--tokenizer", help="folder of a tokenizer with a chat template")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/data/data.json"))
+    add_origin_options(parser)
     args = parser.parse_args()
+    origin = find_origin(args)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(args, Path(folder))
     print(f"\n| {result['hardware']['num_cores']} cores | s | tokens/s | × {_GPU_TOKENS:,} |")
@@ -167,8 +170,7 @@ def main() -> None:
     for name, seconds in result["seconds"].items():
         rate = result["tokens_per_second"][name]
         print(f"| {name} | {seconds:.2f} | {rate:,.0f} | {rate / _GPU_TOKENS:,.0f} |")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(args.out, result, origin)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from data import MARKED, conversations, sources, train_tokenizer
 from machine import hardware, versions
+from record import add_origin_options, find_origin, write
 from shapes import SHAPES
 from torch_model import build_model
 from transformers import AutoModelForCausalLM
@@ -139,19 +140,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; a temporary one")
     parser.add_argument("--part", choices=("make", "compare"))
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/disk_to_disk.json"))
+    add_origin_options(parser)
     args = parser.parse_args()
     if args.part is not None:
         {"make": make, "compare": compare}[args.part](args)
         return
+    origin = find_origin(args)
     with tempfile.TemporaryDirectory() as scratch:
         args.folder = args.folder or Path(scratch)
         result = run(args)
-    shown = ("num_parameters", "seconds_per_step", "tokens_per_second", "peak_device_gib")
+    shown = ("num_parameters", "mean_seconds_per_step", "tokens_per_second", "peak_device_gib")
     print(json.dumps({name: result[name] for name in shown}, indent=1))
     ours, theirs = result["eval_loss"], result["transformers"]["eval_loss"]
     print(f"loss on what was held out: {ours:.6g} here, {theirs:.6g} in Transformers")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(args.out, result, origin)
 
 
 if __name__ == "__main__":

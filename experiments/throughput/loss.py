@@ -8,9 +8,7 @@ bytes are known.
 import argparse
 import json
 import shlex
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from machine import GIB, hardware, versions
+from record import add_origin_options, find_origin, write
+from timing import MIN_STEPS, Work, time_steps
 
 from megatrain_jax import losses
 
@@ -38,8 +38,8 @@ def full_logits_rounded(hidden: jax.Array, head: jax.Array, labels: jax.Array) -
 def main() -> None:
     """Measures, prints and writes the figures."""
     args = parse_arguments()
+    origin = find_origin(args)
     rows: list[tuple[str, Callable[..., jax.Array], int]] = []
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     for tokens in args.tokens:
         rows += [("full logits", full_logits, tokens), ("rounded", full_logits_rounded, tokens)]
         for chunk in args.chunks:
@@ -54,9 +54,9 @@ def main() -> None:
     }
     for name, function, tokens in rows:
         row = {"name": name, "tokens": tokens, **measured(function, tokens, args)}
-        print(json.dumps({k: v for k, v in row.items() if k != "seconds_of_calls"}), flush=True)
+        print(json.dumps({k: v for k, v in row.items() if k != "seconds_of_steps"}), flush=True)
         figures["rows"].append(row)
-        args.out.write_text(json.dumps(figures, indent=2) + "\n")
+        write(args.out, figures, origin)
 
 
 def chunked(chunk: int) -> Callable[..., jax.Array]:
@@ -73,7 +73,7 @@ def measured(function: Callable[..., jax.Array], tokens: int, args: Any) -> dict
     )
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     logits = 4 * tokens * args.vocabulary
-    row: dict[str, Any] = {"full_logits_gib": logits / GIB, "temporary_gib": None, "seconds": None}
+    row: dict[str, Any] = {"full_logits_gib": logits / GIB, "temporary_gib": None}
     if function in (full_logits, full_logits_rounded) and limit and 2 * logits > limit:
         return row  # there is their gradient, too
     run = jax.jit(jax.value_and_grad(function, (0, 1))).lower(*shapes).compile()
@@ -87,18 +87,14 @@ def measured(function: Callable[..., jax.Array], tokens: int, args: Any) -> dict
     hidden = jax.random.normal(keys[0], shapes[0].shape, jnp.bfloat16)
     head = jax.random.normal(keys[1], shapes[1].shape, jnp.bfloat16) * args.width**-0.5
     labels = jax.random.randint(keys[2], (tokens,), 0, args.vocabulary)
-    loss, _ = jax.block_until_ready(run(hidden, head, labels))
-    times = []
-    for _ in range(args.repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run(hidden, head, labels))
-        times.append(time.perf_counter() - start)
-    return {
-        **row,
-        "seconds": statistics.median(times),
-        "seconds_of_calls": times,
-        "loss": float(loss),
-    }
+
+    def call() -> float:
+        loss, _ = jax.block_until_ready(run(hidden, head, labels))
+        return float(loss)
+
+    loss = call()
+    times = time_steps(Work(begin=call, finish=float, drain=lambda: None), args.repeats)
+    return {**row, **times.figures(), "loss": loss}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -110,8 +106,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--vocabulary", type=int, default=152064)
     parser.add_argument("--width", type=int, default=3584)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=MIN_STEPS)
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/loss.json"))
+    add_origin_options(parser)
     return parser.parse_args()
 
 

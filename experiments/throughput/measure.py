@@ -1,19 +1,18 @@
 """Measures one configuration in this process: writes a JSON file and prints a row.
 
 JAX tells the peak of a process's whole life only, hence one configuration a process; the scripts
-beside this one start it once for each row of a table. The JSON file holds every repetition and
-what the figures depend on.
+beside this one start it once for each row of a table. The JSON file holds every step and what
+the figures depend on.
 """
 
 import argparse
 import gc
-import json
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from decoder import Decoder, loss_fn, random_batch
+from dispatch import dispatch_seconds
 from flax import nnx
 from machine import (
     GIB,
@@ -31,14 +31,16 @@ from machine import (
     process_seconds,
     versions,
 )
+from record import add_origin_options, find_origin, write
 from shapes import Shape, add_shape_options, chosen_shape
-from timing import dispatch_seconds, time_steps
+from timing import MIN_STEPS, Times, Work, time_steps
 
 import megatrain_jax as mt
 from megatrain_jax.stream import steps
 
 # The first step compiles and starts at rest, the second compiles what only a steady step does.
 _WARM_UP_STEPS = 3
+_BATCHES = 16
 _EVERYTHING = 10**15
 
 
@@ -47,49 +49,56 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     if args.device_budget == "all":
         # The yardstick of streaming: the same arithmetic, every stage computed again in backward.
         steps.find_residuals = lambda stage: None
-    optimizer = optax.adamw(1e-4)
-    if args.clip is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
-    batches = [random_batch(shape, seed) for seed in range(_WARM_UP_STEPS + args.steps)]
-    compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    batches = cycle([random_batch(shape, seed) for seed in range(_BATCHES)])
     start = time.perf_counter()
-    trainer = mt.Trainer(
-        lambda: Decoder(shape, compute, nnx.Rngs(0)),
-        loss_fn,
-        optimizer,
-        batches[0],
-        microbatches=args.microbatches,
-        precision=mt.Precision(compute=compute),
-        device_budget=budget(args.device_budget),
-    )
+    trainer = make_trainer(args, shape)
     prepared, peak_of_start = time.perf_counter(), peak_device_gib()
     print(trainer.plan, flush=True)
-    warm_up = iter(batches[:_WARM_UP_STEPS])
-    losses = [trainer.read(trainer.step(next(warm_up)))["loss"]]
+    losses = [trainer.read(trainer.step(next(batches)))["loss"]]
     first_over, since_process_start = time.perf_counter(), process_seconds()
-    losses += [trainer.read(trainer.step(batch))["loss"] for batch in warm_up]
-    driver_start = time.thread_time()
-    more_losses, intervals = time_steps(trainer, batches[_WARM_UP_STEPS:])
-    driver_seconds = (time.thread_time() - driver_start) / args.steps
-    dispatch = dispatch_seconds(trainer, batches[:3])
+    work = Work(
+        begin=lambda: trainer.step(next(batches)),
+        finish=lambda metrics: trainer.read(metrics)["loss"],
+        drain=trainer.flush,
+    )
+    losses += [work.finish(work.begin()) for _ in range(_WARM_UP_STEPS - 1)]
+    times = time_steps(work, args.steps)
+    dispatch = dispatch_seconds(trainer, [next(batches) for _ in range(3)])
     trainer.flush()
     if args.profile is not None:
         with jax.profiler.trace(args.profile):
-            time_steps(trainer, batches[:2])
+            work.finish([work.begin() for _ in range(2)][-1])
         trainer.flush()
     return {
         **figures_of_plan(trainer.plan),
-        **figures_of_steps(shape, trainer.plan, intervals),
+        **figures_of_steps(shape, trainer.plan, times),
         "dispatch_seconds_per_step": dispatch,
-        "driver_cpu_seconds_per_step": driver_seconds,
+        "driver_cpu_seconds_per_step": times.driver_cpu,
         "peak_device_gib": peak_device_gib(),
         "peak_device_gib_of_start": peak_of_start,
         "peak_host_gib": peak_host_gib(),
         "seconds_to_prepare": prepared - start,
         "seconds_of_first_step": first_over - prepared,
         "seconds_from_process_start_to_first_step": since_process_start,
-        "losses": losses + more_losses,
+        "losses": losses + times.losses,
     }
+
+
+def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
+    """Returns a trainer of the decoder as the options say."""
+    optimizer = optax.adamw(1e-4)
+    if args.clip is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
+    compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return mt.Trainer(
+        lambda: Decoder(shape, compute, nnx.Rngs(0)),
+        loss_fn,
+        optimizer,
+        random_batch(shape, 0),
+        microbatches=args.microbatches,
+        precision=mt.Precision(compute=compute),
+        device_budget=budget(args.device_budget),
+    )
 
 
 def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
@@ -111,18 +120,16 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
     }
 
 
-def figures_of_steps(shape: Shape, plan: mt.Plan, intervals: list[float]) -> dict[str, Any]:
-    """Returns times and rates; the median of the intervals stands for a step."""
-    seconds = statistics.median(intervals)
+def figures_of_steps(shape: Shape, plan: mt.Plan, times: Times) -> dict[str, Any]:
+    """Returns times and rates."""
+    seconds = times.mean
     operations = {
         "": 6 * plan.num_parameters * shape.num_tokens,
         "_with_attention": 6 * plan.num_parameters * shape.num_tokens + attention_flops(shape),
     }
     return {
         "tokens_per_step": shape.num_tokens,
-        "seconds_per_step": seconds,
-        "mean_seconds_per_step": sum(intervals) / len(intervals),
-        "seconds_of_steps": intervals,
+        **times.figures(),
         "tokens_per_second": shape.num_tokens / seconds,
         **{f"tflops_per_second{k}": flops / seconds / 1e12 for k, flops in operations.items()},
     }
@@ -146,7 +153,7 @@ def link_share(figures: Mapping[str, Any], rates: Mapping[str, float] | None) ->
     busier = max(moved, key=moved.__getitem__)
     if rates is None:
         return None
-    return moved[busier] / figures["seconds_per_step"] / rates[busier]
+    return moved[busier] / figures["mean_seconds_per_step"] / rates[busier]
 
 
 def budget(text: str) -> int | Literal["least"] | None:
@@ -164,9 +171,9 @@ def budget(text: str) -> int | Literal["least"] | None:
 
 def row(result: Mapping[str, Any]) -> str:
     """Returns the main figures in one line."""
-    peak = result["peak_device_gib"]
+    peak, seconds = result["peak_device_gib"], result["mean_seconds_per_step"]
     return (
-        f"{result['seconds_per_step']:.4g} s/step, {result['tokens_per_second']:,.0f} tokens/s, "
+        f"{seconds:.4g} s/step, {result['tokens_per_second']:,.0f} tokens/s, "
         f"{result['tflops_per_second']:.4g} TFLOP/s, peak device memory "
         f"{'unknown' if peak is None else f'{peak:.1f} GiB'}, last loss {result['losses'][-1]:.6f}"
     )
@@ -187,11 +194,10 @@ def parse_arguments() -> argparse.Namespace:
         help="device memory for state and activations: least, auto, GiB, or all (everything "
         "resident, and every stage computed again in backward as with least)",
     )
-    parser.add_argument(
-        "--steps", type=int, default=8, help=f"measured steps, after {_WARM_UP_STEPS} others"
-    )
+    parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/measure.json"))
+    add_origin_options(parser)
     args = parser.parse_args()
     try:
         budget(args.device_budget)
@@ -203,7 +209,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measures, prints the row and writes everything."""
     args = parse_arguments()
-    shape = chosen_shape(args)
+    shape, origin = chosen_shape(args), find_origin(args)
     figures = measure(args, shape)
     gc.collect()  # the state makes room for what measures the link
     rates = link_gib_per_s()
@@ -220,9 +226,7 @@ def main() -> None:
         "link_gib_per_s": rates,
         "link_share": link_share(figures, rates),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(row(result), flush=True)
+    print(row(write(args.out, result, origin)), flush=True)
 
 
 if __name__ == "__main__":

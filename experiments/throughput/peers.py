@@ -12,25 +12,20 @@ from dataclasses import dataclass
 
 from common import (
     FOLDER,
-    MEAN_SECONDS_KEY,
     PEAK_DEVICE,
     PEAK_HOST,
+    SECONDS,
+    SPREAD,
+    TOKENS,
     Row,
-    number,
     parser,
-    rate,
     run_table,
 )
 from shapes import SHAPES
 
 _CLIP = 1.0
 _OURS = "megatrain_jax"
-_COLUMNS = (
-    ("s/step, mean", number(MEAN_SECONDS_KEY)),
-    ("tokens/s", lambda result: f"{rate(result, MEAN_SECONDS_KEY):,.0f}"),
-    PEAK_DEVICE,
-    PEAK_HOST,
-)
+_COLUMNS = (SECONDS, SPREAD, TOKENS, PEAK_DEVICE, PEAK_HOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +114,7 @@ def main() -> None:
     for line in absent:
         print(f"not installed: {line}", flush=True)
     try:
-        run_table(found, args, _COLUMNS, "of the first", MEAN_SECONDS_KEY)
+        run_table(found, args, _COLUMNS, "of the first")
     finally:
         for line in absent:
             print(f"not installed: {line}", flush=True)

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from common import MEAN_SECONDS_KEY, Result, rate
+from figures import Result, tokens_per_second
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def draw_memory(results: list[Result]) -> Figure:
     streamed = [result for result in results if result["device_budget"] != "all"]
     for kind, clipped in (("immediate", False), ("clipped", True)):
         chosen = [result for result in streamed if (result["clip"] is not None) == clipped]
-        points = sorted((memory_gib(r), r["tokens_per_second"], budget_name(r)) for r in chosen)
+        points = sorted((memory_gib(r), rate(r), budget_name(r)) for r in chosen)
         if not points:
             continue
         label = f"{kind} update" if not clipped else "clipped by the global norm"
@@ -64,14 +64,21 @@ def draw_memory(results: list[Result]) -> Figure:
     for result in results:
         if result["device_budget"] == "all" and result["clip"] is None:
             label = f"all state resident, {memory_gib(result):.1f} GiB"
-            rate = result["tokens_per_second"]
-            axes.axhline(rate, linestyle="--", color=_COLOURS["resident"], label=label)
+            colour = _COLOURS["resident"]
+            axes.axhline(rate(result), linestyle="--", color=colour, label=label)
     axes.set_xlabel("peak device memory, GiB")
     axes.set_ylabel("tokens/s")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, loc="lower right")
     return figure
+
+
+def rate(result: Result) -> float:
+    """Returns tokens a second, by the mean of the steps."""
+    found = tokens_per_second(result)
+    assert found is not None, "a result of training steps"
+    return found
 
 
 def memory_gib(result: Result) -> float:
@@ -88,10 +95,10 @@ def budget_name(result: Result) -> str:
 
 def draw_peers(results: list[Result]) -> Figure:
     """Draws tokens a second of each peer as a bar, the fastest on top."""
-    ordered = sorted(results, key=lambda result: rate(result, MEAN_SECONDS_KEY))
+    ordered = sorted(results, key=rate)
     figure, axes = axes_of(8, 0.8 + 0.42 * len(ordered))
     names = [result["name"] for result in ordered]
-    rates = [rate(result, MEAN_SECONDS_KEY) for result in ordered]
+    rates = [rate(result) for result in ordered]
     colours = [_OTHERS if "peer" in result else _OURS for result in ordered]
     bars = axes.barh(names, rates, color=colours, height=0.65)
     notes = map(_memory_note, ordered)

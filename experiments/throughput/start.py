@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 from common import Row, add_shape, number, parser, run_row, table
+from record import find_origin
 
 _KEY = "seconds_from_process_start_to_first_step"
 
@@ -30,18 +31,18 @@ def main() -> None:
     options = parser(__doc__, "start")
     add_shape(options, "small")
     options.add_argument("--device-budget", default="auto", help="as of measure.py")
-    options.set_defaults(steps=2)
     args = options.parse_args()
+    origin = find_origin(args)
     # Or the first row would also read Python's files from the disk for the second one.
     subprocess.run([sys.executable, "-c", "import flax, jax, optax, megatrain_jax"], check=True)
     with tempfile.TemporaryDirectory() as cache:
         both = rows(args.shape, args.device_budget, cache)
-        results = {row.name: run_row(row, args) for row in both}
+        results = {row.name: run_row(row, args, origin) for row in both}
     columns = [
         ("first step over", number(_KEY, ".2f", " s")),
         ("of which preparing", number("seconds_to_prepare", ".2f", " s")),
         ("of which the first step", number("seconds_of_first_step", ".2f", " s")),
-        ("a later step", number("seconds_per_step", ".4g", " s")),
+        ("a later step", number("mean_seconds_per_step", ".4g", " s")),
     ]
     print(f"\n{table(both, results, columns)}")
     empty, full = results.values()

@@ -1,64 +1,132 @@
-"""Times training steps as a training loop runs them, and what Python costs in one."""
+"""Times steps of any library, so that each owes nothing when the clock is read.
 
+Needs neither JAX nor PyTorch: this library and its peers are measured by the same lines.
+"""
+
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-from decoder import Batch
-
-import megatrain_jax as mt
-from megatrain_jax.stream.laps import WAITS, Record
+MIN_STEPS = 8
+_SHORT_RUN = 2
+Clock = Callable[[], float]
 
 
-def time_steps(trainer: mt.Trainer, batches: list[Batch]) -> tuple[list[float], list[float]]:
-    """Runs steps of which the next is always dispatched before one is waited for.
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is timed.
 
-    Returns:
-        Each step's loss, and the seconds between the moments at which a step was seen to be over
-        and the next one was dispatched. As dispatching a streamed step itself takes most of a
-        step, the first of these intervals holds nearly two steps, and the last one nearly none.
+    Attributes:
+        begin: Begins the next step. It may return before the step is over.
+        finish: Waits for a step, by what `begin` returned, and returns its loss.
+        drain: Waits for all that is in flight and does what steps still owe, as an update that
+            would have come with the next step.
     """
-    losses, ends = [], [time.perf_counter()]
 
-    def finish(metrics: Mapping[str, jax.Array]) -> None:
-        jax.block_until_ready(dict(metrics))
-        ends.append(time.perf_counter())
-        losses.append(trainer.read(metrics)["loss"])
+    begin: Callable[[], Any]
+    finish: Callable[[Any], float]
+    drain: Callable[[], None]
 
-    before = trainer.step(batches[0])
-    for batch in batches[1:]:
-        dispatched = trainer.step(batch)
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Some steps from a drained state to a drained state."""
+
+    seconds: float
+    cpu_seconds: float
+    ends: list[float]
+    losses: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What was measured; all seconds.
+
+    Attributes:
+        mean: A step's, with all that it owes.
+        driver_cpu: Processor time of the thread that begins the steps, a step.
+        intervals: Between the ends of neighbouring steps, one for each that `mean` is of. They
+            tell how even steps are; their own mean leaves out what the last ones owe.
+        runs: Those of each drained run, by its number of steps.
+        losses: Of all steps.
+    """
+
+    mean: float
+    driver_cpu: float
+    intervals: list[float]
+    runs: dict[int, float]
+    losses: list[float]
+
+    def figures(self) -> dict[str, Any]:
+        """Returns what a result file says of a step's time."""
+        return {
+            "num_measured_steps": len(self.intervals),
+            "mean_seconds_per_step": self.mean,
+            "stdev_seconds_per_step": statistics.stdev(self.intervals),
+            "seconds_of_steps": self.intervals,
+            "seconds_of_drained_runs": {str(steps): s for steps, s in self.runs.items()},
+        }
+
+
+def time_steps(
+    work: Work,
+    num_steps: int,
+    *,
+    clock: Clock = time.perf_counter,
+    cpu_clock: Clock = time.thread_time,
+) -> Times:
+    """Times a short run and one of `num_steps` more, and takes the difference.
+
+    Before either begins and before it ends, nothing is in flight and nothing is owed. So the
+    difference holds everything that its steps cause, their updates among it. What a run pays once
+    is in both and cancels: that state has to come to the device and to leave it again, and that
+    the first step has no update to hide while the last update has no step to hide behind.
+
+    For example, with steps of 1 s whose updates take 0.1 s more, and 3 s to bring the state and
+    take it away, two steps take 5.2 s and ten take 14 s: (14 - 5.2) / 8 = 1.1.
+
+    Args:
+        work: What to time. It has been warmed up, to the end of a `drain`.
+        num_steps: How many steps the mean is of.
+        clock: Tells seconds.
+        cpu_clock: Tells seconds of the calling thread's processor time.
+
+    Raises:
+        ValueError: If there are too few steps for a mean.
+    """
+    if num_steps < MIN_STEPS:
+        raise ValueError(f"num_steps must be at least {MIN_STEPS}, not {num_steps}")
+    work.drain()
+    short = _drained_run(work, _SHORT_RUN, clock, cpu_clock)
+    long = _drained_run(work, _SHORT_RUN + num_steps, clock, cpu_clock)
+    # Nothing was begun while the last step was waited for, which makes its interval a short one.
+    pairs = list(zip(long.ends[:-2], long.ends[1:-1], strict=True))
+    return Times(
+        mean=(long.seconds - short.seconds) / num_steps,
+        driver_cpu=(long.cpu_seconds - short.cpu_seconds) / num_steps,
+        intervals=[end - start for start, end in pairs],
+        runs={len(run.ends): run.seconds for run in (short, long)},
+        losses=[*short.losses, *long.losses],
+    )
+
+
+def _drained_run(work: Work, num_steps: int, clock: Clock, cpu_clock: Clock) -> _Run:
+    """Runs steps as a training loop does: the next one is begun before one is waited for."""
+    ends, losses = [], []
+
+    def finish(begun: Any) -> None:
+        losses.append(work.finish(begun))
+        ends.append(clock())
+
+    cpu_start, start = cpu_clock(), clock()
+    before = work.begin()
+    for _ in range(num_steps - 1):
+        begun = work.begin()
         finish(before)
-        before = dispatched
+        before = begun
     finish(before)
-    return losses, [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
-
-
-def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
-    """Returns what Python needs to dispatch the last of some steps, without what it waits.
-
-    XLA's GPU client has 32 computations in flight at most, and has a call wait until there are
-    fewer again. So what was dispatched is over before each record here.
-    """
-    engine = trainer._engine
-    obey, waited = engine.obey, 0.0
-
-    def timed(record: Record, step: Any) -> None:
-        nonlocal waited
-        start, waits = time.perf_counter(), record.op in WAITS
-        jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
-        if waits:
-            obey(record, step)
-        waited += time.perf_counter() - start
-        if not waits:
-            obey(record, step)
-
-    engine.obey, seconds = timed, 0.0
-    for batch in batches:
-        waited, start = 0.0, time.perf_counter()
-        metrics = trainer.step(batch)
-        seconds = time.perf_counter() - start - waited
-        trainer.read(metrics)
-    engine.obey = obey
-    return seconds
+    work.drain()
+    seconds, cpu_seconds = clock() - start, cpu_clock() - cpu_start
+    return _Run(seconds=seconds, cpu_seconds=cpu_seconds, ends=ends, losses=losses)

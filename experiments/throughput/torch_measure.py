@@ -8,14 +8,11 @@ peer, and says what is not installed.
 # pyright: reportMissingImports=false
 
 import argparse
-import json
 import os
 import platform
 import resource
 import shlex
-import statistics
 import sys
-import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,7 +32,9 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 import torch  # noqa: E402
+from record import add_origin_options, find_origin, write  # noqa: E402
 from shapes import add_shape_options, chosen_shape  # noqa: E402
+from timing import MIN_STEPS, Work, time_steps  # noqa: E402
 from torch_model import build_model  # noqa: E402
 from torch_peers import BUILDERS, Peer, Setting  # noqa: E402
 
@@ -46,29 +45,18 @@ _GIB = 2**30
 
 
 def measure(peer: Peer, num_steps: int) -> dict[str, Any]:
-    """Warms up and times steps.
-
-    Returns:
-        Losses, the seconds of each step, and their mean with the wait for what the last one left
-        to be done: where updates run behind the steps, single steps tell too little.
-    """
+    """Warms up and times steps as those of this library are timed."""
     losses = [peer.step() for _ in range(_WARM_UP_STEPS)]
     peer.finish()
     torch.cuda.reset_peak_memory_stats()
-    ends = [time.perf_counter()]
-    for _ in range(num_steps):
-        losses.append(peer.step())
-        ends.append(time.perf_counter())
-    peer.finish()
-    seconds = [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    # A step has its loss when it returns; what is still to be done then waits for `finish`.
+    times = time_steps(Work(begin=peer.step, finish=float, drain=peer.finish), num_steps)
     return {
-        "mean_seconds_per_step": (time.perf_counter() - ends[0]) / num_steps,
-        "median_seconds_per_step": statistics.median(seconds),
-        "seconds_of_steps": seconds,
+        **times.figures(),
         "peak_device_gib": torch.cuda.max_memory_allocated() / _GIB,
         "peak_device_gib_reserved": torch.cuda.max_memory_reserved() / _GIB,
         "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "losses": losses,
+        "losses": losses + times.losses,
     }
 
 
@@ -100,17 +88,16 @@ def parse_arguments() -> argparse.Namespace:
     add_shape_options(parser)
     parser.add_argument("--microbatches", type=int, default=2, help="of RoundPipe")
     parser.add_argument("--clip", type=float, default=1.0)
-    parser.add_argument(
-        "--steps", type=int, default=8, help=f"measured steps, after {_WARM_UP_STEPS} others"
-    )
+    parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/torch.json"))
+    add_origin_options(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     """Builds the peer, measures it, writes everything and prints the row."""
     args = parse_arguments()
-    shape = chosen_shape(args)
+    shape, origin = chosen_shape(args), find_origin(args)
     torch.manual_seed(0)
     model = build_model(shape)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -132,8 +119,7 @@ def main() -> None:
         "tflops_per_second": 6 * num_parameters * rate / 1e12,
         **figures,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(args.out, result, origin)
     print(
         f"{result['mean_seconds_per_step']:.4g} s/step, {rate:,.0f} tokens/s, peak device memory "
         f"{result['peak_device_gib']:.1f} GiB, last loss {result['losses'][-1]:.4f}",

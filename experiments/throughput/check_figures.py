@@ -1,0 +1,355 @@
+"""Checks that every figure that a page shows is what its result file says.
+
+    python experiments/throughput/check_figures.py
+
+A figure in running text is a link to its file, whose anchor names it as `figures.py` does:
+`[27,056 tokens/s](results/h200/peers/megatrain-jax.json#tokens_per_second)`; several numbers need
+as many names, with commas. A link to a section of a page repeats numbers of that section. In a
+table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
+titles name the figures. What is measured and has no source is a mistake, and so is a row that
+doesn't say how it differs from the first one. What is no measurement is listed in a comment:
+`<!-- given: 24 GiB; 10 GiB -->`.
+
+With `--write` it makes the list of all files in `experiments/results/README.md` anew.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import figures
+from figures import COLUMNS, RATIOS
+from timing import MIN_STEPS
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results"
+LIST = RESULTS / "README.md"
+EARLY = "before the protocol"
+
+_LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
+_NUMBER = re.compile(
+    r"(?<![\w.,−-])([−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?!,?\d|\.\d)"
+    r"(?:\s?(%|ms\b|B\b|million\b)|(?![A-Za-z]))"
+)
+_SCALES = {"%": 0.01, "ms": 1e-3, "B": 1e9, "million": 1e6, None: 1.0}
+# Numbers with a unit of measurement, and those with more digits than a setting has.
+_MEASURED = re.compile(
+    r"(?<![\w.,-])(?:\d[\d,.]*\s?(?:%|ms\b|s\b|s/step|seconds?\b|minutes?\b|times\b|[GM]i?B\b|"
+    r"(?:tokens|[GM]i?B|TFLOP)/s|tokens a second|of (?:a )?resident|of `dd`)|"
+    r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+(?!\.?\d))"
+)
+_HIDDEN = re.compile(
+    r"^```.*?^```|`[^`\n]+`|<!-- files -->.*?<!-- end of files -->|<!--.*?-->", re.M | re.S
+)
+_GIVEN = re.compile(r"<!-- given: (.*?) -->", re.S)
+_SAID = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
+_TABLE = re.compile(r"(?:^\|.*\|\n)+", re.M)
+_HEADING = re.compile(r"^#+ .*$", re.M)
+_GENERATED = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page's text, with problems as lines of `path:line what`.
+
+    Attributes:
+        path: Where it lies; links start there.
+        text: What it says. Of a notebook, its Markdown.
+    """
+
+    path: Path
+    text: str
+
+    def at(self, position: int, what: str) -> str:
+        """Returns what is wrong, with where."""
+        line = self.text.count("\n", 0, position) + 1
+        return f"{self.path.relative_to(ROOT)}:{line} {what}"
+
+    def target(self, link: str) -> Path:
+        """Returns the file that a link leads to."""
+        return _target(self.path.parent, link)
+
+
+@cache
+def _target(folder: Path, link: str) -> Path:
+    return (folder / link).resolve()
+
+
+def pages() -> list[Page]:
+    """Returns all pages that may show figures."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found += sorted((ROOT / "experiments").rglob("README.md"))
+    notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+    return [read_page(path) for path in [*found, *notebooks]]
+
+
+def read_page(path: Path) -> Page:
+    """Reads a page or a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return Page(path=path, text=text)
+
+
+def problems(page: Page) -> list[str]:
+    """Returns what is wrong with a page's figures."""
+    visible = _blank(_HIDDEN, page.text)
+    lost = [m for m in _LINK.finditer(visible) if _is_lost(page.target(m[2]))]
+    if lost:
+        return [page.at(match.start(), f"{match[2]} is not there") for match in lost]
+    found, prose = [], visible
+    for table in _TABLE.finditer(visible):
+        wrong = _table(page, table)
+        if wrong is not None:
+            found += wrong
+            prose = prose[: table.start()] + _blank(_TABLE, table[0]) + prose[table.end() :]
+    for match in _LINK.finditer(prose):
+        found += _link(page, match)
+    return found + _without_source(page, prose) + _not_marked(page, visible)
+
+
+def _blank(pattern: re.Pattern[str], text: str) -> str:
+    """Puts spaces for what matches, so that all else stays where it is."""
+    return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+
+
+def _link(page: Page, match: re.Match[str]) -> list[str]:
+    """Checks the numbers in the text of a link in running text."""
+    shown, target, anchor = match[1], page.target(match[2]), match[3]
+    printed = list(_NUMBER.finditer(shown))
+    if target.suffix == ".md" and anchor and printed and target.exists():
+        section = [number[0] for number in _NUMBER.finditer(_section(target, anchor))]
+        lost = [number[0] for number in printed if number[0] not in section]
+        return [page.at(match.start(), f"{n} is not in that section") for n in lost]
+    if not _is_result(target):
+        return []
+    if not anchor:
+        return [page.at(match.start(), f"{match[0]} names no figure")] if printed else []
+    names = [unquote(name) for name in anchor.split(",")]
+    return [
+        page.at(match.start(), wrong)
+        for wrong in _compare(printed, target, names, "", None, match[0])
+    ]
+
+
+def _is_result(path: Path) -> bool:
+    return path.suffix == ".json" and path.is_relative_to(RESULTS)
+
+
+def _is_lost(path: Path) -> bool:
+    return _is_result(path) and not path.exists()
+
+
+def _compare(
+    printed: list[re.Match[str]],
+    target: Path,
+    names: list[str],
+    base: str,
+    yardstick: Path | None,
+    shown: str,
+) -> list[str]:
+    """Compares printed numbers with figures of a file; each by its own digits."""
+    try:
+        values = [figures.figure(target, name, base, yardstick) for name in names]
+    except KeyError as error:
+        return [f"{shown}: {error}"]
+    values = [value for value in values if value is not None]
+    if len(values) != len(printed):
+        return [f"{shown} shows {len(printed)} numbers of {len(values)} that {names} are"]
+    return [
+        f"{shown}: {number[0]!r} is {value}"
+        for number, value in zip(printed, values, strict=True)
+        if not _is(number, value)
+    ]
+
+
+def _is(number: re.Match[str], value: float) -> bool:
+    """Whether a number as it is printed stands for a value, to the last of its digits."""
+    sign, whole, decimals, unit = number.groups()
+    said = float(whole.replace(",", "") + (decimals or "")) * (-1 if sign else 1)
+    last_digit = 10.0 ** (1 - len(decimals or "."))
+    return abs(value / _SCALES[unit] - said) <= 0.5 * last_digit * (1 + 1e-9)
+
+
+def _table(page: Page, table: re.Match[str]) -> list[str] | None:
+    """Checks a table of figures, where a row links to a result or a title names one; else None."""
+    lines = page.text[table.start() : table.end()].splitlines()
+    starts = [table.start() + sum(len(line) + 1 for line in lines[:n]) for n in range(len(lines))]
+    titles, _, *body = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+    sources = [_source(page, cells[0]) for cells in body]
+    if not any(sources) and not COLUMNS.keys() & set(titles):
+        return None
+    first = next((source[0] for source in sources if source), None)
+    needed = [set(figures.marks(source[0], first)) for source in sources if source and first]
+    # What is so of all rows may be said above the table instead.
+    above = " ".join(page.text[: table.start()].rstrip().rpartition("\n\n")[2].split())
+    shared = {mark for mark in set.intersection(*needed) if mark in above} if needed else set()
+    found = []
+    for at, cells, source in zip(starts[2:], body, sources, strict=True):
+        if source is None or first is None:
+            if any(_NUMBER.search(cell) for cell in cells[1:]):
+                found.append(page.at(at, f"the row {cells[0]!r} has no source"))
+            continue
+        path, base = source
+        marks = [mark for mark in figures.marks(path, first) if mark not in shared]
+        missing = [mark for mark in marks if mark not in cells[0]]
+        found += [page.at(at, f"the row {cells[0]!r} doesn't say: {m}") for m in missing]
+        found += [page.at(at, wrong) for wrong in _too_few_steps(path)]
+        for title, cell in zip(titles[1:], cells[1:], strict=True):
+            printed = list(_NUMBER.finditer(cell))
+            if title not in COLUMNS:
+                if printed:
+                    found.append(page.at(at, f"{cell!r}: the title {title!r} names no figure"))
+                continue
+            names, shown = list(COLUMNS[title].names), f"{cells[0]} {title} {cell}"
+            yardstick = first if set(names) & RATIOS.keys() else None
+            if printed or cell not in ("", "–"):
+                found += [
+                    page.at(at, wrong)
+                    for wrong in _compare(printed, path, names, base, yardstick, shown)
+                ]
+    return found
+
+
+def _source(page: Page, cell: str) -> tuple[Path, str] | None:
+    """The file that a row is of, and the path of keys to its part of it."""
+    for match in _LINK.finditer(cell):
+        if _is_result(page.target(match[2])):
+            return page.target(match[2]), unquote(match[3] or "")
+    return None
+
+
+def _too_few_steps(path: Path) -> list[str]:
+    result = figures.read(path)
+    steps = figures.num_measured_steps(result)
+    if figures.is_early(result) or not steps or steps >= MIN_STEPS:
+        return []
+    return [f"{path.name} is the mean of {steps} steps, fewer than {MIN_STEPS}"]
+
+
+def _without_source(page: Page, prose: str) -> list[str]:
+    """What looks measured and is not a link's."""
+    prose, found = _blank(_LINK, prose), []
+    given = [text.strip() for match in _GIVEN.finditer(page.text) for text in match[1].split(";")]
+    said = " ".join(_SAID.findall(page.text))
+    for text in given:
+        spaced = r"\s+".join(map(re.escape, text.split()))
+        words = re.compile(rf"(?<![\w.,]){spaced}(?!\w|[.,]\d)")
+        if not words.search(prose):
+            found.append(page.at(0, f"{text!r} is given, but nowhere said"))
+        prose = _blank(words, prose)
+    return found + [
+        page.at(match.start(), f"{match[0]!r} has no source")
+        for match in _MEASURED.finditer(prose)
+        if match[0] not in said
+    ]
+
+
+def _not_marked(page: Page, visible: str) -> list[str]:
+    """Sections with early results that don't say so."""
+    starts = [0, *(match.start() for match in _HEADING.finditer(visible))]
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(visible)], strict=True):
+        section = visible[start:end]
+        targets = [page.target(match[2]) for match in _LINK.finditer(section)]
+        early = [t for t in targets if _is_result(t) and figures.is_early(figures.read(t))]
+        if early and EARLY not in " ".join(section.lower().split()):
+            found.append(page.at(start, f"{early[0].name} and others are from {EARLY!r}: say so"))
+    return found
+
+
+@cache
+def _section(path: Path, anchor: str) -> str:
+    """The text below a heading, down to the next one."""
+    text = path.read_text(encoding="utf-8")
+    headings = list(_HEADING.finditer(text))
+    for heading, end in zip(headings, [*(h.start() for h in headings[1:]), len(text)], strict=True):
+        words = re.sub(r"[^\w\s-]", "", heading[0]).strip().lower()
+        if re.sub(r"[\s]+", "-", words) == anchor:
+            return text[heading.end() : end]
+    return ""
+
+
+def list_of_files() -> str:
+    """Returns the Markdown of all result files: where they come from, and how plans did."""
+    paths = sorted(RESULTS.rglob("*.json"))
+    lines = ["| file | commit | clean | UTC | host | run | steps | GPU | process |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for path in paths:
+        lines.append(f"| {' | '.join(_origin(path))} |")
+    return "\n".join([*lines, "", *_ranges(paths), ""])
+
+
+def _origin(path: Path) -> Iterator[str]:
+    """The cells of a file's row."""
+    result, name = figures.read(path), path.relative_to(RESULTS).as_posix()
+    record = result.get("record", {})
+    early = result.get("versions", {}).get("commit") or ""
+    commit = record.get("commit") or early
+    clean = record.get("clean", "-dirty" not in early if early else None)
+    percent, error = figures.percent_of_gpu(result), figures.process_error(result)
+    yield f"[{name.removesuffix('.json')}]({name})"
+    yield f"`{commit.removesuffix('-dirty')[:12]}`" if commit else "not recorded"
+    yield {True: "yes", False: "no", None: "not recorded"}[clean]
+    for key in ("utc", "host", "run"):
+        yield record.get(key) or "not recorded"
+    yield str(figures.num_measured_steps(result) or "")
+    yield "" if percent is None else f"{percent}%"
+    yield "" if error is None else _signed(error)
+
+
+def _ranges(paths: list[Path]) -> Iterator[str]:
+    """What plans foresaw and what was measured, over all files that have both."""
+    for what, error in (
+        ("a step's time", figures.prediction_error),
+        ("the process's host memory", figures.process_error),
+    ):
+        found = {path: error(figures.read(path)) for path in paths}
+        errors = sorted(value for value in found.values() if value is not None)
+        within = sum(abs(value) <= 0.02 for value in errors)
+        yield (
+            f"Of {what}, plans foresaw from {-errors[0]:.1%} too little to {errors[-1]:.1%} too "
+            f"much, over {len(errors)} files; in {within} of them they were within 2%, and the "
+            f"median miss was {statistics.median(map(abs, errors)):.1%}."
+        )
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.1%}".replace("-", "−").replace("+", "")
+
+
+def main() -> None:
+    """Prints what is wrong, or writes the list."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="make the list of files anew")
+    args = parser.parse_args()
+    text, files = LIST.read_text(encoding="utf-8"), list_of_files()
+    if args.write:
+        LIST.write_text(_GENERATED.sub(lambda _: files, text), encoding="utf-8")
+    found = check_list(text if not args.write else LIST.read_text(encoding="utf-8"))
+    found += [problem for page in pages() for problem in problems(page)]
+    print(*found, sep="\n", end="\n" if found else "")
+    sys.exit(1 if found else 0)
+
+
+def check_list(text: str) -> list[str]:
+    """Returns what is wrong with the list of files in its page's text."""
+    match = _GENERATED.search(text)
+    name = LIST.relative_to(ROOT)
+    if match is None or match[0] != list_of_files():
+        return [f"{name}: the list of files is old: run check_figures.py --write"]
+    return []
+
+
+if __name__ == "__main__":
+    main()
