@@ -169,15 +169,15 @@ class LinenConvNeXt(linen.Module):
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_linen_convnext_is_cut_into_its_layers(flat):
-    model = LinenConvNeXt((3, 3, 9, 3), (128, 256, 512, 1024), flat)
+    model = LinenConvNeXt((2, 2, 4, 2), (128, 256, 512, 1024), flat)
 
     def loss_fn(model, batch):
         return jnp.mean(model(batch["image"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
     program, read = cut(model, loss_fn, nested.image_batch(64))
     found = [name for name in blocks(program) if "Conv_" not in name and "LayerNorm_" not in name]
-    layers = [f"LinenConvNeXtBlock_{k}" for k in range(18)]
-    assert found == (layers if flat else names("stages_{}.layers_{}", 3, 3, 9, 3))
+    layers = [f"LinenConvNeXtBlock_{k}" for k in range(10)]
+    assert found == (layers if flat else names("stages_{}.layers_{}", 2, 2, 4, 2))
     assert max(read.values()) == read[found[-1]] < 9e6
     assert not program.warnings
 
@@ -226,8 +226,8 @@ class Tower(Body):
 def build_clip():
     rngs = nnx.Rngs(0)
     return nnx.List([
-        Tower(nnx.Conv(3, 768, (32, 32), (32, 32), rngs=rngs), 768, 12, rngs),
-        Tower(nnx.Embed(49408, 512, dtype=jnp.bfloat16, rngs=rngs), 512, 12, rngs),
+        Tower(nnx.Conv(3, 768, (32, 32), (32, 32), rngs=rngs), 768, 6, rngs),
+        Tower(nnx.Embed(49408, 512, dtype=jnp.bfloat16, rngs=rngs), 512, 6, rngs),
     ])  # fmt: skip
 
 
@@ -237,9 +237,9 @@ def test_two_towers_in_a_list_are_cut_into_their_layers():
         return -jnp.mean(jax.nn.log_softmax((image @ text.T).astype(jnp.float32)))
 
     program, read = cut(build_clip, loss_fn, TOKENS | nested.image_batch(64))
-    assert blocks(program) == names("{}.layers.{}", 12, 12)
-    assert sorted(read.values())[-2:] == [7_084_800, read["between 13"]]
-    assert 49408 * 512 < read["between 13"] < 49408 * 512 + 4e5
+    assert blocks(program) == names("{}.layers.{}", 6, 6)
+    assert sorted(read.values())[-2:] == [7_084_800, read["between 7"]]
+    assert 49408 * 512 < read["between 7"] < 49408 * 512 + 4e5
     assert len({stage.key for stage in program.stages}) < 10
     assert not program.warnings
 
@@ -335,7 +335,7 @@ def unet_forward(p, batch):
     return nested.conv(p["conv_out"], x)
 
 
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("depth", [1, 2])
 def test_a_unet_is_cut_into_resnets_and_transformers(depth):
     shapes = unet([320, 640, 1280], depth)
     program, read = cut_tree(shapes, unet_forward, nested.image_batch(16))
@@ -586,7 +586,7 @@ def run_tree(node, depth, kind, x):
     return nested.norm(node["after"], x) if "after" in node else x
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_nestings_are_cut_into_their_layers(seed):
     rng = np.random.default_rng(seed)
     depth, kind = int(rng.integers(1, 4)), str(rng.choice(list(KINDS)))

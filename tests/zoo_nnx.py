@@ -260,31 +260,6 @@ class BridgedDecoder(Decoder):
         return self.head(self.norm(x))
 
 
-class Tower(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.embed = Embed(rngs=rngs)
-        self.layers = nnx.List([MLPBlock(rngs=rngs) for _ in range(2)])
-        self.norm = nnx.RMSNorm(DIM, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-
-class TwoTowers(nnx.Module):
-    """Two towers in a list, each with layers in a list, an embedding before and a norm after."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.towers = nnx.List([Tower(rngs=rngs) for _ in range(2)])
-        self.head = Linear(DIM, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        first, second = (tower(tokens) for tower in self.towers)
-        return self.head(first * second)
-
-
 def stack(kinds: Sequence[Callable[..., nnx.Module]], cls: type = Decoder) -> Callable[[], Any]:
     """Return a builder of a decoder with one block of each kind."""
 
@@ -431,13 +406,6 @@ CASES = (
         build=lambda: stack([Block] * 3),
         loss_fn=next_token_loss,
         blocks=3,
-        templates=1,
-    ),
-    Case(
-        name="two_towers",
-        build=lambda: TwoTowers(rngs=nnx.Rngs(0)),
-        loss_fn=next_token_loss,
-        blocks=4,
         templates=1,
     ),
 )

@@ -78,6 +78,26 @@ def forward_scan(params: Params, tokens: jax.Array) -> jax.Array:
     return apply_head(params, x)
 
 
+def init_towers() -> Params:
+    """Return two decoders in a list, and a head for what they make together."""
+    params = init_decoder(4)
+    towers = [
+        {"embed": params["embed"][::step], "blocks": pair, "norm": params["norm"]}
+        for step, pair in ((1, params["blocks"][:2]), (-1, params["blocks"][2:]))
+    ]
+    return {"towers": towers, "head": params["head"]}
+
+
+def forward_towers(params: Params, tokens: jax.Array) -> jax.Array:
+    made = []
+    for tower in params["towers"]:
+        x = tower["embed"][tokens]
+        for block in tower["blocks"]:
+            x = apply_block(block, x)
+        made.append(rms_norm(x, tower["norm"]))
+    return (made[0] * made[1]) @ params["head"]
+
+
 def init_groups() -> Params:
     """Return a decoder of two stacked groups: a list of two blocks and a matrix in front of it."""
     params = init_decoder(4)
@@ -296,6 +316,13 @@ CASES = (
         build=lambda: EquinoxDecoder(jax.random.key(0)),
         loss_fn=loss_of(forward_equinox),
         blocks=3,
+        templates=1,
+    ),
+    Case(
+        name="two_towers",
+        build=init_towers,
+        loss_fn=loss_of(forward_towers),
+        blocks=4,
         templates=1,
     ),
     Case(
