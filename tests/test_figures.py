@@ -9,7 +9,8 @@ from pathlib import Path
 import check_figures
 import figures
 import pytest
-from check_figures import LIST, RESULTS, ROOT, Page, check_list, pages, problems
+from check_figures import RESULTS, ROOT, Page, pages, problems
+from file_list import PAGE, check_list
 
 PAGES = pages()
 # What is checked: links that name a figure, and tables whose rows link to results.
@@ -28,7 +29,7 @@ def replaced(page: Page, start: int, end: int, new: str) -> Page:
 
 def test_every_figure_is_its_files():
     found = [problem for page in PAGES for problem in problems(page)]
-    found += check_list(LIST.read_text(encoding="utf-8"))
+    found += check_list()
     assert not found, "\n".join(found)
 
 
@@ -74,7 +75,7 @@ def test_the_pages_have_figures():
 
 
 def test_no_digit_of_the_list_can_change():
-    text = LIST.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     assert not check_list(text)
     start, end = (text.index(mark) for mark in ("<!-- files -->", "<!-- end of files -->"))
     for position in random.Random(0).sample(range(start + 15, end), 50):

@@ -16,9 +16,7 @@ With `--write` it makes the list of all files in `experiments/results/README.md`
 import argparse
 import json
 import re
-import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,11 +24,9 @@ from urllib.parse import unquote
 
 import figures
 from figures import COLUMNS, RATIOS
+from file_list import RESULTS, ROOT, check_list, write_list
 from timing import MIN_STEPS
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results"
-LIST = RESULTS / "README.md"
 EARLY = "before the protocol"
 
 _LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
@@ -52,7 +48,6 @@ _GIVEN = re.compile(r"<!-- given: (.*?) -->", re.S)
 _SAID = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 _TABLE = re.compile(r"(?:^\|.*\|\n)+", re.M)
 _HEADING = re.compile(r"^#+ .*$", re.M)
-_GENERATED = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,54 +273,6 @@ def _section(path: Path, anchor: str) -> str:
     return ""
 
 
-def list_of_files() -> str:
-    """Returns the Markdown of all result files: where they come from, and how plans did."""
-    paths = sorted(RESULTS.rglob("*.json"))
-    lines = ["| file | commit | clean | UTC | host | run | steps | GPU | process |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for path in paths:
-        lines.append(f"| {' | '.join(_origin(path))} |")
-    return "\n".join([*lines, "", *_ranges(paths), ""])
-
-
-def _origin(path: Path) -> Iterator[str]:
-    """The cells of a file's row."""
-    result, name = figures.read(path), path.relative_to(RESULTS).as_posix()
-    record = result.get("record", {})
-    early = result.get("versions", {}).get("commit") or ""
-    commit = record.get("commit") or early
-    clean = record.get("clean", "-dirty" not in early if early else None)
-    percent, error = figures.percent_of_gpu(result), figures.process_error(result)
-    yield f"[{name.removesuffix('.json')}]({name})"
-    yield f"`{commit.removesuffix('-dirty')[:12]}`" if commit else "not recorded"
-    yield {True: "yes", False: "no", None: "not recorded"}[clean]
-    for key in ("utc", "host", "run"):
-        yield record.get(key) or "not recorded"
-    yield str(figures.num_measured_steps(result) or "")
-    yield "" if percent is None else f"{percent}%"
-    yield "" if error is None else _signed(error)
-
-
-def _ranges(paths: list[Path]) -> Iterator[str]:
-    """What plans foresaw and what was measured, over all files that have both."""
-    for what, error in (
-        ("a step's time", figures.prediction_error),
-        ("the process's host memory", figures.process_error),
-    ):
-        found = {path: error(figures.read(path)) for path in paths}
-        errors = sorted(value for value in found.values() if value is not None)
-        within = sum(abs(value) <= 0.02 for value in errors)
-        yield (
-            f"Of {what}, plans foresaw from {-errors[0]:.1%} too little to {errors[-1]:.1%} too "
-            f"much, over {len(errors)} files; in {within} of them they were within 2%, and the "
-            f"median miss was {statistics.median(map(abs, errors)):.1%}."
-        )
-
-
-def _signed(share: float) -> str:
-    return f"{share:+.1%}".replace("-", "−").replace("+", "")
-
-
 def main() -> None:
     """Prints what is wrong, or writes the list."""
     parser = argparse.ArgumentParser(
@@ -333,22 +280,12 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="make the list of files anew")
     args = parser.parse_args()
-    text, files = LIST.read_text(encoding="utf-8"), list_of_files()
     if args.write:
-        LIST.write_text(_GENERATED.sub(lambda _: files, text), encoding="utf-8")
-    found = check_list(text if not args.write else LIST.read_text(encoding="utf-8"))
+        write_list()
+    found = check_list()
     found += [problem for page in pages() for problem in problems(page)]
     print(*found, sep="\n", end="\n" if found else "")
     sys.exit(1 if found else 0)
-
-
-def check_list(text: str) -> list[str]:
-    """Returns what is wrong with the list of files in its page's text."""
-    match = _GENERATED.search(text)
-    name = LIST.relative_to(ROOT)
-    if match is None or match[0] != list_of_files():
-        return [f"{name}: the list of files is old: run check_figures.py --write"]
-    return []
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax.memory import pool
+from megatrain_jax.memory import allocator, pool
 
 GIB = 2**30
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -25,8 +25,9 @@ def hardware() -> dict[str, Any]:
     return {
         "device": device.device_kind,
         "device_limit_gib": None if limit is None else limit / GIB,
-        # The library sets it unless it is set; without it, JAX takes 0.75 of a GPU.
-        "device_fraction": os.environ.get("XLA_CLIENT_MEM_FRACTION"),
+        # What JAX was given of the device; the library sets one of them unless it is set.
+        "device_fraction": os.environ.get(allocator.FRACTION)
+        or os.environ.get(allocator.OLD_FRACTION),
         "host_gib": None if host is None else host / GIB,
         "num_cores": len(os.sched_getaffinity(0)),
         "platform_version": device.client.platform_version,
