@@ -68,7 +68,7 @@ def test_mutations_are_in_all_rooms():
     assert len(MUTATIONS) >= 60
     files = {mutation.file for mutation in MUTATIONS}
     assert {file.split("/")[0] for file in files if "/" in file} == set(ROOMS)
-    assert {"losses.py", "batches.py", "loop.py", "interrupt.py"} <= files
+    assert {"losses.py", "batches.py", "loop.py", "interrupt.py", "options.py"} <= files
 
 
 @pytest.mark.long
