@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import jax
 
-from megatrain_jax.program.inline import ScannedLeaves
+from megatrain_jax.program.index import Index, numbers, remaining, shown, sliced_axes
+from megatrain_jax.program.stacks import Stack
 
 Path = tuple[str | int, ...]
 _INDEXED = re.compile(r"^(?:(.*)_)?(\d+)$")
@@ -24,8 +25,8 @@ class Leaf:
     Attributes:
         path: Path of the parameter in the model.
         parameter: Index of the parameter among the model's parameters.
-        index: Which slice along axis 0, or None for the whole parameter.
-        shape: Shape of this array, without the stacked axis.
+        index: Which slice of the parameter it is; `()` for the whole.
+        shape: Shape of this array, without the sliced axes.
         dtype: Dtype that the model declares.
         block: Key of the block it belongs to, or None.
         trainable: Whether it gets a gradient.
@@ -33,7 +34,7 @@ class Leaf:
 
     path: Path
     parameter: int
-    index: int | None
+    index: Index
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
     block: Path | None
@@ -42,41 +43,47 @@ class Leaf:
     @property
     def name(self) -> str:
         """The path as users write it."""
-        name = "/".join(map(str, self.path))
-        return name if self.index is None else f"{name}[{self.index}]"
+        return "/".join(map(str, self.path)) + shown(self.index)
 
 
 def find_leaves(
     paths: Sequence[Path],
     shapes: Sequence[jax.ShapeDtypeStruct],
-    scans: Sequence[ScannedLeaves],
+    stacks: Sequence[Stack],
 ) -> tuple[Leaf, ...]:
-    """Lists the leaves of a model: parameters outside scans first, then slices layer by layer."""
+    """Lists the leaves of a model: parameters outside stacks first, then slices layer by layer."""
     keys = block_keys(paths)
-    stacked: dict[int, tuple[Path, int]] = {}
-    for scan in scans:
-        owners = {keys[i] for i in scan.leaves}
+    stacked: dict[int, tuple[Path, Stack]] = {}
+    for stack in stacks:
+        members = set(stack.slices)
+        owners = {keys[i] for i in members}
         owned = {i for i, key in keys.items() if key in owners}
-        if len(owners) == 1 and None not in owners and not owned <= set(scan.leaves):
-            continue  # a scan that is only a part of one block stays inside its stage
-        prefix = common_prefix([paths[i][:-1] for i in scan.leaves])
-        for i in scan.leaves:
-            stacked.setdefault(i, (prefix, scan.length))
+        if len(owners) == 1 and None not in owners and not owned <= members:
+            continue  # a loop that is only a part of one block stays inside its stage
+        if any(keys[i] is not None for i in stack.between - stacked.keys()):
+            continue  # slices that are parts of other blocks
+        prefix = common_prefix([paths[i][:-1] for i in stack.slices])
+        for i in stack.slices:
+            stacked.setdefault(i, (prefix, stack))
     rest = [i for i in range(len(paths)) if i not in stacked]
     # Without the stacked parameters, what looked like a row of siblings may be none.
     keys.update(zip(rest, block_keys([paths[i] for i in rest]).values(), strict=True))
     leaves = [
-        Leaf(path=paths[i], parameter=i, index=None, shape=tuple(shapes[i].shape),
+        Leaf(path=paths[i], parameter=i, index=(), shape=tuple(shapes[i].shape),
              dtype=shapes[i].dtype, block=keys[i])
         for i in rest
     ]  # fmt: skip
-    for length in sorted({n for _, n in stacked.values()}):
+    members = sorted(stacked.items(), key=lambda item: item[0])
+    for length in sorted({stack.length for _, stack in stacked.values()}):
         for k in range(length):
-            leaves += [
-                Leaf(path=paths[i], parameter=i, index=k, shape=tuple(shapes[i].shape[1:]),
-                     dtype=shapes[i].dtype, block=(*prefix, k))
-                for i, (prefix, n) in sorted(stacked.items()) if n == length
-            ]  # fmt: skip
+            for i, (prefix, stack) in members:
+                if stack.length == length:
+                    index = stack.slices[i][k]
+                    shape = remaining(shapes[i].shape, sliced_axes(index))
+                    leaves.append(
+                        Leaf(path=paths[i], parameter=i, index=index, shape=shape,
+                             dtype=shapes[i].dtype, block=(*prefix, *numbers(stack.layers[k])))
+                    )  # fmt: skip
     return tuple(leaves)
 
 
