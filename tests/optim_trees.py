@@ -69,7 +69,7 @@ def make_tree(shapes: Any, stacked: str | None = None, axes: Sequence[int] = (0,
         layers = tuple(
             index_of(axes, at) for at in np.ndindex(*(structs[ids[0]].shape[a] for a in axes))
         )
-        stacks.append(Stack(slices=dict.fromkeys(ids, layers), layers=layers))
+        stacks.append(Stack(slices=dict.fromkeys(ids, layers), layers=layers, named=ids))
     leaves = find_leaves(paths, structs, stacks)
     numbers: dict[Any, int] = {}
     group_of = tuple(numbers.setdefault(x.block or x.path[:1], len(numbers)) for x in leaves)

@@ -296,6 +296,39 @@ def test_slices_that_are_parts_of_blocks_in_a_list_stay_whole_and_are_named():
     assert any("layers/stacks/up" in w and "other blocks" in w for w in program.warnings)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mixture_of_forms_is_cut_into_layers(seed):
+    """Each array lies along its own axis in its own order; some layers are taken by hand."""
+    rng = np.random.default_rng(seed)
+    params, n = init(), LAYERS
+    first = int(rng.integers(0, n))  # so many by hand
+    stored, views = {}, {}
+    for name, a in params["layers"].items():
+        order, axis = rng.permutation(n), int(rng.integers(a.ndim))
+        back, whole = np.argsort(order), int(rng.integers(3))
+        stored[name] = jnp.moveaxis(a[order], 0, axis)
+        views[name] = (back, axis, whole)
+
+    def take(w, name, i):
+        back, axis, whole = views[name]
+        if whole == 0:
+            return jnp.take(jnp.moveaxis(w, axis, 0), jnp.asarray(back)[i], axis=0)
+        if whole == 1:
+            return lax.dynamic_index_in_dim(w, jnp.asarray(back)[i], axis, keepdims=False)
+        return jnp.moveaxis(w, axis, 0)[back][i]
+
+    def body(x, w):
+        at = lambda i: {name: take(a, name, i) for name, a in w.items()}  # noqa: E731
+        for i in range(first):
+            x = layer(x, at(i))
+        return lax.fori_loop(first, n, lambda i, x: layer(x, at(i)), x)
+
+    twin, _, _, whole = cut(params, loss_of(scanned))
+    program, _, staged, _ = cut(params | {"layers": stored}, loss_of(body))
+    assert shape_of_cut(program) == shape_of_cut(twin), [s.name for s in program.stages]
+    np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
+
+
 def test_parameters_lie_as_the_user_stacked_them(tmp_path):
     params = init()
     params["layers"] = tree(lambda a: last(a[::-1]), params["layers"])

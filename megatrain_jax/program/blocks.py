@@ -55,14 +55,14 @@ def find_leaves(
     keys = block_keys(paths)
     stacked: dict[int, tuple[Path, Stack]] = {}
     for stack in stacks:
-        members = set(stack.slices)
+        members = set(stack.named)
         owners = {keys[i] for i in members}
         owned = {i for i, key in keys.items() if key in owners}
         if len(owners) == 1 and None not in owners and not owned <= members:
             continue  # a loop that is only a part of one block stays inside its stage
         if any(keys[i] is not None for i in stack.between - stacked.keys()):
             continue  # slices that are parts of other blocks
-        prefix = common_prefix([paths[i][:-1] for i in stack.slices])
+        prefix = common_prefix([paths[i][:-1] for i in stack.named])
         for i in stack.slices:
             stacked.setdefault(i, (prefix, stack))
     rest = [i for i in range(len(paths)) if i not in stacked]

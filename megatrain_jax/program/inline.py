@@ -78,8 +78,9 @@ class Inliner:
         blocks = join(ins)
         integers = known.results(eqn, [v.integers for v in ins])
         if _is_constant_scalar(eqn, ins):
-            pairs = zip(_folded(eqn, ins), integers, strict=True)
-            return [Value(a, blocks, integers=k) for a, k in pairs]
+            if all(integers):
+                return [Value(k.value[()], blocks, integers=k) for k in integers if k]
+            return [Value(a, blocks) for a in _folded(eqn, ins)]
         row = uniform_row(eqn, ins) if self.primal else None
         pairs = zip(jx.bind(eqn, [v.array for v in ins]), integers, strict=True)
         return [Value(a, blocks, row, k) for a, k in pairs]

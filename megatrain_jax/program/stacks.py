@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -28,11 +28,13 @@ class Stack:
     Attributes:
         slices: For each parameter its slices, layer by layer.
         layers: The number of each layer, as an index of the parameter that is read first.
+        named: The parameters that its name is made of: not those that only join a scan.
         between: Other parameters that are read between its layers.
     """
 
     slices: Mapping[int, tuple[Index, ...]]
     layers: tuple[Index, ...]
+    named: tuple[int, ...]
     between: frozenset[int] = frozenset()
 
     @property
@@ -129,12 +131,12 @@ class _Finder:
 
     def stacks(self) -> list[Stack]:
         """All stacks: those of scans, joined by what is read in turn with them, then others."""
-        stacks = [stack for leaves in self.found.scans for stack in self._scanned(leaves)]
+        stacks = [self._scanned(leaves) for leaves in self.found.scans]
         claimed = {p for stack in stacks for p in stack.slices}
         rest = [s for p, s in sorted(self.sliced.items()) if p not in claimed]
         for k, stack in enumerate(stacks):
             lead = next((self.sliced[p] for p in stack.slices if p in self.sliced), None)
-            if lead is not None:
+            if lead is not None and set(lead.order) == set(stack.layers):
                 mine = [s for s in rest if s.alternates_with(lead)]
                 rest = [s for s in rest if s not in mine]
                 added = {s.parameter: _in_order(stack, lead, s) for s in mine}
@@ -147,17 +149,22 @@ class _Finder:
                 stacks.append(stack)
         return stacks
 
-    def _scanned(self, leaves: Sequence[int]) -> list[Stack]:
-        """What one scan takes along axis 0; apart, what loops within it take along other axes."""
-        by_shape: dict[tuple[int, ...], dict[int, tuple[Index, ...]]] = {}
-        for p in leaves:
-            axes = sliced_axes(self.sliced[p].order[0]) if p in self.sliced else (0,)
-            shape = tuple(self.shapes[p][axis] for axis in axes)
-            order = tuple(index_of(axes, place) for place in np.ndindex(*shape))
-            by_shape.setdefault(shape, {})[p] = order
-        return [
-            Stack(slices=slices, layers=next(iter(slices.values()))) for slices in by_shape.values()
-        ]
+    def _scanned(self, leaves: Sequence[int]) -> Stack:
+        """What one scan takes along axis 0; layer by layer, if it is all in groups of layers."""
+        known = [self.sliced[p] for p in leaves if p in self.sliced]
+        orders = {frozenset(s.order) for s in known}
+        grouped = len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_turn, known))
+        axes = sliced_axes(known[0].order[0]) if grouped else (0,)
+        if axes[0] != 0:
+            axes = (0,)
+        shape = [self.shapes[leaves[0]][axis] for axis in axes]
+        layers = tuple(index_of(axes, place) for place in np.ndindex(*shape))
+        return Stack(slices=dict.fromkeys(leaves, layers), layers=layers, named=tuple(leaves))
+
+    def _in_turn(self, one: _Sliced) -> bool:
+        """Whether each slice is read after the one before."""
+        pairs = zip(one.reads, one.reads[1:], strict=False)
+        return all(a & self._before(b) for a, b in pairs)
 
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
         """The stack of parameters that are read in turn, if these are layers."""
@@ -179,6 +186,7 @@ class _Finder:
         return Stack(
             slices={s.parameter: s.order for s in group},
             layers=lead.order,
+            named=tuple(s.parameter for s in group),
             between=frozenset().union(*gaps),
         )
 
@@ -203,8 +211,11 @@ class _Finder:
         return {p for r in _bits(reads) for p in self.found.reads[r].positions}
 
 
-def _bits(number: int) -> list[int]:
-    return [k for k, digit in enumerate(reversed(f"{number:b}")) if digit == "1"]
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
 
 
 def _in_order(stack: Stack, lead: _Sliced, other: _Sliced) -> tuple[Index, ...]:

@@ -25,9 +25,11 @@ def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
         reasons["a loop that can't be unrolled (while_loop) takes them by its counter"][p] = whole[
             p
         ]
+    blocks = {leaf.parameter for leaf in leaves if leaf.block is not None}
     for stack in stacks.stacks:
-        for p in stack.slices.keys() & whole.keys() if stack.between else ():
-            reasons["other blocks are read between them"][p] = whole[p]
+        if not blocks.isdisjoint(stack.between):
+            for p in stack.slices.keys() & whole.keys() - blocks:
+                reasons["other blocks are read between them"][p] = whole[p]
     size = sum(jx.num_elements(leaf) for leaf in leaves)
     found = []
     for reason, rows in reasons.items():
