@@ -9,6 +9,7 @@ from megatrain_jax.initial import Initial
 from megatrain_jax.job import Job
 from megatrain_jax.memory import pool
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program.index import selector
 from megatrain_jax.stream import functions
 from megatrain_jax.stream.engine import Engine
 
@@ -40,13 +41,13 @@ def initialise(job: Job, engine: Engine, initial: Initial, done: Callable[[], ob
 def _unstacked(job: Job, initial: Initial) -> dict[int, jax.Array]:
     """The slices of parameters stacked over layers, in host memory until they are packed."""
     rows = [(leaf.parameter, leaf.index, i) for i, leaf in enumerate(job.leaves)]
-    stacked = sorted(row for row in rows if row[1] is not None)
+    stacked = sorted((row for row in rows if row[1]), key=lambda row: (row[0], row[2]))
     slices: dict[int, jax.Array] = {}
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
             dtype = job.precision.stored(job.leaves[i].trainable)
-            slices[i] = jax.device_put(whole[index].astype(dtype), pool.pinned())
+            slices[i] = jax.device_put(whole[selector(index)].astype(dtype), pool.pinned())
         jax.block_until_ready(list(slices.values()))
     return slices
 

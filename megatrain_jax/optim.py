@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.cases import split_cases
+from megatrain_jax.program.index import Index, joined
 from megatrain_jax.program.slicing import (
     LARGE,
     MIXED,
@@ -142,20 +142,19 @@ def assemble_state(
     cut: OptimizerCut, per_group: Sequence[Sequence[Any]], global_state: Sequence[Any]
 ) -> Any:
     """Optax's own state from the arrays of all groups and the global ones, as numpy arrays."""
-    rows: list[list[tuple[int | None, Any]]] = [[] for _ in cut.state_shapes]
+    rows: list[list[tuple[Index, Any]]] = [[] for _ in cut.state_shapes]
     described = [*zip(cut.state, per_group, strict=True), (cut.globals, global_state)]
     for owned, arrays in described:
         for leaf, array in zip(owned, arrays, strict=True):
             rows[leaf.leaf].append((leaf.index, array))
-    return jax.tree.unflatten(cut.state_def, [_whole(row) for row in rows])
+    whole = [_whole(row, shape.shape) for row, shape in zip(rows, cut.state_shapes, strict=True)]
+    return jax.tree.unflatten(cut.state_def, whole)
 
 
-def _whole(row: list[tuple[int | None, Any]]) -> Any:
-    if len(row) == 1 and row[0][0] is None:
-        value = row[0][1]
-        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        return value if is_key else np.asarray(value)
-    return np.stack([np.asarray(x) for _, x in sorted(row, key=lambda r: r[0] or 0)])
+def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
+    _, value = row[0]
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value if is_key else joined(row, shape)
 
 
 class _Cutter:

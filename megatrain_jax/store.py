@@ -10,22 +10,21 @@ import numpy as np
 from megatrain_jax.job import Job
 from megatrain_jax.memory import pool
 from megatrain_jax.optim import assemble_state
+from megatrain_jax.program.index import Index, joined
 from megatrain_jax.stream.engine import Engine
 
 
 def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
     """The parameters in the order of the model's; only those stacked over layers are copies."""
-    rows: list[list[np.ndarray]] = [[] for _ in job.adapted.shapes]
+    rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in job.adapted.shapes]
     views: dict[int, np.ndarray] = {}
     for g, leaves in enumerate(job.grouping.leaves):
         (slab,) = engine.host["P", g]
         views.update(zip(leaves, job.layouts[g].master.views(slab), strict=True))
-    stacked = set()
     for i, leaf in enumerate(job.leaves):
-        rows[leaf.parameter].append(views[i])
-        if leaf.index is not None:
-            stacked.add(leaf.parameter)
-    return [np.stack(row) if p in stacked else row[0] for p, row in enumerate(rows)]
+        rows[leaf.parameter].append((leaf.index, views[i]))
+    shapes = (shape.shape for shape in job.adapted.shapes)
+    return [joined(row, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
 def optimizer_state(job: Job, engine: Engine) -> Any:

@@ -15,7 +15,8 @@ import optax
 from megatrain_jax.optim import OptimizerCut, Part, assemble_state, cut_optimizer
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf, find_leaves
-from megatrain_jax.program.inline import ScannedLeaves
+from megatrain_jax.program.index import Index, index_of, joined, selector
+from megatrain_jax.program.stacks import Stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,32 +46,31 @@ class Tree:
     def by_group(self, arrays: Sequence[Any]) -> list[list[Any]]:
         groups: list[list[Any]] = [[] for _ in range(self.num_groups)]
         for g, leaf in zip(self.group_of, self.leaves, strict=True):
-            array = arrays[leaf.parameter]
-            groups[g].append(array if leaf.index is None else array[leaf.index])
+            groups[g].append(arrays[leaf.parameter][selector(leaf.index)])
         return groups
 
     def whole(self, groups: Sequence[Sequence[Any]]) -> list[np.ndarray]:
         """Undoes `by_group`."""
-        rows: list[list[tuple[int | None, Any]]] = [[] for _ in self.shapes]
+        rows: list[list[tuple[Index, Any]]] = [[] for _ in self.shapes]
         each = [iter(g) for g in groups]
         for g, leaf in zip(self.group_of, self.leaves, strict=True):
             rows[leaf.parameter].append((leaf.index, next(each[g])))
-        return [
-            np.asarray(row[0][1]) if row[0][0] is None else np.stack([x for _, x in sorted(row)])
-            for row in rows
-        ]
+        return [joined(row, s.shape) for row, s in zip(rows, self.shapes, strict=True)]
 
 
-def make_tree(shapes: Any, stacked: str | None = None) -> Tree:
-    """A tree from nested shapes; `stacked` names the part whose layers are stacked."""
+def make_tree(shapes: Any, stacked: str | None = None, axes: Sequence[int] = (0,)) -> Tree:
+    """A tree from nested shapes; `stacked` names the part whose layers are stacked along `axes`."""
     flat, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     paths = [tuple(k.idx if hasattr(k, "idx") else k.key for k in path) for path, _ in flat]
     structs = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for _, s in flat)
-    scans = []
+    stacks = []
     if stacked:
         ids = tuple(i for i, p in enumerate(paths) if p[0] == stacked)
-        scans.append(ScannedLeaves(leaves=ids, length=structs[ids[0]].shape[0]))
-    leaves = find_leaves(paths, structs, scans, [None] * len(paths))
+        layers = tuple(
+            index_of(axes, at) for at in np.ndindex(*(structs[ids[0]].shape[a] for a in axes))
+        )
+        stacks.append(Stack(slices=dict.fromkeys(ids, layers), layers=layers, named=ids))
+    leaves = find_leaves(paths, structs, stacks, [None] * len(paths))
     numbers: dict[Any, int] = {}
     group_of = tuple(numbers.setdefault(x.block or x.path[:1], len(numbers)) for x in leaves)
     return Tree(
@@ -93,6 +93,16 @@ def rows_of_blocks(n: int = 3, d: int = 12) -> Tree:
 def stacked_blocks(n: int = 3, d: int = 12) -> Tree:
     layers = {"w1": (n, d, 2 * d), "w2": (n, 2 * d, d), "b": (n, d), "gain": (n,)}
     return make_tree({**_ends(d), "layers": layers}, stacked="layers")
+
+
+def blocks_along_axis_1(n: int = 3, d: int = 12) -> Tree:
+    layers = {"w1": (d, n, 2 * d), "w2": (2 * d, n, d), "b": (d, n)}
+    return make_tree({**_ends(d), "layers": layers}, stacked="layers", axes=(1,))
+
+
+def groups_of_blocks(n: int = 2, d: int = 12) -> Tree:
+    layers = {"w1": (n, n, d, 2 * d), "b": (n, n, d), "gain": (n, n)}
+    return make_tree({**_ends(d), "layers": layers}, stacked="layers", axes=(0, 1))
 
 
 TREES = {"rows": rows_of_blocks, "stacked": stacked_blocks}

@@ -31,6 +31,7 @@ ROUND_TRIPS = [
     ("batchnorm_nnx", "adamw_schedule", 1),
     ("nnx_scan", "clip_adamw", 1),
     ("linen_scan_remat", "clip_adamw", 1),
+    ("last_axis", "adafactor", 1),
     ("moe", "adafactor", 1),
     ("nnx_tied", "multi_steps", 1),
     ("nnx_tied", "add_noise", 1),

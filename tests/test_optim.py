@@ -1,5 +1,6 @@
 """The cut optimizer against Optax on the whole tree: values, structure, and what it refuses."""
 
+import math
 import re
 
 import jax
@@ -14,6 +15,8 @@ from optim_trees import (
     TREES,
     Runner,
     Tree,
+    blocks_along_axis_1,
+    groups_of_blocks,
     make_tree,
     rows_of_blocks,
     run_both,
@@ -112,8 +115,19 @@ def test_state_of_stacked_parameters_is_owned_layer_by_layer():
     tree = stacked_blocks()
     cut = tree.cut(OPTIMIZERS["adam"](None))
     for layer, g in enumerate(tree.blocks):
-        assert {leaf.index for leaf in cut.state[g]} == {layer}
+        assert {leaf.index for leaf in cut.state[g]} == {(layer,)}
         assert f"[0].mu['layers']['w1'][{layer}]" in {leaf.name for leaf in cut.state[g]}
+
+
+@pytest.mark.parametrize("make", [blocks_along_axis_1, groups_of_blocks])
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "clip_adamw", "schedule_free"])
+def test_layers_along_other_axes_are_updated_as_optax_does(name, make):
+    tree = make()
+    cut, mine, theirs = run_both(tree, OPTIMIZERS[name], steps=3)
+    assert worst_difference(mine, theirs) <= TOLERANCE
+    assert len({cut.apply[g].key for g in tree.blocks}) == 1
+    owned = [sum(math.prod(leaf.shape) for leaf in cut.state[g]) for g in tree.blocks]
+    assert len(set(owned)) == 1 and owned[0] > 0
 
 
 def test_one_group_is_never_deferred_by_a_global_norm():

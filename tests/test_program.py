@@ -8,6 +8,7 @@ import pytest
 from megatrain_jax.adapters import adapt
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import power
+from megatrain_jax.program.index import selector
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from zoo import CASES, Case
@@ -52,10 +53,7 @@ def test_stages_together_compute_the_loss(name):
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, [True] * len(adapted.paths))
     program = cut_loss(traced, leaves)
     parameters = initial.leaves(range(len(adapted.shapes)))
-    arrays = [
-        parameters[leaf.parameter] if leaf.index is None else parameters[leaf.parameter][leaf.index]
-        for leaf in leaves
-    ]
+    arrays = [parameters[leaf.parameter][selector(leaf.index)] for leaf in leaves]
     rng = jax.random.key(3)
     data = [*initial.variables(), *jax.tree.leaves(batch), rng]
 

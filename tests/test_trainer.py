@@ -127,7 +127,7 @@ def test_evaluation_uses_eval_mode_and_changes_nothing():
     check_same_bits([np.asarray(v) for v in trainer._engine.variables], variables)
 
 
-@pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan"])
+@pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan", "last_axis"])
 def test_the_model_computes_with_the_trained_parameters(name):
     case = CASES[name]
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])

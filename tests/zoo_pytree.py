@@ -121,6 +121,36 @@ def forward_groups(params: Params, tokens: jax.Array) -> jax.Array:
     return apply_head(params, x)
 
 
+def init_last() -> Params:
+    """Return the stacked decoder with layers last to first, along the last axis."""
+    params = init_stacked()
+    last = jax.tree.map(lambda w: jnp.moveaxis(w[::-1], 0, -1), params["blocks"])
+    return params | {"blocks": last}
+
+
+def forward_last(params: Params, tokens: jax.Array) -> jax.Array:
+    first = jax.tree.map(lambda w: jnp.moveaxis(w, -1, 0)[::-1], params["blocks"])
+    return forward_scan(params | {"blocks": first}, tokens)
+
+
+def init_sliced() -> Params:
+    """Return the decoder with four blocks, two in each of two stacks."""
+    params = init_decoder(4)
+    stack = lambda rows: jax.tree.map(lambda *xs: jnp.stack(xs), *rows)  # noqa: E731
+    first, second = stack(params["blocks"][:2]), stack(params["blocks"][2:])
+    return params | {"blocks": {"first": first, "second": second}}
+
+
+def forward_sliced(params: Params, tokens: jax.Array) -> jax.Array:
+    """Slice one stack by hand and the other by the number of a loop's iteration."""
+    first, second = params["blocks"]["first"], params["blocks"]["second"]
+    x = params["embed"][tokens]
+    for i in range(2):
+        x = apply_block(jax.tree.map(lambda w, i=i: w[i], first), x)
+    x = lax.fori_loop(0, 2, lambda i, x: apply_block(jax.tree.map(lambda w: w[i], second), x), x)
+    return apply_head(params, x)
+
+
 # Two pairs of arrays that are equal in value and not the same object.
 SHIFTS = tuple(
     np.random.default_rng(seed).normal(size=DIM).astype(np.float32) for seed in (0, 1, 0, 1)
@@ -265,6 +295,20 @@ CASES = (
         build=init_stacked,
         loss_fn=loss_of(forward_scan),
         blocks=3,
+        templates=1,
+    ),
+    Case(
+        name="last_axis",
+        build=init_last,
+        loss_fn=loss_of(forward_last),
+        blocks=3,
+        templates=1,
+    ),
+    Case(
+        name="sliced_towers",
+        build=init_sliced,
+        loss_fn=loss_of(forward_sliced),
+        blocks=4,
         templates=1,
     ),
     Case(

@@ -20,39 +20,35 @@ from megatrain_jax.checkpoint.folder import CheckpointError
 _PIECE = 1 << 22
 
 
-def checksum(arrays: Iterable[np.ndarray]) -> str:
-    """The 64 bits of XXH3, in hexadecimal, of the bytes of arrays one after the other."""
-    digest = xxhash.xxh3_64()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+def checksum(array: np.ndarray) -> str:
+    """The 64 bits of XXH3, in hexadecimal, of an array's bytes."""
+    return xxhash.xxh3_64(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def checksums(rows: Iterable[tuple[Entry, list[np.ndarray]]]) -> dict[str, str]:
+def checksums(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, str]:
     """The checksum of each array, by the pointer of its path."""
-    return {pointer(entry.path): checksum(arrays) for entry, arrays in rows}
+    return {pointer(entry.path): checksum(array) for entry, array in rows}
 
 
-def check_finite(name: str, arrays: Iterable[np.ndarray]) -> None:
-    """Refuses arrays that training can't go on from.
+def check_finite(name: str, array: np.ndarray) -> None:
+    """Refuses an array that training can't go on from.
 
     Raises:
         ValueError: If a number in them is not finite.
     """
-    for array in arrays:
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
-            continue
-        flat = np.ascontiguousarray(array).reshape(-1)
-        pieces = (flat[i : i + _PIECE] for i in range(0, flat.size, _PIECE))
-        if not all(bool(np.isfinite(piece).all()) for piece in pieces):
-            raise ValueError(
-                f"{name} is not finite, so training could not go on from it (a constant such as a "
-                "mask is to be frozen with `trainable`)"
-            )
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return
+    flat = np.ascontiguousarray(array).reshape(-1)
+    pieces = (flat[i : i + _PIECE] for i in range(0, flat.size, _PIECE))
+    if not all(bool(np.isfinite(piece).all()) for piece in pieces):
+        raise ValueError(
+            f"{name} is not finite, so training could not go on from it (a constant such as a "
+            "mask is to be frozen with `trainable`)"
+        )
 
 
 def verify(
-    folder: Path, known: Mapping[str, str] | None, path: TreePath, arrays: Iterable[np.ndarray]
+    folder: Path, known: Mapping[str, str] | None, path: TreePath, array: np.ndarray
 ) -> None:
     """Compares what was read of an array with what was written.
 
@@ -60,12 +56,12 @@ def verify(
         folder: The checkpoint, for the message.
         known: The checkpoint's checksums; None if it was written without them.
         path: Path of the array there.
-        arrays: What was read.
+        array: What was read.
 
     Raises:
         CheckpointError: If it is something else.
     """
-    if known is not None and known.get(pointer(path)) != checksum(arrays):
+    if known is not None and known.get(pointer(path)) != checksum(array):
         raise CheckpointError(
             f"{folder} is damaged: {'/'.join(path)} is not what was written, though its files have "
             "the sizes they had. Use another checkpoint, and mistrust the disk."

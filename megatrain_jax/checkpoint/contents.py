@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.job import Job
+from megatrain_jax.program.index import Index, joined, numbers
 from megatrain_jax.stream.engine import Engine
 
 Path = tuple[str, ...]
@@ -45,8 +46,8 @@ class Entry:
         path: Its path in the checkpoint.
         shape: Its shape there.
         dtype: Name of its dtype there.
-        places: Where it lives; several if the store keeps it layer by layer, along axis 0.
-        stacked: Whether the store keeps it layer by layer.
+        places: Where it lives; several if the store keeps it layer by layer.
+        indices: For each place which slice of the array it holds.
         key: Implementation of the random keys it holds the data of; None for other arrays.
     """
 
@@ -54,13 +55,18 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     places: tuple[Place, ...]
-    stacked: bool = False
+    indices: tuple[Index, ...] = ((),)
     key: str | None = None
 
     @property
     def name(self) -> str:
         """The path as users read it."""
         return "/".join(self.path)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the store keeps it layer by layer."""
+        return any(self.indices)
 
     @property
     def groups(self) -> frozenset[int]:
@@ -75,7 +81,7 @@ def entries_of(job: Job) -> tuple[Entry, ...]:
 
 
 def _parameters(job: Job) -> Iterable[Entry]:
-    places: dict[int, list[tuple[int | None, Place]]] = defaultdict(list)
+    places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     dtypes: dict[int, str] = {}
     for g, rows in enumerate(job.grouping.leaves):
         for position, i in enumerate(rows):
@@ -89,7 +95,7 @@ def _parameters(job: Job) -> Iterable[Entry]:
 
 def _state(job: Job) -> Iterable[Entry]:
     cut = job.optimizer
-    places: dict[int, list[tuple[int | None, Place]]] = defaultdict(list)
+    places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
             place = Place(part="O", group=g, position=position)
@@ -108,7 +114,7 @@ def _variables(job: Job) -> Iterable[Entry]:
     shapes = zip(job.adapted.variable_paths, job.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
         place = Place(part=_VARIABLES, group=None, position=position)
-        yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [(None, place)])
+        yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
 
 
 def _run() -> Iterable[Entry]:
@@ -116,7 +122,7 @@ def _run() -> Iterable[Entry]:
     key = jax.eval_shape(lambda: jax.random.key(0))
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
         place = Place(part=_RUN, group=None, position=position)
-        yield _entry(("run", name), aval.shape, aval.dtype, [(None, place)])
+        yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
 def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]) -> Entry:
@@ -124,14 +130,13 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
-    stacked = any(index is not None for index, _ in places)
-    ordered = sorted(places, key=lambda row: row[0] or 0)
+    ordered = sorted(places, key=lambda row: numbers(row[0]))
     return Entry(
         path=path,
         shape=tuple(shape),
         dtype=jnp.dtype(dtype).name,
         places=tuple(place for _, place in ordered),
-        stacked=stacked,
+        indices=tuple(index for index, _ in ordered),
         key=key,
     )
 
@@ -176,11 +181,19 @@ def set_small_arrays(engine: Engine, arrays: Mapping[str, list[jax.Array]]) -> N
     engine.key, engine.step = arrays[_RUN]
 
 
-def tree_of(rows: Iterable[tuple[Entry, list[Any]]]) -> dict[str, Any]:
-    """Entries' arrays as a nested dict; only those that lie layer by layer are copied."""
+def whole_arrays(rows: Iterable[tuple[Entry, list[Any]]]) -> list[tuple[Entry, np.ndarray]]:
+    """Entries with their arrays; only those that lie layer by layer are copied."""
+    return [
+        (entry, joined(zip(entry.indices, arrays, strict=True), entry.shape))
+        for entry, arrays in rows
+    ]
+
+
+def tree_of(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, Any]:
+    """Entries' arrays as a nested dict."""
     tree: dict[str, Any] = {}
-    for entry, arrays in rows:
-        put(tree, entry.path, np.stack(arrays) if entry.stacked else arrays[0])
+    for entry, array in rows:
+        put(tree, entry.path, array)
     return tree
 
 

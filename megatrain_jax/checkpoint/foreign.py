@@ -41,7 +41,7 @@ class SavedArray:
         """
         with orbax.context():
             (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
-        verify(self.folder, self.checksums, self.path, [array])
+        verify(self.folder, self.checksums, self.path, array)
         return array if dtype is None else array.astype(dtype)
 
 

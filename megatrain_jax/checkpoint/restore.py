@@ -28,6 +28,7 @@ from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.job import Job
 from megatrain_jax.memory import pool
 from megatrain_jax.memory.layout import Layout
+from megatrain_jax.program.index import selector
 from megatrain_jax.stream.engine import Engine
 
 
@@ -105,8 +106,9 @@ def _fill(
     with orbax.context(), ThreadPoolExecutor(1) as reader:
         for entry in (entry for entry in entries if entry.stacked):
             whole = _load(path, [entry])[entry.path]
-            checked = reader.submit(verify, path, known, entry.path, [whole])
-            for place, row in zip(entry.places, whole, strict=True):
+            checked = reader.submit(verify, path, known, entry.path, whole)
+            for place, index in zip(entry.places, entry.indices, strict=True):
+                row = np.ascontiguousarray(whole[selector(index)])
                 slices[place] = jax.device_put(row, pool.pinned())
             jax.block_until_ready(list(slices.values()))
             checked.result()
@@ -120,7 +122,7 @@ def _fill(
             array = jax.device_put(values, pool.pinned())
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
-                    verify(path, known, by_place[place].path, [leaf])
+                    verify(path, known, by_place[place].path, leaf)
             del values
             array.block_until_ready()
             key = slab.part, slab.group
@@ -178,7 +180,7 @@ def _load_small(
     arrays, loaded = small_arrays(engine), _load(path, entries)
     for entry in entries:
         (place,), value = entry.places, loaded[entry.path]
-        verify(path, known, entry.path, [value])
+        verify(path, known, entry.path, value)
         if entry.key is not None:
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
         arrays[place.part][place.position] = jax.device_put(value, pool.pinned())

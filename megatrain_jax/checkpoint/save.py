@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1
 
 from megatrain_jax.checkpoint import manifest, orbax
@@ -25,6 +26,7 @@ from megatrain_jax.checkpoint.contents import (
     Entry,
     rows_of,
     tree_of,
+    whole_arrays,
 )
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.checkpoint.workspace import NAME, Workspace
@@ -155,20 +157,21 @@ class Saving:
         ):
             while self._parts:
                 groups, rows = self._parts.pop(0)
-                coming = beside.submit(self._inspected, rows)
-                v1.partial.save(str(parent / written.name), tree_of(rows))
-                del rows
+                arrays = whole_arrays(rows)
+                coming = beside.submit(self._inspected, arrays)
+                v1.partial.save(str(parent / written.name), tree_of(arrays))
+                del rows, arrays
                 found |= coming.result()
                 self._release(groups)
             v1.partial.finalize(str(parent / written.name))
         return found
 
-    def _inspected(self, rows: Sequence[tuple[Entry, list[Any]]]) -> dict[str, str]:
+    def _inspected(self, rows: Sequence[tuple[Entry, np.ndarray]]) -> dict[str, str]:
         """The checksums of arrays, of which a run's trained parameters have to be finite."""
         if self._replaces:
-            for entry, arrays in rows:
+            for entry, array in rows:
                 if entry.path[0] == PARAMS and not entry.groups & self._frozen:
-                    check_finite(entry.name, arrays)
+                    check_finite(entry.name, array)
         return checksums(rows)
 
     def _publish(self, written: Path) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import jax
 
-from megatrain_jax.program.inline import ScannedLeaves
+from megatrain_jax.program.index import Index, numbers, remaining, shown, sliced_axes
 from megatrain_jax.program.levels import STACK, Parameter, Path, block_keys
+from megatrain_jax.program.stacks import Stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,8 @@ class Leaf:
     Attributes:
         path: Path of the parameter in the model.
         parameter: Index of the parameter among the model's parameters.
-        index: Which slice along axis 0, or None for the whole parameter.
-        shape: Shape of this array, without the stacked axis.
+        index: Which slice of the parameter it is; `()` for the whole.
+        shape: Shape of this array, without the sliced axes.
         dtype: Dtype that the model declares.
         block: Key of the block it belongs to, or None.
         trainable: Whether it gets a gradient.
@@ -29,7 +30,7 @@ class Leaf:
 
     path: Path
     parameter: int
-    index: int | None
+    index: Index
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
     block: Path | None
@@ -38,56 +39,68 @@ class Leaf:
     @property
     def name(self) -> str:
         """The path as users write it."""
-        name = "/".join(map(str, self.path))
-        return name if self.index is None else f"{name}[{self.index}]"
+        return "/".join(map(str, self.path)) + shown(self.index)
 
 
 def find_leaves(
     paths: Sequence[Path],
     shapes: Sequence[jax.ShapeDtypeStruct],
-    scans: Sequence[ScannedLeaves],
+    stacks: Sequence[Stack],
     upstream: Sequence[int | None],
 ) -> tuple[Leaf, ...]:
     """Lists the leaves of a model: whole parameters first, then slices layer by layer.
 
     Args:
         paths: Path of each parameter.
-        shapes: Its shape, with the stacked axis.
-        scans: Which parameters scans read slice by slice.
+        shapes: Its shape, with the sliced axes.
+        stacks: Which parameters the loss takes layer by layer.
         upstream: For each parameter those that run before it, as the bits of a number.
     """
-    stacked: dict[int, tuple[Path, int]] = {}
-    for scan in scans:
-        prefix = common_prefix([paths[i][:-1] for i in scan.leaves])
-        for i in scan.leaves:
-            stacked.setdefault(i, (prefix, scan.length))
-    parameters = []
-    for i, path in enumerate(paths):
-        shape, count = tuple(shapes[i].shape), 1
-        if i in stacked:
-            prefix, count = stacked[i]
-            path, shape = (*prefix, STACK, *path[len(prefix) :]), shape[1:]
-        parameters.append(Parameter(path=path, shape=shape, count=count, upstream=upstream[i]))
+    parameters = [
+        Parameter(path=path, shape=tuple(shape.shape), upstream=up)
+        for path, shape, up in zip(paths, shapes, upstream, strict=True)
+    ]
+    known = block_keys(parameters)
+    stacked: dict[int, tuple[Path, Stack]] = {}
+    for stack in stacks:
+        if any(known[i] is not None for i in stack.between - stacked.keys()):
+            continue  # slices that are parts of other blocks
+        prefix = common_prefix([paths[i][:-1] for i in stack.named])
+        for i in stack.slices:
+            stacked.setdefault(i, (prefix, stack))
+    for i, (prefix, stack) in stacked.items():
+        inside = paths[i][: len(prefix)] == prefix
+        parameters[i] = dataclasses.replace(
+            parameters[i],
+            path=(*prefix, STACK, *paths[i][len(prefix) if inside else 0 :]),
+            shape=remaining(shapes[i].shape, sliced_axes(stack.slices[i][0])),
+            count=stack.length,
+        )
     keys = block_keys(parameters)
     opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
-    sliced = {i: n for i, (prefix, n) in stacked.items() if prefix in opened}
+    sliced = {i: stack for i, (prefix, stack) in sorted(stacked.items()) if prefix in opened}
     leaves = [
-        Leaf(path=paths[i], parameter=i, index=None, shape=tuple(shapes[i].shape),
+        Leaf(path=paths[i], parameter=i, index=(), shape=tuple(shapes[i].shape),
              dtype=shapes[i].dtype, block=keys[i])
         for i in range(len(paths)) if i not in sliced
     ]  # fmt: skip
-    for length in sorted(set(sliced.values())):
+    for length in sorted({stack.length for stack in sliced.values()}):
         for k in range(length):
             leaves += [
-                Leaf(path=paths[i], parameter=i, index=k, shape=parameters[i].shape,
-                     dtype=shapes[i].dtype, block=_slice_of(keys[i], k))
-                for i, n in sorted(sliced.items()) if n == length
+                Leaf(path=paths[i], parameter=i, index=stack.slices[i][k],
+                     shape=parameters[i].shape, dtype=shapes[i].dtype,
+                     block=_slice_of(keys[i], stack.layers[k]))
+                for i, stack in sliced.items() if stack.length == length
             ]  # fmt: skip
     return tuple(leaves)
 
 
-def _slice_of(key: Path | None, k: int) -> Path | None:
-    return key and tuple(k if component == STACK else component for component in key)
+def _slice_of(key: Path | None, layer: Index) -> Path | None:
+    """The block of one slice: the path of all of them with the layer's number in its place."""
+    if key is None or STACK not in key:
+        return key
+    at = key.index(STACK)
+    return (*key[:at], *numbers(layer), *key[at + 1 :])
 
 
 def common_prefix(paths: Sequence[Path]) -> Path:

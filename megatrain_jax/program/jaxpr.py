@@ -23,6 +23,8 @@ from jax.sharding import AxisType, NamedSharding
 Var = jex.Var
 Literal = jex.Literal
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+REMAT = ("remat2", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +165,14 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, open or closed."""
     return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
+
+
+def called(eqn: Any) -> Any | None:
+    """The open jaxpr that an equation does nothing but call, or None."""
+    name = eqn.primitive.name
+    if name in CALLS or name in REMAT:
+        return opened(eqn.params[CALLS.get(name, "jaxpr")])
+    return None
 
 
 def with_body(jaxpr: Any, body: Any) -> Any:

@@ -1,6 +1,7 @@
 """From a loss to a program: traces it on abstract arrays, finds the blocks, cuts at them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,12 @@ import jax.numpy as jnp
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf, Path, find_leaves
-from megatrain_jax.program.inline import Inliner, Pieces, Value, find_scanned, stack
+from megatrain_jax.program.index import Index
+from megatrain_jax.program.inline import Inliner
+from megatrain_jax.program.pieces import Pieces, Value, constant, stack, stacked
+from megatrain_jax.program.stacks import Stacks, find_stacks
 from megatrain_jax.program.stages import Program, cut
+from megatrain_jax.program.uncut import uncut_stacks
 from megatrain_jax.program.upstream import find_upstream
 
 
@@ -31,6 +36,11 @@ class TracedLoss:
     num_variables: int
     num_batch: int
     metrics: tuple[str, ...]
+
+    @functools.cached_property
+    def stacks(self) -> Stacks:
+        """Its stacked parameters."""
+        return find_stacks(self.traced, self.num_parameters)
 
 
 def trace_loss(
@@ -78,9 +88,9 @@ def leaves_of(
     trainable: Sequence[bool],
 ) -> tuple[Leaf, ...]:
     """The leaves of the model, with stacked parameters split as the traced loss reads them."""
-    source, count = traced.traced, traced.num_parameters
-    upstream = find_upstream(source.jaxpr, len(source.consts), count)
-    found = find_leaves(paths, shapes, find_scanned(source, count), upstream)
+    source = traced.traced
+    upstream = find_upstream(source.jaxpr, len(source.consts), traced.num_parameters)
+    found = find_leaves(paths, shapes, traced.stacks.stacks, upstream)
     return tuple(dataclasses.replace(leaf, trainable=trainable[leaf.parameter]) for leaf in found)
 
 
@@ -99,27 +109,26 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     def flat(leaf_arrays, data_arrays):
         values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
         parameters = assemble(leaves, values, traced.num_parameters)
-        inputs = [*map(Value, source.consts), *parameters, *(Value(a, None) for a in data_arrays)]
+        inputs = [
+            *map(constant, source.consts),
+            *parameters,
+            *(Value(a, None) for a in data_arrays),
+        ]
         return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
 
-    return cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
+    program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
+    found = uncut_stacks(traced.stacks, leaves)
+    return dataclasses.replace(program, warnings=(*program.warnings, *found))
 
 
 def assemble(
     leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
 ) -> list[Value | Pieces]:
     """The model's parameters from the values of its leaves."""
-    parts: list[list[tuple[int, Value]]] = [[] for _ in range(num_parameters)]
-    whole: dict[int, Value] = {}
+    parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
     for leaf, value in zip(leaves, values, strict=True):
-        if leaf.index is None:
-            whole[leaf.parameter] = value
-        else:
-            parts[leaf.parameter].append((leaf.index, value))
-    return [
-        whole[p] if p in whole else Pieces(tuple(v for _, v in sorted(rows, key=lambda r: r[0])))
-        for p, rows in enumerate(parts)
-    ]
+        parts[leaf.parameter][leaf.index] = value
+    return [stacked(rows) for rows in parts]
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:

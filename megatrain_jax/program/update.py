@@ -5,17 +5,28 @@ of a stacked parameter, and of the state that mirrors it, as an array of its own
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.effects import fires
-from megatrain_jax.program.inline import Inliner, Pieces, Value, piece, stack
+from megatrain_jax.program.index import (
+    Index,
+    index_of,
+    numbers,
+    remaining,
+    shown,
+    sliced_axes,
+)
+from megatrain_jax.program.inline import Inliner
+from megatrain_jax.program.pieces import Pieces, Value, constant, piece, stack, stacked
 from megatrain_jax.program.slicing import without_repeats
 from megatrain_jax.program.trace import assemble
 
@@ -29,14 +40,14 @@ class StateLeaf:
     Attributes:
         name: Its path in Optax's state.
         leaf: Its index in the flat state.
-        index: Which slice along axis 0 of a state leaf that is stacked, or None for all of it.
-        shape: Shape of this array, without the stacked axis.
+        index: Which slice of the state leaf it is; `()` for all of it.
+        shape: Shape of this array, without the sliced axes.
         dtype: Its dtype.
     """
 
     name: str
     leaf: int
-    index: int | None
+    index: Index
     shape: tuple[int, ...]
     dtype: Any
 
@@ -48,7 +59,7 @@ class TracedOptimizer:
     Attributes:
         update: `(grads, params, state, loss) -> (new params, new state)`.
         init: `params -> state`.
-        num_params: How many parameters there are.
+        param_shapes: Shape of each parameter.
         state_def: Tree structure of the state.
         state_shapes: Shape and dtype of its leaves.
         state_names: Their paths.
@@ -57,7 +68,7 @@ class TracedOptimizer:
 
     update: jx.Traced
     init: jx.Traced
-    num_params: int
+    param_shapes: tuple[tuple[int, ...], ...]
     state_def: Any
     state_shapes: tuple[jax.ShapeDtypeStruct, ...]
     state_names: tuple[str, ...]
@@ -99,7 +110,7 @@ def trace_optimizer(
     return TracedOptimizer(
         update=jx.without_dead_code(traced),
         init=jx.without_dead_code(init),
-        num_params=len(shapes),
+        param_shapes=tuple(tuple(shape.shape) for shape in shapes),
         state_def=init.out_tree,
         state_shapes=state_shapes,
         state_names=tuple(map(jax.tree_util.keystr, paths)),
@@ -145,7 +156,7 @@ def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shap
 
 
 class Form:
-    """How parameters and state are represented: whole, or as slices along axis 0."""
+    """How parameters and state are represented: whole, or as slices."""
 
     def __init__(
         self,
@@ -158,27 +169,27 @@ class Form:
         self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
         self.group_of = tuple(group_of)
         self.groups = jx.members(group_of, num_groups)
-        groups: list[dict[int | None, int]] = [{} for _ in range(traced.num_params)]
-        self.slices: list[int | None] = [None] * traced.num_params
+        groups: list[dict[tuple[int, ...], int]] = [{} for _ in traced.param_shapes]
+        axes: list[tuple[int, ...]] = [()] * len(traced.param_shapes)
         for leaf, group in zip(leaves, group_of, strict=True):
-            groups[leaf.parameter][leaf.index] = group
-            if leaf.index is not None:
-                self.slices[leaf.parameter] = len(groups[leaf.parameter])
+            groups[leaf.parameter][numbers(leaf.index)] = group
+            axes[leaf.parameter] = sliced_axes(leaf.index)
         self.tokens: list[StateLeaf] = []
         self.likely: list[int | None] = []  # the group that owns a token, if its path tells
         for j, shape in enumerate(traced.state_shapes):
             p = traced.state_of[j]
-            for k in self._indices(p, shape):
-                name = traced.state_names[j] + ("" if k is None else f"[{k}]")
-                own = shape.shape if k is None else shape.shape[1:]
+            found = None
+            if p is not None and axes[p]:
+                found = axes_within(traced.param_shapes[p], axes[p], shape.shape)
+            own = found or ()
+            for at in np.ndindex(*(shape.shape[a] for a in own)):
+                index = index_of(own, at)
+                name = traced.state_names[j] + shown(index)
                 self.tokens.append(
-                    StateLeaf(name=name, leaf=j, index=k, shape=tuple(own), dtype=shape.dtype)
-                )
-                self.likely.append(None if p is None else groups[p].get(k, self._only(groups[p])))
-
-    def _indices(self, p: int | None, shape) -> Sequence[int | None]:
-        n = None if p is None else self.slices[p]
-        return range(n) if n is not None and shape.shape[:1] == (n,) else (None,)
+                    StateLeaf(name=name, leaf=j, index=index, shape=remaining(shape.shape, own),
+                              dtype=shape.dtype)
+                )  # fmt: skip
+                self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
 
     @staticmethod
     def _only(groups: dict) -> int | None:
@@ -194,7 +205,7 @@ class Form:
 
     def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
         """The parameters from one array per leaf."""
-        return assemble(self.leaves, list(map(Value, arrays)), self.traced.num_params)
+        return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
 
     def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
         """Undoes `params`."""
@@ -202,28 +213,46 @@ class Form:
 
     def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
         """The flat state from one array per token."""
-        values: list[list[Value]] = [[] for _ in self.traced.state_shapes]
+        values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
         for token, array in zip(self.tokens, arrays, strict=True):
-            values[token.leaf].append(Value(array))
-        stacked = {token.leaf for token in self.tokens if token.index is not None}
-        return [Pieces(tuple(v)) if j in stacked else v[0] for j, v in enumerate(values)]
+            values[token.leaf][token.index] = Value(array)
+        return [stacked(slices) for slices in values]
 
     def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
         """Undoes `state`."""
         return [_take(state[token.leaf], token.index) for token in self.tokens]
 
 
-def _take(value: Value | Pieces, index: int | None) -> Any:
-    return (stack(value) if index is None else piece(value, index)).array
+def axes_within(
+    whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Where some axes of a parameter are in state that may lack others of its axes.
+
+    Of (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, those of
+    shape (3, 5) as axis 0.
+
+    Returns:
+        The axes, or None if the state can't be one that keeps them.
+    """
+    for kept in itertools.combinations(range(len(whole)), len(part)):
+        if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:
+            return tuple(kept.index(a) for a in axes)
+    return None
+
+
+def _take(value: Value | Pieces, index: Index) -> Any:
+    if not index:
+        return stack(value).array
+    return piece(value, sliced_axes(index), numbers(index)).array
 
 
 def flatten_update(form: Form) -> jx.Traced:
     """`(grads, params, tokens, loss) -> (new params, new tokens)`, one array per leaf and token."""
-    source, n = form.traced.update, form.traced.num_params
+    source, n = form.traced.update, len(form.traced.param_shapes)
 
     def flat(grads, params, tokens, loss):
         args = [*form.params(grads), *form.params(params), *form.state(tokens), Value(loss)]
-        out = Inliner(primal=True).run(source.jaxpr, (), [*map(Value, source.consts), *args])
+        out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
         return form.leaf_values(out[:n]), form.token_values(out[n:])
 
     shapes = form.leaf_shapes()
@@ -237,7 +266,7 @@ def flatten_init(form: Form) -> jx.Traced:
     source = form.traced.init
 
     def flat(params):
-        args = [*map(Value, source.consts), *form.params(params)]
+        args = [*map(constant, source.consts), *form.params(params)]
         return form.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
 
     return jx.without_dead_code(jx.trace(flat, form.leaf_shapes()))

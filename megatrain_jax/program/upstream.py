@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatrain_jax.program import jaxpr as jx
-from megatrain_jax.program.inline import CALLS
-
-REMATS = frozenset(("remat2", "checkpoint"))
 
 
 class _Source(NamedTuple):
@@ -61,8 +58,8 @@ class _Walk:
 
     def _eqn(self, eqn, ins: list[_Source]) -> list[_Source]:
         name = eqn.primitive.name
-        if name in CALLS or name in REMATS:
-            return self.run(jx.opened(eqn.params[CALLS.get(name, "jaxpr")]), ins)
+        if (body := jx.called(eqn)) is not None:
+            return self.run(body, ins)
         if name == "scan":
             num_consts, num_carry = jx.scan_parts(eqn)
             first = num_consts + num_carry

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.levels import Lists, Parameter, Path, is_indexed
 from megatrain_jax.program.partition import Dataflow, Run
-from megatrain_jax.program.upstream import REMATS, find_upstream
+from megatrain_jax.program.upstream import find_upstream
 
 _MASTER_BYTES = 4  # of fp32
 
@@ -69,7 +70,7 @@ def _too_large(flow, lists: Lists, run, likes: int, read, s: int, stage_of) -> l
         flow.jaxpr.eqns[i].primitive.name
         for i, stage in stage_of.items()
         if stage == s and len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
-    } - REMATS  # these would be opened
+    }.difference(jx.REMAT)  # these would be opened
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
@@ -114,7 +115,11 @@ def _numbered(parts: Mapping[Path, Sequence[int]]) -> str:
 
 
 def _memory(flow, leaves) -> str:
-    size = sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves)
+    return shown_bytes(sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves))
+
+
+def shown_bytes(size: int) -> str:
+    """A number of bytes as users read it."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
