@@ -347,8 +347,9 @@ def test_known_integers_are_those_that_jax_computes(dtype):
             env.update(zip(eqn.outvars, known.results(eqn, ins), strict=True))
         computed = index(jnp.asarray(i), jnp.asarray(table))
         for var, expected in zip(traced.jaxpr.outvars, computed, strict=True):
-            assert env[var].value.dtype == expected.dtype
-            np.testing.assert_array_equal(env[var].value, expected)
+            found = env[var]
+            assert found is not None and found.value.dtype == expected.dtype
+            np.testing.assert_array_equal(found.value, expected)
 
 
 def _opened_eqns(jaxpr, env):
