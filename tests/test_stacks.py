@@ -15,6 +15,7 @@ from orbax.checkpoint import v1
 import megatrain_jax as mt
 from megatrain_jax.adapters import adapt
 from megatrain_jax.program import jaxpr as jx
+from megatrain_jax.program import known
 from megatrain_jax.program.index import selector
 from megatrain_jax.program.trace import cut_loss, leaves_of, trace_loss
 
@@ -327,6 +328,42 @@ def test_any_mixture_of_forms_is_cut_into_layers(seed):
     program, _, staged, _ = cut(params | {"layers": stored}, loss_of(body))
     assert shape_of_cut(program) == shape_of_cut(twin), [s.name for s in program.stages]
     np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int8])
+def test_known_integers_are_those_that_jax_computes(dtype):
+    def index(i, table):
+        wrapped = jnp.where(i < 3, i + table[1], i - table[0])
+        return wrapped, table[wrapped % 4], (wrapped * 2).astype(jnp.int16), i >= table
+
+    rng = np.random.default_rng(0)
+    info = np.iinfo(dtype)
+    table = rng.integers(info.min, info.max, 4, dtype, endpoint=True)
+    for i in (dtype(0), dtype(3), dtype(info.max), dtype(info.min)):
+        traced = jx.trace(index, i, table)
+        env = dict(zip(traced.jaxpr.invars, map(known.constant, (i, table)), strict=True))
+        for eqn in _opened_eqns(traced.jaxpr, env):
+            ins = [known.constant(a.val) if jx.is_literal(a) else env[a] for a in eqn.invars]
+            env.update(zip(eqn.outvars, known.results(eqn, ins), strict=True))
+        computed = index(jnp.asarray(i), jnp.asarray(table))
+        for var, expected in zip(traced.jaxpr.outvars, computed, strict=True):
+            found = env[var]
+            assert found is not None and found.value.dtype == expected.dtype
+            np.testing.assert_array_equal(found.value, expected)
+
+
+def _opened_eqns(jaxpr, env):
+    """The equations of a jaxpr with those of its calls in place of these."""
+    for eqn in jaxpr.eqns:
+        inner = jx.called(eqn)
+        if inner is None:
+            yield eqn
+        else:
+            pairs = zip(inner.invars, eqn.invars, strict=True)
+            env.update((v, known.constant(a.val) if jx.is_literal(a) else env[a]) for v, a in pairs)
+            yield from _opened_eqns(inner, env)
+            results = zip(eqn.outvars, inner.outvars, strict=True)
+            env.update((v, env[a]) for v, a in results)
 
 
 def test_parameters_lie_as_the_user_stacked_them(tmp_path):
