@@ -97,7 +97,7 @@ def test_tokens_that_do_not_count_change_nothing():
         loss, losses.next_token(hidden[counted], head, labels[counted]), rtol=1e-6
     )
     nothing, gradients = jax.value_and_grad(losses.next_token, (0, 1))(
-        hidden, head, jnp.full_like(labels, -100)
+        hidden, head, jnp.full_like(labels, -1)
     )
     assert nothing == 0 and not any(np.any(g) for g in gradients)
 

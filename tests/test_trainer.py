@@ -61,6 +61,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(optimizer):
     metrics = trainer.step(make_batch(1, y=np.nan))
     with pytest.raises(FloatingPointError, match="loss of step 2 is nan; nothing was updated"):
         trainer.read(metrics)
+    assert trainer.num_steps == 1, "it is not counted"
     check_same_bits(trainer.params, before)
     check_same_bits(trainer.opt_state, state)
     # The run goes on as if the step had not been.
