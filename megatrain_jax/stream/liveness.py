@@ -5,10 +5,12 @@ own figure.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.flops import ELEMENTWISE, REDUCTIONS
+from megatrain_jax.program.inline import CALLS
 
 # What only renames an array, or is made anew wherever it is read.
 _FREE = frozenset(
@@ -41,19 +43,18 @@ def temporary_bytes(jaxpr: Any) -> int:
     """
     jaxpr = jx.opened(jaxpr)
     results = set(jx.variables(jaxpr.outvars))
-    readers: dict[Any, list[str]] = {}
+    readers: dict[Any, list[bool]] = {}  # whether each can be one with what makes the value
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(jx.variables(eqn.invars)):
-            readers.setdefault(v, []).append(eqn.primitive.name)
+            readers.setdefault(v, []).append(_is_fused(eqn, _FUSING))
     # The arrays of the function's own that each value is read from.
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
         behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
         for v in eqn.outvars:
             read = readers.get(v, [])
-            once = name in _FREE or (name in _FUSED and len(read) == 1)
-            fused = once and (_renames(eqn) or all(r in _FUSING for r in read))
+            once = eqn.primitive.name in _FREE or (_is_fused(eqn, _FUSED) and len(read) == 1)
+            fused = once and (_renames(eqn) or all(read))
             roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
     uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
     live = most = 0
@@ -70,6 +71,13 @@ def temporary_bytes(jaxpr: Any) -> int:
                     dead.add(root)
         live -= sum(jx.num_bytes(v.aval) for v in dead)
     return most
+
+
+def _is_fused(eqn: Any, names: Collection[str]) -> bool:
+    """Whether an equation is one of these, or a call of nothing else (`jnp.where` is one)."""
+    if eqn.primitive.name in CALLS:
+        return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return eqn.primitive.name in names
 
 
 def _renames(eqn: Any) -> bool:
