@@ -20,6 +20,7 @@ from megatrain_jax.memory.hardware import (  # noqa: E402
     this_machine,
 )
 from megatrain_jax.memory.plan import Plan  # noqa: E402
+from megatrain_jax.plan_warning import PlanWarning  # noqa: E402
 from megatrain_jax.planning import plan  # noqa: E402
 from megatrain_jax.precision import Precision  # noqa: E402
 from megatrain_jax.result import DataRanOutError, FitResult  # noqa: E402
@@ -36,6 +37,7 @@ __all__ = [
     "Hardware",
     "History",
     "Plan",
+    "PlanWarning",
     "Precision",
     "Trainer",
     "fit",

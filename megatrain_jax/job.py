@@ -28,7 +28,7 @@ from megatrain_jax.program.flops import count_flops, is_product
 from megatrain_jax.program.gradients import refuse_no_gradient
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
-from megatrain_jax.stream.compiled import Templates, compile_ahead
+from megatrain_jax.stream.compiled import Templates, compile_ahead, estimate_ahead
 from megatrain_jax.stream.laps import Op
 from megatrain_jax.stream.schedule import plan_schedule
 from megatrain_jax.stream.steps import StepPlan, plan_step
@@ -38,6 +38,8 @@ _ITEMS_IN_FLIGHT = 3
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
 _RESERVED = 0.05
+# Parameters below which a model fits any device as a whole.
+_WORTH_CUTTING = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,8 @@ class Job:
             None for the least.
         automatic: Whether the budget is to be what the device has left.
         temporary_bytes: What compiled functions need on the device for themselves; None before
-            they are compiled.
+            that is known.
+        temporary_estimated: Whether that is an estimate, since they aren't compiled.
         hardware: The machine that steps are scheduled for.
         leaves: All arrays of the store, in order.
         grouping: Which of them travel together.
@@ -69,6 +72,7 @@ class Job:
     device_budget: int | None
     automatic: bool
     temporary_bytes: int | None
+    temporary_estimated: bool
     hardware: Hardware
     leaves: tuple[Leaf, ...]
     grouping: Grouping
@@ -98,7 +102,9 @@ class Job:
             training=train,
         )
 
-    def with_temporaries(self, temporary_bytes: int, device_bytes: int | None) -> "Job":
+    def with_temporaries(
+        self, temporary_bytes: int, device_bytes: int | None, estimated: bool
+    ) -> "Job":
         """The same job, with its functions' memory known.
 
         An automatic budget becomes what they leave of the device.
@@ -106,8 +112,11 @@ class Job:
         Args:
             temporary_bytes: What compiled functions need on the device for themselves.
             device_bytes: Device memory that is free; None if unknown.
+            estimated: Whether the functions' memory is an estimate.
         """
-        job = dataclasses.replace(self, temporary_bytes=temporary_bytes)
+        job = dataclasses.replace(
+            self, temporary_bytes=temporary_bytes, temporary_estimated=estimated
+        )
         if not self.automatic or device_bytes is None:
             return job
         taken = _other_bytes(self.first) + temporary_bytes
@@ -162,16 +171,23 @@ class Job:
             device_state_bytes=step.schedule.peak_bytes,
             device_other_bytes=_other_bytes(step),
             device_temporary_bytes=self.temporary_bytes,
+            device_temporary_estimated=self.temporary_estimated,
             in_flight_bytes=_in_flight_bytes(step),
             largest_slab_bytes=self.largest_slab_bytes,
             num_templates=len(templates),
-            warnings=(*step.program.warnings, *self._no_blocks(), *self._wide_products()),
+            warnings=self.warnings,
             hardware=hardware,
         )
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What could not be done well, in words."""
+        return (*self.first.program.warnings, *self._no_blocks(), *self._wide_products())
+
     def _no_blocks(self) -> list[str]:
         """Warns where nothing could be cut: then the largest stage is the model."""
-        if any(bound.stage.is_block for bound in self.first.stages):
+        small = sum(map(jx.num_elements, self.leaves)) < _WORTH_CUTTING
+        if small or any(bound.stage.is_block for bound in self.first.stages):
             return []
         return [
             "no blocks were found, so all parameters are on the device together: keep layers in a "
@@ -246,6 +262,7 @@ def make_job(
         device_budget=budget,
         automatic=options.device_budget is None,
         temporary_bytes=None,
+        temporary_estimated=False,
         hardware=hardware,
         leaves=leaves,
         grouping=grouping,
@@ -281,20 +298,22 @@ def _cut_optimizer(
     )
 
 
-def fit_to_device(job: Job, templates: Templates, device_bytes: int | None) -> Job:
-    """Compiles what a step runs and, if the budget is automatic, gives it what that leaves.
+def fit_to_device(job: Job, templates: Templates, device_bytes: int | None, *, here: bool) -> Job:
+    """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
     Args:
         job: The job, planned without knowledge of its functions' memory.
-        templates: Where the compiled functions go.
+        templates: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
+        here: Whether the device is here, so that they are compiled for it; else it is estimated.
     """
-    needed = compile_ahead(templates, job.first, job.layouts, job.optimizer)
-    fitted = job.with_temporaries(needed, device_bytes)
+    ahead = compile_ahead if here else estimate_ahead
+    needed = ahead(templates, job.first, job.layouts, job.optimizer)
+    fitted = job.with_temporaries(needed, device_bytes, not here)
     if fitted.first.schedule.kept != job.first.schedule.kept:  # that takes other functions
-        more = compile_ahead(templates, fitted.first, job.layouts, job.optimizer)
+        more = ahead(templates, fitted.first, job.layouts, job.optimizer)
         if more > needed:
-            fitted = job.with_temporaries(more, device_bytes)
+            fitted = job.with_temporaries(more, device_bytes, not here)
     return fitted
 
 

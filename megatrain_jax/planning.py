@@ -7,11 +7,12 @@ import optax
 
 from megatrain_jax.adapters import adapt
 from megatrain_jax.batches import check_batch
-from megatrain_jax.job import make_job
+from megatrain_jax.job import fit_to_device, make_job
 from megatrain_jax.memory.hardware import Hardware
 from megatrain_jax.memory.plan import Plan
 from megatrain_jax.options import DeviceBudget, OnNonfinite, RunOptions, Trainable, check_parts
 from megatrain_jax.precision import Precision
+from megatrain_jax.stream.compiled import Templates
 
 _DEFAULT_PRECISION = Precision()
 
@@ -39,8 +40,8 @@ def plan(
         sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
         microbatches: See `Trainer`.
         precision: See `Trainer`.
-        device_budget: See `Trainer`. What a device has left beside activations and compiled
-            functions is known only once they are compiled there: None counts the least here.
+        device_budget: See `Trainer`. None counts what `fit` would take on `hardware`, with an
+            estimate of what compiled functions need, and the least if its memory isn't known.
         trainable: See `Trainer`.
         on_nonfinite: See `Trainer`.
         seed: See `Trainer`.
@@ -80,4 +81,6 @@ def plan(
     check_parts(model, loss_fn, optimizer)
     check_batch(sample_batch, options.microbatches, "sample_batch")
     adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
-    return make_job(adapted, loss_fn, optimizer, sample_batch, options).plan(hardware)
+    job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
+    usable = None if hardware is None else hardware.usable_bytes
+    return fit_to_device(job, Templates(), usable, here=False).plan(hardware)

@@ -39,6 +39,7 @@ from megatrain_jax.options import (
     check_parts,
 )
 from megatrain_jax.parameters import starting_from
+from megatrain_jax.plan_warning import warn_of
 from megatrain_jax.precision import Precision
 from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.engine import Engine
@@ -147,13 +148,14 @@ class Trainer:
         del model
         adapted.check_batch(sample_batch)
         job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
+        warn_of(job.warnings)
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(job))
             del params
         with self._bar("compiling", len(job.layouts)) as bar:
             if hardware is not None:
                 free = pool.free_device_bytes()
-                job = fit_to_device(job, templates, free)
+                job = fit_to_device(job, templates, free, here=True)
                 check_device(job.plan(hardware), free)
             bar.set_description("reserving host memory")
             pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)

@@ -7,6 +7,8 @@ import signal
 import tempfile
 from importlib import metadata
 
+import pytest
+
 # Concern the CPU's code generator only; a GPU's programs are compiled as ever.
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if metadata.version("jaxlib").startswith("0.10."):
@@ -26,3 +28,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # A shell's background jobs ignore SIGINT, and the tests of interrupts would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Toy models compare in fp32 what a plan wants in bf16. What documents show has to be right,
+    # and what is warned of has tests of its own.
+    config.addinivalue_line("filterwarnings", "ignore::megatrain_jax.PlanWarning")

@@ -14,6 +14,7 @@ import pytest
 
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
 
+pytestmark = pytest.mark.filterwarnings("error")
 START = ROOT / "docs" / "index.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.

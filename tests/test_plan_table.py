@@ -15,7 +15,12 @@ from megatrain_jax.program.flops import count_flops
 
 GIB = 2**30
 BALANCED = Hardware(
-    name="Balanced", host_bytes=50, device_bytes=100, link_bytes_per_s=10.0, flops_per_s=100.0
+    name="Balanced",
+    host_bytes=50,
+    device_bytes=100,
+    device_share=1.0,
+    link_bytes_per_s=10.0,
+    flops_per_s=100.0,
 )
 
 Op = enum.Enum("Op", ["FETCH", "OFFLOAD", "FORWARD"])
@@ -184,7 +189,7 @@ def test_table_of_text():
         "host memory at rest 114.00 GiB",
         "host memory at peak 114.00 GiB",
         "host memory, the process 116.90 GiB estimate, fits in 125.00 GiB",
-        "device memory, in all 17.00 GiB fits in 140.40 GiB",
+        "device memory, in all 17.00 GiB fits in 119.34 GiB, 85% of the card",
         "to the device, a step 38.00 GiB 0.868 s",
         "to the host, a step 0 B 0 s",
         "arithmetic, a step, 4 microbatches 588 TFLOP 0.805 s",
@@ -199,9 +204,30 @@ def test_table_of_text():
 
 def test_temporaries_count_once_they_are_known():
     assert "temporaries" not in str(big_plan())
-    words = " ".join(str(big_plan(device_temporary_bytes=125 * GIB)).split())
-    assert "device memory, temporaries 125.00 GiB" in words
-    assert "device memory, in all 142.00 GiB DOES NOT FIT in 140.40 GiB" in words
+    words = " ".join(str(big_plan(device_temporary_bytes=103 * GIB)).split())
+    assert "device memory, temporaries 103.00 GiB device" in words
+    assert "device memory, in all 120.00 GiB DOES NOT FIT in 119.34 GiB, 85% of the card" in words
+    guess = big_plan(device_temporary_bytes=GIB, device_temporary_estimated=True)
+    assert "device memory, temporaries 1.00 GiB estimate" in " ".join(str(guess).split())
+
+
+def test_what_is_missing_is_said():
+    host = " ".join(str(big_plan(hardware=hardware.H200)).split())
+    assert "GiB estimate, fits in 256.00 GiB, a typical host" in host
+    bare = Hardware(name="Bare", link_bytes_per_s=1e9, flops_per_s=1e12)
+    words = " ".join(str(big_plan(hardware=bare)).split())
+    assert "GiB estimate, unknown: the hardware has no `host_bytes`" in words
+    assert "in all 17.00 GiB unknown: the hardware has no `device_bytes`" in words
+
+
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_share_that_jax_takes_is_counted(name, monkeypatch):
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
+    assert hardware.RTX_4090.usable_bytes == int(0.85 * 24 * GIB)
+    monkeypatch.setenv(name, "0.5")
+    assert hardware.RTX_4090.usable_bytes == 12 * GIB
+    assert replace(hardware.RTX_4090, device_share=1.0).usable_bytes == 24 * GIB
 
 
 def test_what_exceeds_the_device_is_refused_with_figures():
@@ -266,7 +292,7 @@ def test_known_cards(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Card()])
     monkeypatch.setattr(hardware.pool, "total_bytes", lambda: 64 * GIB)
     assert hardware.this_machine() == replace(
-        hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB
+        hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
     )
     monkeypatch.setattr(Card, "device_kind", "NVIDIA Abacus")
     unknown = hardware.this_machine()

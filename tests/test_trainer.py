@@ -280,9 +280,15 @@ def test_a_model_without_blocks_is_named():
     def loss_fn(model, batch):
         return jnp.mean((batch @ model["w"][0] @ model["w"][1]) ** 2)
 
-    batch = np.zeros((4, 8), np.float32)
-    plan = mt.plan({"w": jnp.zeros((2, 8, 8))}, loss_fn, optax.sgd(0.1), batch)
-    assert any("no blocks were found" in warning for warning in plan.warnings)
+    def warnings_of(dim):
+        batch = jax.ShapeDtypeStruct((4, dim), jnp.bfloat16)
+        return mt.plan(
+            lambda: {"w": jnp.zeros((2, dim, dim))}, loss_fn, optax.sgd(0.1), batch
+        ).warnings
+
+    (warning,) = warnings_of(4096)
+    assert "no blocks were found" in warning
+    assert not warnings_of(8)  # it fits anywhere as a whole
     case = CASES["nnx_tied"]
     plan = mt.plan(case.build(), case.loss_fn, optax.sgd(0.1), case.batch(0))
     assert not any("no blocks" in warning for warning in plan.warnings)

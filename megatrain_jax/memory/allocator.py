@@ -10,6 +10,15 @@ PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
+_DEFAULT_FRACTION = 0.85
+
+
+def fraction() -> float:
+    """The share of a GPU's memory that JAX takes in a process that imports this library."""
+    given = os.environ.get(FRACTION) or os.environ.get(OLD_FRACTION)
+    return float(given) if given else _DEFAULT_FRACTION
+
+
 def choose() -> None:
     """Lets CUDA's own memory pool allocate 85% of a GPU, unless a user chose otherwise.
 
@@ -24,4 +33,4 @@ def choose() -> None:
     if os.environ.get(PREALLOCATE) not in ("false", "False", "0"):
         os.environ.setdefault(VARIABLE, "cuda_async")
     if OLD_FRACTION not in os.environ:
-        os.environ.setdefault(FRACTION, "0.85")
+        os.environ.setdefault(FRACTION, str(_DEFAULT_FRACTION))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from megatrain_jax import checks
-from megatrain_jax.memory import pool
+from megatrain_jax.memory import allocator, pool
 
 _GIB = 2**30
 
@@ -18,7 +18,10 @@ class Hardware:
     Attributes:
         name: What the plan calls it.
         host_bytes: Host memory that training may use; `None` if unknown.
+        typical_host_bytes: What plans count as host memory where `host_bytes` isn't given.
         device_bytes: Memory of the accelerator; `None` if unknown.
+        device_share: Share of it that JAX may allocate; `None` for what `XLA_CLIENT_MEM_FRACTION`
+            says, which importing this library sets to 0.85.
         link_bytes_per_s: Bytes a second between host and device, each way.
         flops_per_s: Floating-point operations a second in bfloat16 matrix products.
         memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
@@ -41,7 +44,9 @@ class Hardware:
 
     name: str
     host_bytes: int | None = None
+    typical_host_bytes: int | None = None
     device_bytes: int | None = None
+    device_share: float | None = None
     link_bytes_per_s: float
     flops_per_s: float
     memory_bytes_per_s: float = math.inf
@@ -53,22 +58,42 @@ class Hardware:
         for name in ("name", "source"):
             if not isinstance(value := getattr(self, name), str):
                 raise TypeError(checks.refused(name, "a str", value))
-        for name in ("host_bytes", "device_bytes"):
+        for name in ("host_bytes", "typical_host_bytes", "device_bytes"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
         for name in ("link_bytes_per_s", "flops_per_s", "sustained"):
             checks.number(name, getattr(self, name), above=0)
         if self.memory_bytes_per_s != math.inf:
             checks.number("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
-        if self.sustained > 1:
-            raise ValueError(checks.refused("sustained", "a share of at most 1", self.sustained))
+        if self.device_share is not None:
+            checks.number("device_share", self.device_share, above=0)
+        for name in ("sustained", "device_share"):
+            if (value := getattr(self, name)) is not None and value > 1:
+                raise ValueError(checks.refused(name, "a share of at most 1", value))
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Device memory that JAX may allocate; `None` if unknown."""
+        if self.device_bytes is None:
+            return None
+        share = allocator.fraction() if self.device_share is None else self.device_share
+        return int(share * self.device_bytes)
+
+    @property
+    def assumed_host_bytes(self) -> int | None:
+        """Host memory, if need be what is typical; `None` if unknown."""
+        return self.typical_host_bytes if self.host_bytes is None else self.host_bytes
 
 
+# Typical hosts: an eighth of a server with eight cards and 2 TiB (H200) or 1 TiB (A100), and a
+# desktop computer of the card's time.
+#
 # Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few
 # GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
 # reports 143771 MiB.
 H200 = Hardware(
     name="NVIDIA H200",
+    typical_host_bytes=256 * _GIB,
     device_bytes=143771 * 2**20,
     link_bytes_per_s=47e9,
     flops_per_s=730e12,
@@ -81,6 +106,7 @@ H200 = Hardware(
 # NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s.
 A100_80GB = Hardware(
     name="NVIDIA A100 80GB",
+    typical_host_bytes=128 * _GIB,
     device_bytes=80 * _GIB,
     link_bytes_per_s=31.5e9,
     flops_per_s=312e12,
@@ -90,6 +116,7 @@ A100_80GB = Hardware(
 # NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s.
 RTX_3080 = Hardware(
     name="NVIDIA GeForce RTX 3080",
+    typical_host_bytes=32 * _GIB,
     device_bytes=10 * _GIB,
     link_bytes_per_s=31.5e9,
     flops_per_s=59.5e12,
@@ -99,6 +126,7 @@ RTX_3080 = Hardware(
 # NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s.
 RTX_4090 = Hardware(
     name="NVIDIA GeForce RTX 4090",
+    typical_host_bytes=64 * _GIB,
     device_bytes=24 * _GIB,
     link_bytes_per_s=31.5e9,
     flops_per_s=165.2e12,
@@ -129,5 +157,7 @@ def this_machine() -> Hardware | None:
     unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
     card = _BY_DEVICE_KIND.get(device.device_kind, unknown)
     # An allocator that takes memory as it needs it says 0.
-    limit = (device.memory_stats() or {}).get("bytes_limit") or card.device_bytes
-    return replace(card, host_bytes=pool.total_bytes(), device_bytes=limit)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    share = 1.0 if limit else card.device_share
+    limit = limit or card.device_bytes
+    return replace(card, host_bytes=pool.total_bytes(), device_bytes=limit, device_share=share)

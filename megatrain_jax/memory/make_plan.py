@@ -47,6 +47,7 @@ def make_plan(
     device_state_bytes: int,
     device_other_bytes: int,
     device_temporary_bytes: int | None = None,
+    device_temporary_estimated: bool = False,
     in_flight_bytes: int = 0,
     largest_slab_bytes: int = 0,
     num_templates: int,
@@ -84,6 +85,7 @@ def make_plan(
         device_state_bytes: Most device memory that the schedule gives to state and activations.
         device_other_bytes: Estimate of the values between stages that it doesn't count.
         device_temporary_bytes: Most that a compiled function needs for itself, if known.
+        device_temporary_estimated: Whether that is an estimate.
         in_flight_bytes: Host memory for arrays in flight. Gradients and values that the schedule
             offloads are added to it here.
         largest_slab_bytes: Bytes of the largest array of the state.
@@ -97,7 +99,7 @@ def make_plan(
     bytes_in, bytes_out, waiting_bytes = _moved(records, sizes, values or {})
     state = [size["P"] + size["O"] for size in sizes]
     peak = sum(state) + waiting_bytes + in_flight_bytes
-    process = hardware and pool.process_bytes(peak, largest_slab_bytes, hardware.host_bytes)
+    process = hardware and pool.process_bytes(peak, largest_slab_bytes, hardware.assumed_host_bytes)
     has_backward = [True] * len(stage_flops) if backward is None else backward
     shares = [1.0] * len(stage_flops) if learned is None else learned
     factors = [
@@ -119,6 +121,7 @@ def make_plan(
         device_state_bytes=device_state_bytes,
         device_other_bytes=device_other_bytes,
         device_temporary_bytes=device_temporary_bytes,
+        device_temporary_estimated=device_temporary_estimated,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         flops_per_step=microbatches * work + optimizer_flops,

@@ -50,8 +50,9 @@ class Plan:
         device_state_bytes: Most device memory that the schedule gives to state and activations.
         device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
             small ones, and what the batch alone determines.
-        device_temporary_bytes: Most that a compiled function needs for itself; None before they
-            are compiled, for the device that is there.
+        device_temporary_bytes: Most that a compiled function needs for itself; None if unknown.
+        device_temporary_estimated: Whether that is an estimate from the stages' largest values,
+            since the functions aren't compiled for the device.
         bytes_in: Bytes that a step moves to the device.
         bytes_out: Bytes that a step moves to the host.
         flops_per_step: Floating-point operations of a step, as `make_plan` counts them.
@@ -77,6 +78,7 @@ class Plan:
     device_state_bytes: int
     device_other_bytes: int
     device_temporary_bytes: int | None
+    device_temporary_estimated: bool
     bytes_in: int
     bytes_out: int
     flops_per_step: int
@@ -91,7 +93,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for state, values and, where they are known, temporaries."""
+        """Device memory for state, values and temporaries, where these are known."""
         temporary = self.device_temporary_bytes or 0
         return self.device_state_bytes + self.device_other_bytes + temporary
 
@@ -129,12 +131,12 @@ class Plan:
     def fits_host(self) -> bool | None:
         """Whether the host memory suffices for the process; `None` if it isn't known."""
         needed = self.host_process_bytes or self.host_peak_bytes
-        return _fits(needed, self.hardware and self.hardware.host_bytes)
+        return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)
 
     @property
     def fits_device(self) -> bool | None:
-        """Whether the device memory suffices; `None` if it isn't known."""
-        return _fits(self.device_bytes, self.hardware and self.hardware.device_bytes)
+        """Whether what JAX may take of the device suffices; `None` if it isn't known."""
+        return _fits(self.device_bytes, self.hardware and self.hardware.usable_bytes)
 
     def __str__(self) -> str:
         """Returns the plan as a table of plain text."""
@@ -209,13 +211,13 @@ def _group_cells(plan: Plan) -> list[list[str]]:
 
 def _total_cells(plan: Plan) -> list[list[str]]:
     machine = plan.hardware
-    host, device = machine and machine.host_bytes, machine and machine.device_bytes
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     known = plan.device_temporary_bytes
-    temporaries = [["device memory, temporaries", _memory(known), ""]] if known is not None else []
+    guess = "estimate" if plan.device_temporary_estimated else ""
+    temporaries = [["device memory, temporaries", _memory(known or 0), guess]]
     kept = f"{plan.num_kept} of {plan.num_stages} stages"
     taken = plan.host_process_bytes
-    fits = _verdict(plan.fits_host, host)
+    fits = _host_verdict(plan)
     process = [["host memory, the process", _memory(taken), f"estimate, {fits}"]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
     if plan.num_frozen:
@@ -232,8 +234,8 @@ def _total_cells(plan: Plan) -> list[list[str]]:
         *process,
         ["device memory, state and activations", _memory(plan.device_state_bytes), ""],
         ["device memory, other values", _memory(plan.device_other_bytes), "estimate"],
-        *temporaries,
-        ["device memory, in all", _memory(plan.device_bytes), _verdict(plan.fits_device, device)],
+        *(temporaries if known is not None else []),
+        ["device memory, in all", _memory(plan.device_bytes), _device_verdict(plan)],
         ["to the device, a step", _memory(plan.bytes_in), _seconds(plan.seconds_in)],
         ["to the host, a step", _memory(plan.bytes_out), _seconds(plan.seconds_out)],
         [
@@ -254,10 +256,29 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     return cells
 
 
-def _verdict(fits: bool | None, limit: int | None) -> str:
-    if fits is None or limit is None:
+def _host_verdict(plan: Plan) -> str:
+    machine = plan.hardware
+    if machine is None:
         return ""
-    return f"{'fits' if fits else 'DOES NOT FIT'} in {_memory(limit)}"
+    if (limit := machine.assumed_host_bytes) is None:
+        return "unknown: the hardware has no `host_bytes`"
+    typical = "" if machine.host_bytes is not None else ", a typical host"
+    return f"{_verdict(plan.fits_host)} in {_memory(limit)}{typical}"
+
+
+def _device_verdict(plan: Plan) -> str:
+    machine = plan.hardware
+    if machine is None:
+        return ""
+    limit, whole = machine.usable_bytes, machine.device_bytes
+    if limit is None or whole is None:
+        return "unknown: the hardware has no `device_bytes`"
+    share = f", {limit / whole:.0%} of the card" if limit < whole else ""
+    return f"{_verdict(plan.fits_device)} in {_memory(limit)}{share}"
+
+
+def _verdict(fits: bool | None) -> str:
+    return "fits" if fits else "DOES NOT FIT"
 
 
 def _seconds(value: float | None) -> str:

@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     """
     argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
     reduce_sum
@@ -75,7 +75,7 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
         return _SPECIAL[name](eqn)
     if name in ELEMENTWISE:
         return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
     return 0
 

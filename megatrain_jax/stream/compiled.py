@@ -15,6 +15,7 @@ from megatrain_jax.memory.pool import device
 from megatrain_jax.optim import OptimizerCut
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.stream import functions, template
+from megatrain_jax.stream.liveness import temporary_bytes
 from megatrain_jax.stream.steps import BoundStage, StepPlan
 
 
@@ -97,7 +98,7 @@ def compile_ahead(
     The device runs one function after another, so the largest counts: what it needs within, and
     for a backward the cotangents it takes and gives. Steps find the functions compiled.
     """
-    calls = {key: call for key, call in _calls(templates, plan, layouts, cut)}
+    calls = dict(_calls(templates, plan, layouts, cut, device()))
     lowered = [(function.lower(*args), beside) for function, args, beside in calls.values()]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         stats = pool.map(lambda row: row[0].compile().memory_analysis(), lowered)
@@ -106,8 +107,23 @@ def compile_ahead(
         )
 
 
-def _calls(
+def estimate_ahead(
     templates: Templates, plan: StepPlan, layouts: Sequence[GroupLayout], cut: OptimizerCut
+) -> int:
+    """Estimates what `compile_ahead` would say, on shapes alone: for a device that isn't here."""
+    calls = dict(_calls(templates, plan, layouts, cut, None))
+    return max(
+        temporary_bytes(function.trace(*args).jaxpr) + beside
+        for function, args, beside in calls.values()
+    )
+
+
+def _calls(
+    templates: Templates,
+    plan: StepPlan,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    sharding: Any,
 ) -> Iterable[tuple[Hashable, tuple[Any, list[Any], int]]]:
     """The arguments of every function's calls, as shapes, and bytes that live beside its own."""
     gradients = {
@@ -118,19 +134,24 @@ def _calls(
         if dtype is not None
     }
 
+    def shape(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        weak = getattr(aval, "weak_type", False)
+        dtype = dtype or aval.dtype
+        return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding, weak_type=weak)
+
     def values(ids: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-        return [_on_device(plan.program.values[i]) for i in ids]
+        return [shape(plan.program.values[i]) for i in ids]
 
     def gradient(g: int) -> jax.ShapeDtypeStruct:
-        return _on_device(layouts[g].master.aval, gradients.get(g, "float32"))
+        return shape(layouts[g].master.aval, gradients.get(g, "float32"))
 
     for number, bound in enumerate(plan.stages):
         stage, mode = bound.stage, bound.mode
-        masters = [_on_device(layouts[g].master.aval) for g in bound.groups]
+        masters = [shape(layouts[g].master.aval) for g in bound.groups]
         inputs = values(stage.inputs)
         kept = None
         if number in plan.schedule.kept and bound.residuals is not None:
-            kept = [_on_device(aval) for aval in bound.residuals.avals]
+            kept = [shape(aval) for aval in bound.residuals.avals]
             key = "forward keeping", bound.key, stage.learned, stage.active, stage.seeded
             yield key, (templates.forward_keeping(bound), [masters, inputs], 0)
         elif mode is None or not mode.give_outputs:
@@ -148,15 +169,15 @@ def _calls(
         else:
             args.insert(2, kept)
             yield key, (templates.backward_of_kept(bound), args, beside)
-    loss = _on_device(jax.ShapeDtypeStruct((), jnp.float32))
-    ok = _on_device(jax.ShapeDtypeStruct((), jnp.bool_))
-    small = [_on_device(leaf) for leaf in cut.globals]
-    messages = [_on_device(v.aval) for v in cut.combine.jaxpr.outvars[: cut.num_messages]]
+    loss = shape(jax.ShapeDtypeStruct((), jnp.float32))
+    ok = shape(jax.ShapeDtypeStruct((), jnp.bool_))
+    small = [shape(leaf) for leaf in cut.globals]
+    messages = [shape(v.aval) for v in cut.combine.jaxpr.outvars[: cut.num_messages]]
     for g, layout in enumerate(layouts):
         if g in plan.workload.frozen:
             continue
-        masters = _on_device(layout.master.aval)
-        state = tuple(_on_device(slab.aval) for slab in layout.state.layouts)
+        masters = shape(layout.master.aval)
+        state = tuple(shape(slab.aval) for slab in layout.state.layouts)
         if cut.deferred:
             reads = [
                 masters if "P" in cut.reduce_reads else None,
@@ -168,8 +189,3 @@ def _calls(
         key = "update", cut.apply[g].key, layout, gradient(g).dtype
         args = [masters, state, gradient(g), [messages[i] for i in cut.messages[g]], ok]
         yield key, (templates.update(cut, layout, g), args, 0)
-
-
-def _on_device(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, dtype or aval.dtype, sharding=device(), weak_type=weak)
