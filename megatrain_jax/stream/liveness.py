@@ -10,7 +10,6 @@ from typing import Any
 
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.flops import ELEMENTWISE, REDUCTIONS
-from megatrain_jax.program.inline import CALLS
 
 # What only renames an array, or is made anew wherever it is read.
 _FREE = frozenset(
@@ -75,7 +74,7 @@ def temporary_bytes(jaxpr: Any) -> int:
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     """Whether an equation is one of these, or a call of nothing else (`jnp.where` is one)."""
-    if eqn.primitive.name in CALLS:
+    if eqn.primitive.name in jx.CALLS:
         return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return eqn.primitive.name in names
 
