@@ -1,6 +1,9 @@
 """What a plan for a machine that isn't here says of memory: all of it, near what is compiled."""
 
 import dataclasses
+import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax import losses
 from megatrain_jax.adapters import adapt
 from megatrain_jax.job import make_job
 from megatrain_jax.options import RunOptions
@@ -16,6 +20,7 @@ from megatrain_jax.stream.compiled import Templates, compile_ahead, estimate_ahe
 from megatrain_jax.stream.liveness import temporary_bytes
 from zoo import CASES
 
+RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 GIB = 2**30
 
 
@@ -79,3 +84,20 @@ def test_in_all_is_all():
     full = plan(int(usable / 0.85) + 2, device_budget=usable)
     assert full.device_state_bytes <= usable
     assert not full.fits_device
+
+
+def test_the_estimate_of_a_loss_is_near_what_a_gpu_s_compiler_said():
+    measured = json.loads((RESULTS / "h200" / "loss" / "loss.json").read_text())
+    vocabulary, width = measured["vocabulary"], measured["width"]
+    rows = [row for row in measured["rows"] if row["name"].startswith("chunks of ")]
+    assert len(rows) > 3
+    for row in rows:
+        chunk = int(row["name"].removeprefix("chunks of "))
+        loss = functools.partial(losses.next_token, chunk=chunk)
+        shapes = (
+            jax.ShapeDtypeStruct((row["tokens"], width), jnp.bfloat16),
+            jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16),
+            jax.ShapeDtypeStruct((row["tokens"],), jnp.int32),
+        )
+        estimated = temporary_bytes(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*shapes))
+        assert 1.0 <= estimated / GIB / row["temporary_gib"] <= 2.0, row["name"]

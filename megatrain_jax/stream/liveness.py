@@ -17,6 +17,7 @@ _FREE = frozenset(
     stop_gradient transpose""".split()
 )
 _FUSED = ELEMENTWISE | _FREE | {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"}
+_ADDITIONS = ("add", "add_any")
 _FUSING = _FUSED | REDUCTIONS | {"concatenate"}
 
 
@@ -28,7 +29,8 @@ def temporary_bytes(jaxpr: Any) -> int:
     caller. While an equation runs that has jaxprs within, the largest of their own needs counts.
     A compiler makes no array of an elementwise result that one elementwise equation or reduction
     reads, nor of what only renames, converts or repeats one for such: what these are made from
-    stays instead.
+    stays instead. A product that is only added to something is written where the sum will be, and
+    what a loop carries stays in one place.
 
     A worked example, with arrays of 4 bytes::
 
@@ -43,18 +45,27 @@ def temporary_bytes(jaxpr: Any) -> int:
     jaxpr = jx.opened(jaxpr)
     results = set(jx.variables(jaxpr.outvars))
     readers: dict[Any, list[bool]] = {}  # whether each can be one with what makes the value
+    added: set[Any] = set()  # what an addition reads
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(jx.variables(eqn.invars)):
             readers.setdefault(v, []).append(_is_fused(eqn, _FUSING))
+            if eqn.primitive.name in _ADDITIONS:
+                added.add(v)
     # The arrays of the function's own that each value is read from.
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
         behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
+        carried = _carried(eqn)
         for v in eqn.outvars:
             read = readers.get(v, [])
             once = eqn.primitive.name in _FREE or (_is_fused(eqn, _FUSED) and len(read) == 1)
-            fused = once and (_renames(eqn) or all(read))
-            roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
+            summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
+            fused = summed or once and (_renames(eqn) or all(read))
+            start = carried.get(v)
+            if start in roots and len(readers[start]) == 1 and v not in results:
+                roots[v] = roots[start]
+            else:
+                roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
     uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
     live = most = 0
     for eqn in jaxpr.eqns:
@@ -77,6 +88,19 @@ def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     if eqn.primitive.name in jx.CALLS:
         return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return eqn.primitive.name in names
+
+
+def _carried(eqn: Any) -> dict[Any, Any]:
+    """What a loop carries: its last values, with the variables that it starts from."""
+    if eqn.primitive.name not in ("scan", "while"):
+        return {}
+    if eqn.primitive.name == "scan":
+        first, count = jx.scan_parts(eqn)
+    else:
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        count = len(eqn.invars) - first
+    pairs = zip(eqn.outvars[:count], eqn.invars[first : first + count], strict=True)
+    return {v: start for v, start in pairs if not jx.is_literal(start)}
 
 
 def _renames(eqn: Any) -> bool:
