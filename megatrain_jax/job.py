@@ -19,13 +19,14 @@ from megatrain_jax.memory.hardware import H200, Hardware
 from megatrain_jax.memory.make_plan import make_plan
 from megatrain_jax.memory.plan import Plan
 from megatrain_jax.model_kinds import chosen, path_name
-from megatrain_jax.optim import OptimizerCut, cut_optimizer
+from megatrain_jax.optim import CoupledGroupsError, OptimizerCut, cut_optimizer
 from megatrain_jax.options import RunOptions
 from megatrain_jax.precision import Precision
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.flops import count_flops, is_product
 from megatrain_jax.program.gradients import refuse_no_gradient
+from megatrain_jax.program.stacks import Stack
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from megatrain_jax.stream.compiled import Templates, compile_ahead, estimate_ahead
@@ -223,16 +224,7 @@ def make_job(
     budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
     trained = chosen(options.trainable, adapted.paths)
-    leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained)
-    program = cut_loss(traced, leaves)
-    if warning := refuse_no_gradient(program, leaves):
-        program = dataclasses.replace(program, warnings=(*program.warnings, warning))
-    if microbatches > 1:
-        _refuse_batch_statistics(adapted, program)
-    grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    cut = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, precision)
-    if options.on_nonfinite == "skip":
-        cut = dataclasses.replace(cut, deferred=True, guarded=True, skips=True)
+    leaves, program, grouping, cut = _cut(adapted, traced, optimizer, trained, options)
     layouts = tuple(
         layout_group(
             leaves,
@@ -269,6 +261,48 @@ def make_job(
         layouts=layouts,
         optimizer=cut,
         first=first,
+    )
+
+
+def _cut(
+    adapted: AdaptedModel,
+    traced: TracedLoss,
+    optimizer: optax.GradientTransformation,
+    trained: Sequence[bool],
+    options: RunOptions,
+) -> tuple[tuple[Leaf, ...], Program, Grouping, OptimizerCut]:
+    """Cuts loss and optimizer by the same groups.
+
+    Layers that a loss takes by hand stay in one array if the optimizer needs several of them: Muon
+    makes a matrix of a stack of biases.
+    """
+
+    def by(stacks: Sequence[Stack]) -> tuple[tuple[Leaf, ...], Program, Grouping, OptimizerCut]:
+        leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
+        program = cut_loss(traced, leaves)
+        if warning := refuse_no_gradient(program, leaves):
+            program = program.warning(warning)
+        if options.microbatches > 1:
+            _refuse_batch_statistics(adapted, program)
+        grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
+        cut = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
+        if options.on_nonfinite == "skip":
+            cut = dataclasses.replace(cut, deferred=True, guarded=True, skips=True)
+        return leaves, program, grouping, cut
+
+    every, scanned = traced.stacks.stacks, traced.stacks.scanned
+    try:
+        return by(every)
+    except CoupledGroupsError as error:
+        if every == scanned:
+            raise
+        reason = str(error)
+    leaves, program, grouping, cut = by(scanned)
+    return (
+        leaves,
+        program.warning(f"layers in one array were left together: {reason}"),
+        grouping,
+        cut,
     )
 
 

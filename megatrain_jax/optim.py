@@ -40,6 +40,10 @@ _SUGGESTION = (
 )
 
 
+class CoupledGroupsError(ValueError):
+    """An optimizer needs more of other groups than a few scalars."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerCut:
     """An Optax transformation cut by group. A group's arrays are in ascending order of its leaves.
@@ -103,8 +107,8 @@ def cut_optimizer(
         num_groups: how many groups there are.
 
     Raises:
-        ValueError: it needs more than gradients, parameters, its state and the loss, or it couples
-            parameters in a way that can't be cut.
+        ValueError: it needs more than gradients, parameters, its state and the loss.
+        CoupledGroupsError: it couples parameters in a way that can't be cut.
     """
     traced = trace_optimizer(optimizer, params_tree, shapes)
     form = Form(traced, leaves, group_of, num_groups)
@@ -121,7 +125,7 @@ def _cut(form: Form, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
             if again is None:
                 raise
     except Conflict as conflict:
-        raise ValueError(_message(conflict, form, update, init)) from None
+        raise CoupledGroupsError(_message(conflict, form, update, init)) from None
     return _cut(form, again, init)
 
 

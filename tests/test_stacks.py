@@ -394,3 +394,25 @@ def test_parameters_lie_as_the_user_stacked_them(tmp_path):
     trainer.restore(tmp_path / "saved")
     jax.tree.map(np.testing.assert_array_equal, trainer.params, saved)
     assert trainer.evaluate([BATCH])["loss"] == loss
+
+
+@pytest.mark.parametrize("name", ["last_axis", "by_hand", "reversed"])
+def test_layers_that_an_optimizer_takes_together_stay_in_one_array(name):
+    stored, body = FORMS[name]
+    params = init()
+    params["layers"] = tree(stored, params["layers"])
+    loss_fn, optimizer = loss_of(body), optax.contrib.muon(1e-2)
+    with pytest.warns(mt.PlanWarning, match="layers in one array were left together.*layers/"):
+        trainer = mt.Trainer(
+            params, loss_fn, optimizer, BATCH,
+            precision=mt.Precision(compute=jnp.float32), progress=False,
+        )  # fmt: skip
+    state = optimizer.init(params)
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(params, BATCH)
+        np.testing.assert_allclose(trainer.read(trainer.step(BATCH))["loss"], loss, rtol=1e-5)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    # A scan says that they are layers.
+    with pytest.raises(ValueError, match="can't be cut by group"):
+        mt.plan(init, loss_of(scanned), optimizer, BATCH)

@@ -30,12 +30,14 @@ class Stack:
         layers: The number of each layer, as an index of the parameter that is read first.
         named: The parameters that its name is made of: not those that only join a scan.
         between: Other parameters that are read between its layers.
+        scanned: Whether a scan over the parameters themselves says that they are layers.
     """
 
     slices: Mapping[int, tuple[Index, ...]]
     layers: tuple[Index, ...]
     named: tuple[int, ...]
     between: frozenset[int] = frozenset()
+    scanned: bool = False
 
     @property
     def length(self) -> int:
@@ -57,6 +59,14 @@ class Stacks:
     stacks: tuple[Stack, ...]
     mixed: Mapping[int, str]
     looped: frozenset[int]
+
+    @property
+    def scanned(self) -> tuple[Stack, ...]:
+        """What scans over parameters take, and nothing else."""
+        return tuple(
+            dataclasses.replace(stack, slices={p: stack.slices[p] for p in stack.named})
+            for stack in self.stacks if stack.scanned
+        )  # fmt: skip
 
 
 def find_stacks(traced: jx.Traced, num_parameters: int) -> Stacks:
@@ -159,7 +169,8 @@ class _Finder:
             axes = (0,)
         shape = [self.shapes[leaves[0]][axis] for axis in axes]
         layers = tuple(index_of(axes, place) for place in np.ndindex(*shape))
-        return Stack(slices=dict.fromkeys(leaves, layers), layers=layers, named=tuple(leaves))
+        slices = dict.fromkeys(leaves, layers)
+        return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
 
     def _in_turn(self, one: _Sliced) -> bool:
         """Whether each slice is read after the one before."""

@@ -102,6 +102,10 @@ class Program:
     state: StateUse
     warnings: tuple[str, ...]
 
+    def warning(self, text: str) -> "Program":
+        """The same program with one more warning."""
+        return dataclasses.replace(self, warnings=(*self.warnings, text))
+
 
 def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Program:
     """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages."""

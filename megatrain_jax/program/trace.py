@@ -13,7 +13,7 @@ from megatrain_jax.program.blocks import Leaf, Path, find_leaves
 from megatrain_jax.program.index import Index
 from megatrain_jax.program.inline import Inliner
 from megatrain_jax.program.pieces import Pieces, Value, constant, stack, stacked
-from megatrain_jax.program.stacks import Stacks, find_stacks
+from megatrain_jax.program.stacks import Stack, Stacks, find_stacks
 from megatrain_jax.program.stages import Program, cut
 from megatrain_jax.program.uncut import uncut_stacks
 from megatrain_jax.program.upstream import find_upstream
@@ -86,11 +86,13 @@ def leaves_of(
     paths: Sequence[Path],
     shapes: Sequence[jax.ShapeDtypeStruct],
     trainable: Sequence[bool],
+    stacks: Sequence[Stack] | None = None,
 ) -> tuple[Leaf, ...]:
-    """The leaves of the model, with stacked parameters split as the traced loss reads them."""
+    """The leaves of the model, with stacks split as the traced loss reads them; None for all."""
     source = traced.traced
     upstream = find_upstream(source.jaxpr, len(source.consts), traced.num_parameters)
-    found = find_leaves(paths, shapes, traced.stacks.stacks, upstream)
+    stacks = traced.stacks.stacks if stacks is None else stacks
+    found = find_leaves(paths, shapes, stacks, upstream)
     return tuple(dataclasses.replace(leaf, trainable=trainable[leaf.parameter]) for leaf in found)
 
 
