@@ -71,7 +71,7 @@ def test_an_automatic_budget_is_what_the_device_has_left():
 
     def with_room_for(num_bytes):
         gaps = job.largest_slab_bytes
-        return job.with_temporaries(1000, int((taken + gaps + num_bytes) / 0.95) + 1)
+        return job.with_temporaries(1000, int((taken + gaps + num_bytes) / 0.95) + 1, False)
 
     for room in (0, least, (least + most) // 2, most, 10 * most):
         planned = with_room_for(room).plan()
@@ -79,9 +79,9 @@ def test_an_automatic_budget_is_what_the_device_has_left():
         assert planned.device_temporary_bytes == 1000
         assert planned.device_bytes == planned.device_state_bytes + taken
     assert with_room_for(most).plan().bytes_in == 0 < with_room_for(least).plan().bytes_in
-    assert job.with_temporaries(1000, None).first is job.first
+    assert job.with_temporaries(1000, None, False).first is job.first
     fixed = dataclasses.replace(job, automatic=False)
-    assert fixed.with_temporaries(1000, 10 * most).first is job.first
+    assert fixed.with_temporaries(1000, 10 * most, False).first is job.first
 
 
 @pytest.mark.parametrize("budget", ["most", "LEAST", ""])

@@ -278,12 +278,15 @@ def test_a_120b_decoder_is_planned_from_shapes():
 
 def test_a_model_without_blocks_is_named():
     def loss_fn(model, batch):
-        return jnp.mean((batch @ model["w"][0] @ model["w"][1]) ** 2)
+        return jnp.mean((batch @ model["up"] @ model["down"]) ** 2)
 
     def warnings_of(dim):
         batch = jax.ShapeDtypeStruct((4, dim), jnp.bfloat16)
         return mt.plan(
-            lambda: {"w": jnp.zeros((2, dim, dim))}, loss_fn, optax.sgd(0.1), batch
+            lambda: dict.fromkeys(("up", "down"), jnp.zeros((dim, dim))),
+            loss_fn,
+            optax.sgd(0.1),
+            batch,
         ).warnings
 
     (warning,) = warnings_of(4096)
