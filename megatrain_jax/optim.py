@@ -38,6 +38,7 @@ _SUGGESTION = (
     "use a transformation that works per parameter (optax.adamw, lion, adafactor, ...) or couples "
     "parameters once and only through scalars, like optax.clip_by_global_norm"
 )
+_LIST = "; or keep the layers in a list, not in one array"
 
 
 class CoupledGroupsError(ValueError):
@@ -138,7 +139,7 @@ def _message(conflict: Conflict, form: Form, update: jx.Traced, init: jx.Traced)
     shown = list(dict.fromkeys(name_of[v] for v in conflict.variables if v in name_of))[:6]
     return (
         f"optimizer can't be cut by group: {conflict.reason}, among {', '.join(shown)}; "
-        f"{_SUGGESTION}"
+        f"{_SUGGESTION}{_LIST if any(name.endswith(']') for name in shown) else ''}"
     )
 
 

@@ -268,9 +268,22 @@ def test_what_are_no_layers_stays_whole(body):
     np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
 
 
+def all_but_one(x, w):
+    return scanned(x, tree(lambda a: a[:-1], w))
+
+
+def twice_in_one_scan(x, w):
+    return scanned(x, tree(lambda a: jnp.concatenate([a, a]), w))
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [(while_loop, "while_loop"), (with_mean, "dot_general")],
+    [
+        (while_loop, "while_loop"),
+        (with_mean, "dot_general"),
+        (all_but_one, "only some of them are read"),
+        (twice_in_one_scan, "a scan takes them from another array"),
+    ],
 )
 def test_a_stack_that_stays_whole_is_named_with_what_to_write_instead(body, reason):
     program, leaves, staged, whole = cut(init(), loss_of(body))
@@ -295,6 +308,44 @@ def test_slices_that_are_parts_of_blocks_in_a_list_stay_whole_and_are_named():
     )
     assert not any(leaf.index for leaf in leaves)
     assert any("layers/stacks/up" in w and "other blocks" in w for w in program.warnings)
+
+
+def fused(x, qkv, out):
+    q, k, v = qkv
+    return x + jnp.tanh(x @ q) * jnp.tanh(x @ k) @ v @ out
+
+
+def fused_by_scan(x, w):
+    body = lambda x, w: (fused(x, (w[0][0], w[0][1], w[0][2]), w[1]), None)  # noqa: E731
+    return lax.scan(body, x, (jnp.moveaxis(w["qkv"], 1, 0), w["out"]))[0]
+
+
+def fused_by_hand(x, w):
+    for i in range(LAYERS):
+        x = fused(x, [w["qkv"][j, i] for j in range(3)], w["out"][i])
+    return x
+
+
+def fused_by_row(x, w):
+    for i in range(LAYERS):
+        x = fused(x, w["qkv"][i], w["out"][i])
+    return x
+
+
+@pytest.mark.parametrize(
+    ("body", "axis"), [(fused_by_scan, 1), (fused_by_hand, 1), (fused_by_row, 0)]
+)
+def test_what_lies_beside_each_other_in_a_layer_is_not_cut(body, axis):
+    params, rng = init(), np.random.default_rng(1)
+    qkv = jnp.asarray(rng.normal(size=(LAYERS, 3, DIM, DIM)) / 2, jnp.float32)
+    out = jnp.asarray(rng.normal(size=(LAYERS, DIM, DIM)) / 2, jnp.float32)
+    params["layers"] = {"qkv": jnp.moveaxis(qkv, 0, axis), "out": out}
+    program, leaves, staged, whole = cut(params, loss_of(body))
+    blocks = [stage for stage in program.stages if stage.is_block]
+    assert len(blocks) == LAYERS and len({stage.key for stage in blocks}) == 1
+    assert {leaf.shape for leaf in leaves if leaf.index} == {(3, DIM, DIM), (DIM, DIM)}
+    assert not program.warnings
+    np.testing.assert_allclose(staged(), whole(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(8))

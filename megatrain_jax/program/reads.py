@@ -82,6 +82,7 @@ class Reads:
         reads: In order.
         scans: For each scan over plain parameters along axis 0 these parameters.
         mixed: Parameters and axes whose slices an equation takes together, with its name.
+        remade: Parameters whose slices are mixed in an array that a scan takes slice by slice.
         looped: Parameters that a loop which stays one slices by its counter.
     """
 
@@ -90,6 +91,7 @@ class Reads:
         self.reads: list[Read] = []
         self.scans: list[tuple[int, ...]] = []
         self.mixed: dict[tuple[int, int], str] = {}
+        self.remade: set[int] = set()
         self.looped: set[int] = set()
         trails = [Trail(integers=known.constant(c)) for c in traced.consts]
         inputs = traced.jaxpr.invars[len(traced.consts) :]
@@ -123,6 +125,9 @@ class Reads:
             return self._call(branches[which], ins[1:])
         if name == "scan" and self._is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
+        if name == "scan":
+            for x in ins[sum(jx.scan_parts(eqn)) :]:
+                self.remade |= set() if x.of_data else x.parameters
         if name in ("scan", "while"):
             self._note_loop(eqn, ins)
         return self._applied(eqn, ins)

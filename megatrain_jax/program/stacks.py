@@ -7,6 +7,7 @@ is read after the one before, and a layer is more than what all of them share.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,11 +54,15 @@ class Stacks:
         stacks: Those that can be cut into layers.
         mixed: Other parameters that are read layer by layer, and an operation that takes several
             of these layers together.
+        partial: Parameters of whose layers only some are read.
+        remade: Parameters that a scan takes slices of in another array, made of them.
         looped: Parameters that a loop which can't be unrolled slices by its counter.
     """
 
     stacks: tuple[Stack, ...]
     mixed: Mapping[int, str]
+    partial: frozenset[int]
+    remade: frozenset[int]
     looped: frozenset[int]
 
     @property
@@ -75,7 +80,13 @@ def find_stacks(traced: jx.Traced, num_parameters: int) -> Stacks:
     stacks = finder.stacks()
     cut = {p for stack in stacks for p in stack.slices}
     mixed = {p: name for p, name in finder.mixed().items() if p not in cut}
-    return Stacks(stacks=tuple(stacks), mixed=mixed, looped=frozenset(finder.found.looped - cut))
+    return Stacks(
+        stacks=tuple(stacks),
+        mixed=mixed,
+        partial=frozenset(p for p in finder.partial() if p not in cut and p not in mixed),
+        remade=frozenset(finder.found.remade - cut - mixed.keys()),
+        looped=frozenset(finder.found.looped - cut),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,25 +127,34 @@ class _Finder:
         self.sliced = {p: s for p in range(num_parameters) if (s := self._sliced(p)) is not None}
 
     def _sliced(self, p: int) -> _Sliced | None:
-        """How a parameter is read, if it is by slices of axes that nothing mixes, all of them."""
+        """How a parameter is read, if it is by slices of axes that nothing mixes, all of them.
+
+        Of several choices of axes the most along which slices are read in turn: of an array of
+        shape (3, layers, ...) that holds queries, keys and values axis 1 alone.
+        """
         taken = self.taken[p]
         axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
-        while axes:
-            rows: dict[tuple[int, ...], int] = {}
-            first: list[int] = []
-            for r, at in taken:
-                if at.keys() >= set(axes):
-                    place = tuple(at[axis] for axis in axes)
-                    if place not in rows:
-                        first.append(r)
-                    rows[place] = rows.get(place, 0) | 1 << r
-            if len(rows) == math.prod(self.shapes[p][axis] for axis in axes):
-                order = tuple(index_of(axes, place) for place in rows)
-                return _Sliced(
-                    parameter=p, order=order, first=tuple(first), reads=tuple(rows.values())
-                )
-            axes.pop()
-        return None
+        counts = range(len(axes), 0, -1)
+        for chosen in itertools.chain(*(itertools.combinations(axes, n) for n in counts)):
+            sliced = self._along(p, chosen)
+            if sliced is not None and self._one_by_one(sliced):
+                return sliced
+        return next(filter(None, (self._along(p, axes[:n]) for n in counts)), None)
+
+    def _along(self, p: int, axes: Sequence[int]) -> _Sliced | None:
+        """The slices of a parameter along some axes, if all are read."""
+        rows: dict[tuple[int, ...], int] = {}
+        first: list[int] = []
+        for r, at in self.taken[p]:
+            if at.keys() >= set(axes):
+                place = tuple(at[axis] for axis in axes)
+                if place not in rows:
+                    first.append(r)
+                rows[place] = rows.get(place, 0) | 1 << r
+        if len(rows) < math.prod(self.shapes[p][axis] for axis in axes):
+            return None
+        order = tuple(index_of(axes, place) for place in rows)
+        return _Sliced(parameter=p, order=order, first=tuple(first), reads=tuple(rows.values()))
 
     def _may_be_cut(self, p: int, axis: int) -> bool:
         return (p, axis) not in self.found.mixed or axis == 0 and p in self.plain
@@ -177,6 +197,12 @@ class _Finder:
         pairs = zip(one.reads, one.reads[1:], strict=False)
         return all(a & self._before(b) for a, b in pairs)
 
+    def _one_by_one(self, one: _Sliced) -> bool:
+        """Whether each slice is read after the one before, which is not read again."""
+        pairs = zip(one.reads, one.reads[1:], strict=False)
+        over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
+        return over and self._in_turn(one)
+
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
         """The stack of parameters that are read in turn, if these are layers."""
         own = {s.parameter for s in group}
@@ -205,15 +231,26 @@ class _Finder:
         """Parameters whose slices are read one after another, but also together."""
         found: dict[int, str] = {}
         for (p, axis), name in self.found.mixed.items():
-            rows: dict[int, int] = {}
-            for r, at in self.taken[p]:
-                if axis in at:
-                    rows[at[axis]] = rows.get(at[axis], 0) | 1 << r
-            reads = list(rows.values())
-            pairs = list(zip(reads, reads[1:], strict=False))
-            if pairs and all(a & self._before(b) for a, b in pairs):
+            if self._some_in_turn(p, axis):
                 found.setdefault(p, name)
         return found
+
+    def partial(self) -> list[int]:
+        """Parameters of whose slices some are read one after another, and others not at all."""
+        return [
+            p for p, shape in enumerate(self.shapes)
+            if p not in self.sliced and any(self._some_in_turn(p, a) for a in range(len(shape)))
+        ]  # fmt: skip
+
+    def _some_in_turn(self, p: int, axis: int) -> bool:
+        """Whether several slices along an axis are read, each after the one before."""
+        rows: dict[int, int] = {}
+        for r, at in self.taken[p]:
+            if axis in at:
+                rows[at[axis]] = rows.get(at[axis], 0) | 1 << r
+        reads = list(rows.values())
+        pairs = list(zip(reads, reads[1:], strict=False))
+        return bool(pairs) and all(a & self._before(b) for a, b in pairs)
 
     def _before(self, reads: int) -> int:
         return functools.reduce(operator.or_, (self.found.reads[r].before for r in _bits(reads)))

@@ -22,11 +22,16 @@ def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
     reasons: dict[str, dict[int, Leaf]] = defaultdict(dict)
     for p, name in stacks.mixed.items():
         reasons[f"one operation ({name}) takes several of them together"][p] = whole[p]
-    for p in stacks.looped:
-        reasons["a loop that can't be unrolled (while_loop) takes them by its counter"][p] = whole[
-            p
-        ]
     blocks = {leaf.parameter for leaf in leaves if leaf.block is not None}
+    looped = "a loop that can't be unrolled (while_loop) takes them by its counter"
+    alone = [
+        ("only some of them are read", stacks.partial - blocks),
+        ("a scan takes them from another array, made of this one", stacks.remade - blocks),
+        (looped, stacks.looped),
+    ]
+    for reason, parameters in alone:
+        for p in parameters & whole.keys():
+            reasons[reason][p] = whole[p]
     for stack in stacks.stacks:
         if not blocks.isdisjoint(stack.between):
             for p in stack.slices.keys() & whole.keys() - blocks:

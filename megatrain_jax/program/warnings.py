@@ -42,7 +42,9 @@ def find_warnings(
         ])  # fmt: skip
         likes = [[(flow.leaves[j].path[-1], flow.leaves[j].shape) for j in sorted(r)] for r in read]
         for s in large:
-            found += _too_large(flow, lists, runs[s], likes.count(likes[s]), read[s], s, stage_of)
+            if likes.index(likes[s]) == s:  # what is said of a stage holds for its likes
+                number = likes.count(likes[s])
+                found += _too_large(flow, lists, runs[s], number, read[s], s, stage_of)
     return tuple(found)
 
 
@@ -53,10 +55,11 @@ def _together(flow, s: int, run: Run, stage_of, read: AbstractSet[int]) -> str:
         for i, stage in stage_of.items()
         if stage == s and len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
     }
+    remedy = ". Call the layers one after another, not stacked" if "scan" in guilty else ""
     return (
         f"the parameters of {run.name} can't be separated, because one operation "
         f"({', '.join(sorted(guilty))}) reads them together: they form one stage of "
-        f"{_memory(flow, read)} of fp32 parameters that must fit on the device at once"
+        f"{_memory(flow, read)} of fp32 parameters that must fit on the device at once{remedy}"
     )
 
 
@@ -104,14 +107,14 @@ def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[Pa
     for row in rows.values():
         for kind, count in lists.kinds(row):
             size = sum(lists.parameters[j].size for part in kind for j in row[part])
-            if size > held and lists.repeats(kind, row, count, likes):
+            if size > held and count > likes and lists.repeats(kind, row, count, likes):
                 best, held = {part: row[part] for part in kind}, size
     return best
 
 
 def _numbered(parts: Mapping[Path, Sequence[int]]) -> str:
-    name = str(min(parts, key=str)[-1]).rstrip("0123456789_")
-    return f"{name or 'block'}_1"
+    stems = {str(part[-1]).rstrip("0123456789_") for part in parts}
+    return f"{stems.pop() if len(stems) == 1 else 'layer'}_1"
 
 
 def _memory(flow, leaves) -> str:
