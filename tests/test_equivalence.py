@@ -38,6 +38,7 @@ def covering_pairs():
         # A gradient that is zero but for rounding has no sign to agree on.
         fitting = (n for n in optimizers if not (case.zero_gradients and n in SIGN_LIKE))
         yield case.name, next(fitting), next(numbers) if case.microbatches else 1
+    yield "dropout_linen", "adamw_schedule", 2  # its keys are those of microbatches
     for name, microbatches in itertools.product(THOROUGH, (1, 2, 4)):
         yield name, "clip_adamw" if microbatches == 2 else "adamw_schedule", microbatches
 

@@ -100,6 +100,10 @@ def test_an_older_phi_3():
     config = DecoderConfig.from_hf(values | {"original_max_position_embeddings": 1024})
     assert config.rope.kind == "longrope" and config.rope.original_length == 1024
     assert config.rope.attention_factor == pytest.approx((1 + 2 / 10) ** 0.5)
+    transformers = pytest.importorskip("transformers")
+    left_out = DecoderConfig.from_hf(values | {"max_position_embeddings": 131072})
+    original = transformers.Phi3Config().original_max_position_embeddings
+    assert left_out.rope.original_length == original
 
 
 def test_defaults_are_those_of_the_family():

@@ -324,6 +324,17 @@ def test_a_larger_budget_is_faster(deferred):
         run_everything(workload, schedule)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferred):
+    # Copies take no time worth mentioning, so that all schedules are as fast.
+    workload = decoder(deferred=deferred, costs=costs(20, 20, byte=1e-6))
+    smallest = plan_schedule(workload, None)
+    roomier = plan_schedule(workload, smallest.all_resident_bytes - 1)
+    assert roomier.seconds == pytest.approx(smallest.seconds, rel=1e-3)
+    moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in (roomier, smallest)]
+    assert moved[0] < moved[1] / 4
+
+
 def test_coming_to_rest_fetches_no_resident_that_is_due():
     whole = plan_schedule(chain(30, deferred=True), 10**9)
     assert not any(word.startswith("FETCH") for word in spell(whole.flush))
