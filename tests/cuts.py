@@ -1,7 +1,7 @@
 """Cuts models on shapes alone, and says which blocks and stages that gives."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.adapters import adapt
+from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import Leaf
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
@@ -38,6 +39,17 @@ def cut(model: Any, loss_fn: Callable[..., Any], batch: Any) -> tuple[Program, d
     read = {s.name: sum(math.prod(leaves[i].shape) for i in s.leaves) for s in program.stages}
     assert len(read) == len(program.stages)
     return program, read
+
+
+def run_stages(program: Program, arrays: Sequence[Any], data: Sequence[Any]) -> list[Any]:
+    """Computes stage by stage what a cut loss gives, from its leaves and its other inputs."""
+    out = jx.evaluate(program.prologue, [*program.prologue_consts, *data])
+    values = dict(zip(program.prologue_values, out, strict=True))
+    for stage in program.stages:
+        args = [arrays[i] for i in stage.leaves] + [values[i] for i in stage.inputs]
+        out = jx.evaluate(stage.jaxpr, [*stage.consts, *args])
+        values.update(zip(stage.outputs, out, strict=True))
+    return [values[i] for i in program.outputs]
 
 
 def as_model(shapes: Any, forward: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cuts import run_stages
 from megatrain_jax.adapters import adapt
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.blocks import power
@@ -59,13 +60,7 @@ def test_stages_together_compute_the_loss(name):
 
     @jax.jit
     def staged(arrays, data):
-        out = jx.evaluate(program.prologue, [*program.prologue_consts, *data])
-        values = dict(zip(program.prologue_values, out, strict=True))
-        for stage in program.stages:
-            args = [arrays[i] for i in stage.leaves] + [values[i] for i in stage.inputs]
-            out = jx.evaluate(stage.jaxpr, [*stage.consts, *args])
-            values.update(zip(stage.outputs, out, strict=True))
-        return [values[i] for i in program.outputs]
+        return run_stages(program, arrays, data)
 
     @jax.jit
     def whole(parameters, data):

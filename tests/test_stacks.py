@@ -13,6 +13,7 @@ from jax import lax
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
+from cuts import run_stages
 from megatrain_jax.adapters import adapt
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program import known
@@ -177,13 +178,7 @@ def cut(params, loss_fn, batch=BATCH):
 
     def staged():
         slices = [arrays[leaf.parameter][selector(leaf.index)] for leaf in leaves]
-        out = jx.evaluate(program.prologue, [*program.prologue_consts, *data])
-        values = dict(zip(program.prologue_values, out, strict=True))
-        for stage in program.stages:
-            args = [slices[i] for i in stage.leaves] + [values[i] for i in stage.inputs]
-            out = jx.evaluate(stage.jaxpr, [*stage.consts, *args])
-            values.update(zip(stage.outputs, out, strict=True))
-        return values[program.outputs[0]]
+        return run_stages(program, slices, data)[0]
 
     return program, leaves, staged, lambda: loss_fn(params, batch)
 

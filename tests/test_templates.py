@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from cuts import run_stages
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.stages import Program
 from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
@@ -85,13 +86,7 @@ def assert_computes_the_loss(traced: TracedLoss, program: Program, arrays: list[
     data = [*jax.tree.leaves(TOKENS), jax.random.key(3)]
 
     def staged(arrays):
-        out = jx.evaluate(program.prologue, [*program.prologue_consts, *data])
-        values = dict(zip(program.prologue_values, out, strict=True))
-        for stage in program.stages:
-            args = [arrays[i] for i in stage.leaves] + [values[i] for i in stage.inputs]
-            out = jx.evaluate(stage.jaxpr, [*stage.consts, *args])
-            values.update(zip(stage.outputs, out, strict=True))
-        return values[program.outputs[0]]
+        return run_stages(program, arrays, data)[0]
 
     def whole(arrays):
         return jx.evaluate(traced.traced.jaxpr, [*traced.traced.consts, *arrays, *data])[0]

@@ -15,7 +15,6 @@ from jax.extend import core as jex
 from megatrain_jax.program import jaxpr as jx
 from megatrain_jax.program.partition import SMALL
 
-REMATS = ("checkpoint", "remat2")
 DECIDING = ("cond", "while")  # a literal there tells the compiler what is computed, or how often
 
 Position = tuple[int, int]  # an equation's row in its body, an operand's column
@@ -84,7 +83,7 @@ class Alike:
 
 def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     """Equations of one form; if they are remats, the literals they differ by become operands."""
-    if eqns[0].primitive.name not in REMATS:
+    if eqns[0].primitive.name not in jx.REMAT:
         return eqns
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
     rows = [with_literals_outside(row) for row in zip(*(b.eqns for b in bodies), strict=True)]

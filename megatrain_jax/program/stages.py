@@ -190,7 +190,7 @@ class _Builder:
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
             state=find_state_use(self.flow.jaxpr, self.flow.data, num_variables),
-            warnings=find_warnings(self.flow, self.runs, self.stage_of),
+            warnings=find_warnings(self.flow, self.runs, self.rows),
         )
 
     def _output_var(self, atom):

@@ -13,20 +13,18 @@ _MASTER_BYTES = 4  # of fp32
 
 
 def find_warnings(
-    flow: Dataflow, runs: Sequence[Run], stage_of: Mapping[int, int]
+    flow: Dataflow, runs: Sequence[Run], rows: Sequence[Sequence[int]]
 ) -> tuple[str, ...]:
     """Names the stages that hold several blocks, or more of the model than they should.
 
     Args:
         flow: What the equations depend on.
         runs: The stages.
-        stage_of: The stage of each equation.
+        rows: The equations of each stage.
     """
-    read: list[set[int]] = [set() for _ in runs]
-    for i, s in stage_of.items():
-        read[s] |= flow.read_by(i)
+    read = [set().union(*map(flow.read_by, row)) for row in rows]
     found = [
-        _together(flow, s, run, stage_of, read[s])
+        _together(flow, run, rows[s], read[s])
         for s, run in enumerate(runs) if len(run.keys) > 1
     ]  # fmt: skip
     sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
@@ -44,16 +42,16 @@ def find_warnings(
         for s in large:
             if likes.index(likes[s]) == s:  # what is said of a stage holds for its likes
                 number = likes.count(likes[s])
-                found += _too_large(flow, lists, runs[s], number, read[s], s, stage_of)
+                found += _too_large(flow, lists, runs[s], number, read[s], rows[s])
     return tuple(found)
 
 
-def _together(flow, s: int, run: Run, stage_of, read: AbstractSet[int]) -> str:
+def _together(flow, run: Run, row: Sequence[int], read: AbstractSet[int]) -> str:
     """Says which operation reads several blocks."""
     guilty = {
         flow.jaxpr.eqns[i].primitive.name
-        for i, stage in stage_of.items()
-        if stage == s and len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
+        for i in row
+        if len({flow.leaves[j].block for j in flow.read_by(i)} - {None}) > 1
     }
     remedy = ". Call the layers one after another, not stacked" if "scan" in guilty else ""
     return (
@@ -63,7 +61,7 @@ def _together(flow, s: int, run: Run, stage_of, read: AbstractSet[int]) -> str:
     )
 
 
-def _too_large(flow, lists: Lists, run, likes: int, read, s: int, stage_of) -> list[str]:
+def _too_large(flow, lists: Lists, run, likes: int, read, row: Sequence[int]) -> list[str]:
     """Says why the parts that repeat in a large stage have no stages of their own."""
     parts = _repeated_parts(lists, read, likes)
     if not parts:
@@ -71,8 +69,8 @@ def _too_large(flow, lists: Lists, run, likes: int, read, s: int, stage_of) -> l
     owner = {j: k for k, members in enumerate(parts.values()) for j in members}
     guilty = {
         flow.jaxpr.eqns[i].primitive.name
-        for i, stage in stage_of.items()
-        if stage == s and len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
+        for i in row
+        if len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
     }.difference(jx.REMAT)  # these would be opened
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
