@@ -14,6 +14,9 @@ from typing import Any
 
 # How many signals a run takes in all before one cuts its end, the final save, off.
 _PATIENCE = 2
+# How long the main thread waits for another one before it looks for signals. The kernel may give a
+# signal to any thread, and one that comes just before a wait begins doesn't end that wait.
+SECONDS_AT_A_TIME = 0.1
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A device that takes its time, so that on a CPU, too, what is not waited for is not ready."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,12 @@ class SlowDevice:
 def are_ready(arrays: Iterable[Any]) -> bool:
     """Whether all arrays have been made, but for those that are gone."""
     return all(x.is_deleted() or x.is_ready() for x in arrays)
+
+
+def is_computed(outputs: Sequence[Any]) -> bool:
+    """Whether a computation is over: its outputs become ready one by one, all at its end."""
+    live = [x for x in outputs if not x.is_deleted()]
+    return not live or any(x.is_ready() for x in live)
 
 
 @jax.jit

@@ -280,7 +280,8 @@ def during_the_save(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
         while received.acquire(blocking=False):
             pass
         for number in numbers:
-            os.kill(os.getpid(), number)
+            # To this thread: the main one has to notice it without being woken.
+            signal.pthread_kill(threading.get_ident(), number)
             assert received.acquire(timeout=60)
         publish(*args)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from late import SlowDevice, are_ready
+from late import SlowDevice, are_ready, is_computed
 from megatrain_jax.memory.pool import device
 from megatrain_jax.stream.compiled import Templates
 from megatrain_jax.stream.laps import WAITS, Op
@@ -46,7 +46,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
     trainer.step(case.batch(0))
     trainer.flush()
     late, engine, get, obey = SlowDevice(), trainer._engine, Templates.get, trainer._engine.obey
-    made: dict[int, jax.Array] = {}  # by item, a part of what it computed last
+    made: dict[int, list[jax.Array]] = {}  # by item, what it computed last
     now, num_late = -1, {op: 0 for op in WAITS}
 
     def slow(self, key, *args, **options):
@@ -54,7 +54,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
 
         def run(*args):
             out = late(function(*args))
-            made[now] = jax.tree.leaves(out)[0]
+            made[now] = jax.tree.leaves(out)
             return out
 
         return run if key[0] in ("forward", "backward", "reduce", "update") else function
@@ -64,14 +64,14 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
         item = engine._begun + (record.item or 0)
         now = item if record.op in COMPUTING else now
         key = record.part, record.group
-        waits_for = [made[item]] if record.op is Op.WAIT and item in made else []
-        if record.op is Op.LAND and key in engine.host:
-            waits_for = list(engine.host[key])
-        was_late = not are_ready(waits_for)
+        waits_for, is_there = made.get(item, []), is_computed
+        if record.op is Op.LAND:
+            waits_for, is_there = engine.host.get(key, ()), are_ready
+        was_late = not is_there(waits_for)
         obey(record, step)
         if record.op in WAITS:
             num_late[record.op] += was_late
-            assert are_ready(waits_for), record
+            assert is_there(waits_for), record
 
     engine._found.clear()
     monkeypatch.setattr(Templates, "get", slow)

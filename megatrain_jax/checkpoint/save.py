@@ -30,7 +30,7 @@ from megatrain_jax.checkpoint.contents import (
 )
 from megatrain_jax.checkpoint.folder import CheckpointError
 from megatrain_jax.checkpoint.workspace import NAME, Workspace
-from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax.job import Job
 from megatrain_jax.stream.engine import Engine
 from megatrain_jax.stream.laps import LASTING, Op
@@ -103,19 +103,16 @@ class Saving:
             engine.moves.before_replacing = self.wait_for
             self._thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is being written any more."""
-        return not self._thread.is_alive()
-
     def wait_for(self, group: int) -> None:
         """Waits until a group is on disk, or will never be."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._left[group])
+            while self._left[group]:
+                self._changed.wait(SECONDS_AT_A_TIME)
 
     def join(self) -> None:
         """Waits until nothing is being written any more, and leaves errors to `wait`."""
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(SECONDS_AT_A_TIME)
 
     def wait(self) -> None:
         """Waits until the checkpoint has its name.

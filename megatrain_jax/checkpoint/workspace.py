@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatrain_jax.checkpoint.folder import CheckpointError
+from megatrain_jax.interrupt import SECONDS_AT_A_TIME
 
 NAME = "megatrain-unfinished"
 _LOCK = "lock"
@@ -58,7 +59,8 @@ class Workspace:
                         "this call is made in. One at a time can write there."
                     )
                 warnings.warn(f"Waiting for what is still being written to {what}.", stacklevel=4)
-                _changed.wait_for(lambda: _held.get(self._real) is not other)
+                while _held.get(self._real) is other:
+                    _changed.wait(SECONDS_AT_A_TIME)
             try:
                 self._lock: int | None = _take(path, what)
             except OSError as error:
