@@ -1,17 +1,21 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory."""
 
-from megatrain_jax import compilation_cache
-from megatrain_jax.memory import allocator, pool
+from megatrain_jax._src.startup import allocator, compilation_cache
+from megatrain_jax._src.state import pool
 
 # All before anything starts JAX's backend or compiles.
 allocator.choose()
 pool.set_limit()
 compilation_cache.enable()
 
-from megatrain_jax.checkpoint.folder import CheckpointError  # noqa: E402
-from megatrain_jax.fit import fit, train  # noqa: E402
-from megatrain_jax.history import History  # noqa: E402
-from megatrain_jax.memory.hardware import (  # noqa: E402
+from megatrain_jax._src.build.precision import Precision  # noqa: E402
+from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402
+from megatrain_jax._src.fit import fit, train  # noqa: E402
+from megatrain_jax._src.history import History  # noqa: E402
+from megatrain_jax._src.planning import plan  # noqa: E402
+from megatrain_jax._src.report.plan import GroupRow, Plan  # noqa: E402
+from megatrain_jax._src.report.plan_warning import PlanWarning  # noqa: E402
+from megatrain_jax._src.state.hardware import (  # noqa: E402
     A100_80GB,
     H200,
     RTX_3080,
@@ -19,12 +23,8 @@ from megatrain_jax.memory.hardware import (  # noqa: E402
     Hardware,
     this_machine,
 )
-from megatrain_jax.memory.plan import Plan  # noqa: E402
-from megatrain_jax.plan_warning import PlanWarning  # noqa: E402
-from megatrain_jax.planning import plan  # noqa: E402
-from megatrain_jax.precision import Precision  # noqa: E402
-from megatrain_jax.result import DataRanOutError, FitResult  # noqa: E402
-from megatrain_jax.trainer import Trainer  # noqa: E402
+from megatrain_jax._src.train.result import DataRanOutError, FitResult  # noqa: E402
+from megatrain_jax._src.trainer import StepMetrics, Trainer  # noqa: E402
 
 __all__ = [
     "A100_80GB",
@@ -34,11 +34,13 @@ __all__ = [
     "CheckpointError",
     "DataRanOutError",
     "FitResult",
+    "GroupRow",
     "Hardware",
     "History",
     "Plan",
     "PlanWarning",
     "Precision",
+    "StepMetrics",
     "Trainer",
     "fit",
     "plan",

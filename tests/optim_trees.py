@@ -12,11 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from megatrain_jax.optim import OptimizerCut, Part, assemble_state, cut_optimizer
-from megatrain_jax.program import jaxpr as jx
-from megatrain_jax.program.blocks import Leaf, find_leaves
-from megatrain_jax.program.index import Index, index_of, joined, selector
-from megatrain_jax.program.stacks import Stack
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.blocks import Leaf, find_leaves
+from megatrain_jax._src.program.index import Index, index_of, joined, selector
+from megatrain_jax._src.program.optimizer.cut import (
+    OptimizerCut,
+    Part,
+    assemble_state,
+    cut_optimizer,
+)
+from megatrain_jax._src.program.stacks import Stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import optax
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from megatrain_jax.adapters import adapt
-from megatrain_jax.memory.hardware import H200
-from megatrain_jax.options import DeviceBudget
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.options import DeviceBudget
+from megatrain_jax._src.state.hardware import H200
 from zoo_case import Case
 
 NUM_STEPS = 5

@@ -7,8 +7,8 @@ rather than in a training run.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain_jax.stream.laps import Op, PartKey, Record, Workload
-from megatrain_jax.stream.schedule import Schedule
+from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.tasks import Op, PartKey, Record, Workload
 from workloads import MOVES, WAITS
 
 

@@ -11,12 +11,14 @@ from itertools import count
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-from megatrain_jax import FitResult, batches, interrupt, loop, run
-from megatrain_jax.options import LoopOptions
+from megatrain_jax import FitResult
+from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.runtime import interrupt
+from megatrain_jax._src.train import loop, run, source
 from test_fit import LogTrainer, batch_of
 
 RUNS = 80
-WATCHED = {module.__file__ for module in (batches, interrupt, loop, run)}
+WATCHED = {module.__file__ for module in (interrupt, loop, run, source)}
 HANDLERS = ("_receive", "remember", "__exit__")
 OPTIONS = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)
 

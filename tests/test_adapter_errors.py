@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from megatrain_jax.adapters import adapt
-from megatrain_jax.precision import Precision
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.precision import Precision
 
 BATCH = {"x": np.ones((4, 3), np.float32)}
 RNG = jax.random.key(7)

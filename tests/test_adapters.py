@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from megatrain_jax.adapters import AdaptedModel, adapt
+from megatrain_jax._src.adapt.adapters import AdaptedModel, adapt
 
 BATCH = {"x": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)}
 RNG = jax.random.key(7)

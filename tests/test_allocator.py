@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatrain_jax.memory import allocator
+from megatrain_jax._src.startup import allocator
 
 SET = allocator.VARIABLE, allocator.FRACTION, allocator.OLD_FRACTION
 CHOSEN = {allocator.VARIABLE: "cuda_async", allocator.FRACTION: "0.85"}

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from megatrain_jax.adapters import adapt
+from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax.models import Decoder, DecoderConfig, Rope, next_token_loss
 
 VOCAB = 40

@@ -17,10 +17,10 @@ import pytest
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
-from megatrain_jax.checkpoint import orbax, restore, save
-from megatrain_jax.checkpoint.contents import entries_of
-from megatrain_jax.checkpoint.folder import CheckpointError
-from megatrain_jax.stream.laps import Op
+from megatrain_jax._src.checkpoint import orbax, restore, save
+from megatrain_jax._src.checkpoint.contents import entries_of
+from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.schedule.tasks import Op
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
 from zoo import CASES
@@ -342,7 +342,7 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         write(path, tree)
 
-    monkeypatch.setattr("megatrain_jax.checkpoint.save.PART_BYTES", 0)
+    monkeypatch.setattr("megatrain_jax._src.checkpoint.save.PART_BYTES", 0)
     monkeypatch.setattr(v1.partial, "save", full_disk)
     saving = trainer.start_saving(tmp_path / "1")
     expected = losses(trainer, [case.batch(1)])
@@ -391,7 +391,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
         gate.acquire()
         write(path, tree)
 
-    monkeypatch.setattr("megatrain_jax.checkpoint.save.PART_BYTES", 0)  # each group by itself
+    monkeypatch.setattr("megatrain_jax._src.checkpoint.save.PART_BYTES", 0)  # each group by itself
     monkeypatch.setattr(v1.partial, "save", slowly)
     saving = trainer.start_saving(tmp_path / "1")
     wait = saving.wait_for

@@ -14,7 +14,7 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
-from megatrain_jax.checkpoint import manifest
+from megatrain_jax._src.checkpoint import manifest
 from runs import check_same_bits
 
 

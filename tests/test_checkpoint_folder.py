@@ -13,9 +13,9 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
-from megatrain_jax.checkpoint.save import Saving
-from megatrain_jax.checkpoint.series import Checkpoints
-from megatrain_jax.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.checkpoint.save import Saving
+from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.train.series import Checkpoints
 from runs import check_same_bits
 
 
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_written_is_noticed_first(tmp_path, monkeypatch)
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatrain_jax.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 
 path = Path(sys.argv[1])
 workspace = Workspace(path / NAME, path)

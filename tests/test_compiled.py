@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.stream.compiled import compile_ahead
+from megatrain_jax._src.kernels.cache import compile_ahead
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax.memory.pool import device, pinned
-from megatrain_jax.stream.copies import Copies
+from megatrain_jax._src.runtime.streams import Copies
+from megatrain_jax._src.state.pool import device, pinned
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer, train
 from zoo import CASES

@@ -11,7 +11,7 @@ import transformers
 
 from chats import conversations, openai, tokenizer, write
 from megatrain_jax import data
-from megatrain_jax.data.tokenizer import load_tokenizer
+from megatrain_jax._src.data.tokenizer import load_tokenizer
 
 TEXT = "the cat sat; naïve façade <|im_end|> 日本\n42"
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax.stream.compiled import Templates
+from megatrain_jax._src.kernels.cache import Templates
 
 BATCH = {"x": np.ones((8, 16), np.float32)}
 ADAMW = optax.adamw(1e-3)

@@ -21,10 +21,10 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax.checkpoint import folder, manifest
-from megatrain_jax.checkpoint.save import Saving
-from megatrain_jax.interrupt import Signals
-from megatrain_jax.stream.engine import Engine
+from megatrain_jax._src.checkpoint import folder, manifest
+from megatrain_jax._src.checkpoint.save import Saving
+from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.runtime.interrupt import Signals
 from poison import poisoned
 from runs import check_same_bits
 

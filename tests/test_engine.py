@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax.stream.laps import Op
+from megatrain_jax._src.schedule.tasks import Op
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
 from zoo import CASES
@@ -86,7 +86,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
 ):
     options = {"microbatches": microbatches, "compute": compute}
     if which == 3:
-        monkeypatch.setattr("megatrain_jax.job.H200", SLOW)
+        monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     probe = make_trainer(CASE, OPTIMIZERS[optimizer], **options)
     budget = budgets(probe._job.first)[which]
     del probe
@@ -165,7 +165,7 @@ def test_a_resident_step_moves_nothing(monkeypatch):
     moved = []
     put = jax.device_put
     monkeypatch.setattr(
-        "megatrain_jax.stream.engine.jax.device_put",
+        "megatrain_jax._src.runtime.engine.jax.device_put",
         lambda x, s=None: moved.append(s) or put(x, s),
     )
     trainer._engine.train(trainer._job.first, jax.tree.leaves(put(CASE.batch(1), jax.devices()[0])))

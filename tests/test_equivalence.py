@@ -118,7 +118,7 @@ def test_residuals_change_no_more_than_rounding(name, optimizer, microbatches, m
     plain = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches)
     assert not plain._job.first.schedule.kept
     reference = train(plain, batches, gradients=False)
-    monkeypatch.setattr("megatrain_jax.job.H200", SLOW)
+    monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     keeping = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=10**9)
     schedule = keeping._job.first.schedule
     blocks = {s for s, bound in enumerate(plain._job.first.stages) if bound.stage.is_block}

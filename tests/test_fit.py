@@ -17,13 +17,13 @@ import optax
 import pytest
 from flax import nnx
 
-from megatrain_jax.batches import check_batch, check_like
-from megatrain_jax.fit import fit, train
-from megatrain_jax.history import History
-from megatrain_jax.interrupt import deferred_interrupt
-from megatrain_jax.precision import Precision
-from megatrain_jax.result import DataRanOutError, FitResult
-from megatrain_jax.trainer import Trainer
+from megatrain_jax._src.build.batches import check_batch, check_like
+from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.fit import fit, train
+from megatrain_jax._src.history import History
+from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.train.result import DataRanOutError, FitResult
+from megatrain_jax._src.trainer import Trainer
 
 
 class LogTrainer:
@@ -174,7 +174,7 @@ def test_seconds_are_those_of_the_steps_alone(monkeypatch: pytest.MonkeyPatch):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr("megatrain_jax.loop.time.perf_counter", lambda: now)
+    monkeypatch.setattr("megatrain_jax._src.train.loop.time.perf_counter", lambda: now)
     for step in range(1, 7):
         trainer.on_step[step] = functools.partial(takes, step)
         trainer.on_read[step] = functools.partial(takes, 0.125)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax.batches import Prefetch, batch_size, check_batch, check_like
-from megatrain_jax.history import History
-from megatrain_jax.interrupt import deferred_interrupt
+from megatrain_jax._src.build.batches import batch_size, check_batch, check_like
+from megatrain_jax._src.history import History
+from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.train.source import Prefetch
 
 
 def batch_of(value: float) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax.memory import allocator
+from megatrain_jax._src.startup import allocator
 from oracle import train_plain
 from zoo import CASES, token_batch
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.program.gradients import refuse_no_gradient
-from megatrain_jax.program.trace import cut_loss, leaves_of
+from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
+from megatrain_jax._src.program.loss.trace import cut_loss, leaves_of
 from test_program import trace_case
 from zoo import CASES
 
@@ -108,7 +108,7 @@ def test_the_plan_names_what_gets_no_gradient(seed):
 
 @pytest.mark.parametrize("cut", range(len(CUTS)))
 def test_a_loss_without_any_gradient_is_refused(cut, monkeypatch):
-    monkeypatch.setattr("megatrain_jax.memory.pool.reserve", pytest.fail)
+    monkeypatch.setattr("megatrain_jax._src.state.pool.reserve", pytest.fail)
 
     def loss_fn(params, batch):
         return sum((batch["x"] @ CUTS[cut](w)).mean() for w in jax.tree.leaves(params))

@@ -13,11 +13,11 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import losses
-from megatrain_jax.adapters import adapt
-from megatrain_jax.job import make_job
-from megatrain_jax.options import RunOptions
-from megatrain_jax.stream.compiled import Templates, compile_ahead, estimate_ahead
-from megatrain_jax.stream.liveness import temporary_bytes
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.options import RunOptions
+from megatrain_jax._src.build.run_spec import make_job
+from megatrain_jax._src.kernels.cache import Templates, compile_ahead, estimate_ahead
+from megatrain_jax._src.kernels.liveness import temporary_bytes
 from zoo import CASES
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"

@@ -10,7 +10,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import losses
-from megatrain_jax.program import jaxpr as jx
+from megatrain_jax._src.program import jaxpr as jx
 
 WIDTH, VOCAB = 16, 53
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megatrain_jax._src.models.names import entries, leaves
 from megatrain_jax.models import Decoder, Pretrained, load_pretrained
-from megatrain_jax.models.names import entries, leaves
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 

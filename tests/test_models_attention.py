@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
-from megatrain_jax.models import Experts, attention, moe
-from megatrain_jax.models.activations import ACTIVATIONS
-from megatrain_jax.models.causal_attention import mark
-from megatrain_jax.models.moe import balancing_loss, mix, route, tally
+from megatrain_jax._src.models import moe
+from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.causal_attention import mark
+from megatrain_jax._src.models.moe import balancing_loss, mix, route, tally
+from megatrain_jax.models import Experts, attention
 
 
 def arrays(length: int = 21, rows: int = 2, heads: int = 4, kv_heads: int = 2):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain_jax._src.models.rotary import tables
 from megatrain_jax.models import DecoderConfig, Rope
-from megatrain_jax.models.rotary import tables
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

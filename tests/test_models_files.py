@@ -15,8 +15,8 @@ import transformers
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax._src.models.names import entries, leaves
 from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
-from megatrain_jax.models.names import entries, leaves
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 

@@ -13,8 +13,8 @@ import pytest
 import transformers
 from flax import nnx
 
+from megatrain_jax._src.models.names import entries
 from megatrain_jax.models import Decoder, load_pretrained, save_pretrained
-from megatrain_jax.models.names import entries
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 

@@ -97,8 +97,8 @@ def test_training_agrees_with_plain_jax(monkeypatch):
     experts = dataclasses.replace(EXPERTS, layers=(1,))
     config = dataclasses.replace(GEMMA, num_layers=2, windows=(3, None), experts=experts)
     # Attention is a loop over pieces of 16 queries, within each layer.
-    monkeypatch.setattr("megatrain_jax.models.causal_attention._PIECE_BYTES", 1)
-    monkeypatch.setattr("megatrain_jax.models.causal_attention._MAX_SPANS", 1)
+    monkeypatch.setattr("megatrain_jax._src.models.causal_attention._PIECE_BYTES", 1)
+    monkeypatch.setattr("megatrain_jax._src.models.causal_attention._MAX_SPANS", 1)
     case = Case(
         name="decoder",
         build=lambda: lambda: Decoder(config, rngs=nnx.Rngs(0)),

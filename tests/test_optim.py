@@ -10,7 +10,7 @@ import optax
 import pytest
 from optax import contrib
 
-from megatrain_jax.optim import assemble_state
+from megatrain_jax._src.program.optimizer.cut import assemble_state
 from optim_trees import (
     TREES,
     Runner,

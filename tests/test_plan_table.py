@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megatrain_jax.memory import hardware
-from megatrain_jax.memory.hardware import Hardware
-from megatrain_jax.memory.make_plan import make_plan
-from megatrain_jax.memory.plan import GroupRow, check_device
-from megatrain_jax.program.flops import count_flops
+from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.report.plan import GroupRow, check_device
+from megatrain_jax._src.state import hardware
+from megatrain_jax._src.state.hardware import Hardware
 
 GIB = 2**30
 BALANCED = Hardware(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from megatrain_jax.memory import pool
+from megatrain_jax._src.state import pool
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
@@ -117,7 +117,7 @@ def test_import_starts_no_backend():
     code = (
         "import jax\n"
         "jax.devices = lambda *args: exit('the backend was started')\n"
-        "from megatrain_jax.memory import pool\n"
+        "from megatrain_jax._src.state import pool\n"
         "pool.set_limit(); pool.total_bytes(); pool.available_bytes()\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

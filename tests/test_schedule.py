@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain_jax.stream.laps import Op, Workload
-from megatrain_jax.stream.schedule import Schedule, plan_schedule
+from megatrain_jax._src.schedule.search import Schedule, plan_schedule
+from megatrain_jax._src.schedule.tasks import Op, Workload
 from schedule_machine import run_everything
 from workloads import (
     COPIES,

@@ -14,11 +14,11 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from cuts import run_stages
-from megatrain_jax.adapters import adapt
-from megatrain_jax.program import jaxpr as jx
-from megatrain_jax.program import known
-from megatrain_jax.program.index import selector
-from megatrain_jax.program.trace import cut_loss, leaves_of, trace_loss
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program import known
+from megatrain_jax._src.program.index import selector
+from megatrain_jax._src.program.loss.trace import cut_loss, leaves_of, trace_loss
 
 LAYERS, DIM, VOCAB = 4, 8, 12
 Params = dict[str, Any]

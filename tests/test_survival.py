@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_jax.checkpoint import folder, manifest
+from megatrain_jax._src.checkpoint import folder, manifest
 
 NUM_STEPS = 30
 # Python and the libraries are loaded once; each run is a fork of that, which starts JAX anew.

@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cuts import run_stages
-from megatrain_jax.program import jaxpr as jx
-from megatrain_jax.program.stages import Program
-from megatrain_jax.program.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
 from test_program import cut_case
 from zoo_case import Case, next_token_loss
 

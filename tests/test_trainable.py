@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.adapters import adapt
-from megatrain_jax.model_kinds import path_name
-from megatrain_jax.stream.laps import Op
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.adapt.model_kinds import path_name
+from megatrain_jax._src.schedule.tasks import Op
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, train
@@ -90,7 +90,7 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer, monkeypatch
     for budget in ((schedule.smallest_bytes + schedule.all_resident_bytes) // 2, 10**9):
         run = train(make(budget), batches, gradients=False)
         check_same_bits(run.params, reference.params)
-    monkeypatch.setattr("megatrain_jax.job.H200", SLOW)
+    monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     keeping = make(10**9)
     assert keeping._job.first.schedule.kept
     check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-5, "kept")

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from megatrain_jax.stream import functions
+from megatrain_jax._src.kernels import updates as functions
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from late import SlowDevice, are_ready, is_computed
-from megatrain_jax.memory.pool import device
-from megatrain_jax.stream.compiled import Templates
-from megatrain_jax.stream.laps import WAITS, Op
-from megatrain_jax.stream.moves import Moves
+from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.runtime.transfers import Moves
+from megatrain_jax._src.schedule.tasks import WAITS, Op
+from megatrain_jax._src.state.pool import device
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES

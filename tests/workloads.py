@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from megatrain_jax.stream.laps import WAITS, Costs, Op, Record, Workload
+from megatrain_jax._src.schedule.tasks import WAITS, Costs, Op, Record, Workload
 
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
 MOVES = COPIES | WAITS

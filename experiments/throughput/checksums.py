@@ -22,7 +22,7 @@ from record import add_origin_options, find_origin, write
 from shapes import add_shape_options, chosen_shape
 
 import megatrain_jax as mt
-from megatrain_jax.checkpoint import restore, save
+from megatrain_jax._src.checkpoint import restore, save
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import jax
 from decoder import Batch
 
 import megatrain_jax as mt
-from megatrain_jax.stream.laps import WAITS, Record
+from megatrain_jax._src.schedule.tasks import WAITS, Record
 
 
 def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:

@@ -22,7 +22,7 @@ from flax import nnx
 from shapes import SHAPES, Shape
 
 import megatrain_jax as mt
-from megatrain_jax.memory import pool
+from megatrain_jax._src.state import pool
 
 _GIB = 2**30
 

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax.memory import allocator, pool
+from megatrain_jax._src.startup import allocator
+from megatrain_jax._src.state import pool
 
 GIB = 2**30
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

@@ -36,7 +36,7 @@ from shapes import Shape, add_shape_options, chosen_shape
 from timing import MIN_STEPS, Times, Work, time_steps
 
 import megatrain_jax as mt
-from megatrain_jax.stream import steps
+from megatrain_jax._src.build import bound_step as steps
 
 # The first step compiles and starts at rest, the second compiles what only a steady step does.
 _WARM_UP_STEPS = 3

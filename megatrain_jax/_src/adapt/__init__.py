@@ -1,0 +1,1 @@
+"""Any Flax model as parameters and a pure loss."""

@@ -1,0 +1,370 @@
+"""NNX, Linen and plain-pytree models, turned into one internal form.
+
+The rest of the library sees parameter leaves and a pure loss, whatever library the user's model
+was written with; what differs between the kinds of model is said here and nowhere else.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+
+from megatrain_jax._src.adapt.initial_values import (
+    Initial,
+    initial_from_trace,
+    initial_from_values,
+    strong_array,
+)
+from megatrain_jax._src.adapt.model_kinds import (
+    Form,
+    Parts,
+    Path,
+    check_same_paths,
+    flatten,
+    is_pytree_model,
+    linen_parts,
+    parts_of,
+    path_name,
+)
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.program.jaxpr import short_errors
+
+# What every step's record has of its own, and what its evaluation's metrics begin with.
+RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
+EVALUATED = "eval_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedModel:
+    """A model without its arrays: shapes, and the functions that put arrays back in.
+
+    Attributes:
+        paths: where each parameter leaf lives in the user's model.
+        shapes: shape and dtype of each parameter leaf, as the model declares them.
+        variable_paths: the same for the state that isn't trained (statistics, random keys).
+        variable_shapes: shape and dtype of each such leaf.
+        loss: `loss(loss_fn, leaves, variables, batch, rng, train)` calls the user's function and
+            gives (loss, metrics, new variables). Pure, so it can be traced and differentiated.
+            A leaf may have another dtype than declared; variables always come back as declared.
+        params_tree: `params_tree(leaves)` is the tree that Optax sees and users get, with its
+            leaves in the order of `paths`.
+        rebuild: `rebuild(leaves, variables)` is a model of the user's kind that holds these.
+        check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
+            and all arrays of the batch are NumPy's: none is brought back from the device.
+    """
+
+    paths: tuple[Path, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    variable_paths: tuple[Path, ...]
+    variable_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]]
+    params_tree: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
+    check_batch: Callable[[Any], None]
+
+
+def adapt(
+    model: Any, loss_fn: Callable[..., Any], sample_batch: Any, seed: int
+) -> tuple[AdaptedModel, Initial]:
+    """Turns a model of any supported kind into the internal form.
+
+    Args:
+        model: an `nnx.Module`, a `flax.linen.Module`, a pytree that holds arrays (an Equinox
+            module is one), or a function of no arguments that builds an `nnx.Module` or such a
+            pytree. Such a function and a Linen module are only traced: nothing is allocated.
+        loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, rng)`; an optional third
+            argument gets the key if it is called `rng` or `key`. It returns a scalar loss or
+            (loss, dict of scalar metrics).
+        sample_batch: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+        seed: a Linen module is initialised with `jax.random.key(seed)`.
+
+    Returns:
+        The model without its arrays, and its initial values.
+
+    Raises:
+        TypeError: the model is of no supported kind, or `loss_fn` has another signature.
+        ValueError: the model has no parameters, or some that are no real floating-point arrays.
+    """
+    check_model(model)
+    takes_rng(loss_fn)
+    if isinstance(model, linen.Module):
+        key = jax.random.key(seed)
+
+        def take_linen_apart(key: jax.Array, batch: Any) -> Parts:
+            return linen_parts(model, loss_fn, key, _loss_arguments(loss_fn, batch, key))
+
+        return _adapt_traced(take_linen_apart, (key, sample_batch))
+    if is_pytree_model(model):
+        return _adapt_values(model)
+    return _adapt_traced(lambda: _built_parts(model), ())
+
+
+def check_model(model: Any) -> None:
+    """Checks that a model is of a supported kind, as far as is known before it is built.
+
+    Raises:
+        TypeError: it is of none, or a function that needs arguments.
+    """
+    if isinstance(model, linen.Module):
+        return
+    if isinstance(model, type):
+        raise TypeError(
+            f"model is the class {model.__qualname__}; pass an instance of it, or a function of "
+            "no arguments that builds one."
+        )
+    checks.leaves("model", model)
+    if is_pytree_model(model):
+        return
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__qualname__}; {_SUPPORTED}")
+    if not checks.can_be_called(model, 0):
+        raise TypeError(
+            f"model is the function {_name(model)}, which can't be called without arguments; "
+            "pass a function of no arguments that builds the model."
+        )
+
+
+_SUPPORTED = (
+    "a model is an nnx.Module, a flax.linen.Module, a pytree of arrays (such as an Equinox "
+    "module), or a function of no arguments that builds an nnx.Module or such a pytree."
+)
+
+
+def _built_parts(build: Callable[[], Any]) -> Parts:
+    model = _call_builder(build)
+    if isinstance(model, linen.Module):
+        raise TypeError(
+            f"{_name(build)} builds a {type(model).__qualname__}, a Linen module, which holds no "
+            "arrays: pass the module itself as the model."
+        )
+    if isinstance(model, type):
+        raise TypeError(f"{_name(build)} returns the class {model.__qualname__}, not an instance.")
+    if not is_pytree_model(model):
+        raise TypeError(f"{_name(build)} builds a {type(model).__qualname__}; {_SUPPORTED}")
+    return parts_of(model)
+
+
+def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
+    params, variables, form = parts_of(model)
+    shapes = jax.eval_shape(lambda *trees: trees, params, variables)
+    adapted = _assemble(shapes[0], shapes[1], form)
+    initial = initial_from_values(
+        jax.tree.leaves(params),
+        jax.tree.leaves(variables),
+        adapted.shapes + adapted.variable_shapes,
+    )
+    return adapted, initial
+
+
+def _adapt_traced(
+    take_apart: Callable[..., Parts], args: tuple[Any, ...]
+) -> tuple[AdaptedModel, Initial]:
+    forms = []
+
+    def arrays(*args: Any) -> tuple[Any, Any]:
+        params, variables, form = take_apart(*args)
+        forms.append(form)
+        return params, variables
+
+    with short_errors():
+        traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
+    adapted = _assemble(shapes[0], shapes[1], forms[0])
+    every_shape = adapted.shapes + adapted.variable_shapes
+    return adapted, initial_from_trace(traced, args, len(adapted.shapes), every_shape)
+
+
+def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
+    paths, shapes, params_treedef = _flatten_shapes(params)
+    variable_paths, variable_shapes, variables_treedef = _flatten_shapes(variables)
+    _check_parameters(paths, shapes)
+
+    def params_tree(leaves: Sequence[Any]) -> Any:
+        assert len(leaves) == len(paths), f"{len(leaves)} leaves for {len(paths)} parameters"
+        return jax.tree.unflatten(params_treedef, leaves)
+
+    def variables_tree(leaves: Sequence[Any]) -> Any:
+        assert len(leaves) == len(variable_paths)
+        return jax.tree.unflatten(variables_treedef, leaves)
+
+    def loss(
+        loss_fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        variables: Sequence[Any],
+        batch: Any,
+        rng: jax.Array,
+        train: bool,
+    ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]:
+        args = _loss_arguments(loss_fn, batch, rng)
+        trees = params_tree(leaves), variables_tree(variables)
+        result, changed = form.call(loss_fn, args, *trees, rng, train)
+        check_same_paths("variables", variable_paths, changed)
+        new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
+        return *_checked_result(loss_fn, result), tuple(_as_declared(*item) for item in new)
+
+    def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
+        return form.rebuild(params_tree(leaves), variables_tree(variables))
+
+    in_order = jax.tree.leaves(params_tree(shapes))
+    assert all(a is b for a, b in zip(in_order, shapes, strict=True)), "leaves change their order"
+    return AdaptedModel(
+        paths=paths,
+        shapes=shapes,
+        variable_paths=variable_paths,
+        variable_shapes=variable_shapes,
+        loss=loss,
+        params_tree=params_tree,
+        rebuild=rebuild,
+        check_batch=_batch_check(rebuild(shapes, variable_shapes)),
+    )
+
+
+def _batch_check(model: Any) -> Callable[[Any], None]:
+    """The check of a batch that a model brings, which may have shapes in place of its arrays."""
+    # Asked of the class: an instance may well compute what it is asked for.
+    if not callable(getattr(type(model), "check_batch", None)):
+        return lambda batch: None
+
+    def check_batch(batch: Any) -> None:
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
+            model.check_batch(batch)
+
+    return check_batch
+
+
+def _flatten_shapes(tree: Any) -> tuple[tuple[Path, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
+    # Rebuilt from shape and dtype alone: a weak type would make a second trace differ.
+    paths, leaves, treedef = flatten(tree)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return paths, shapes, treedef
+
+
+def _check_parameters(paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+    if not paths:
+        raise ValueError(
+            "The model has no parameters: nothing in it is an nnx.Param, a Linen parameter that "
+            "calling loss_fn creates, or (in a pytree) a floating-point array."
+        )
+    wrong = [
+        f"{path_name(path)} ({shape.dtype})"
+        for path, shape in zip(paths, shapes, strict=True)
+        if not jnp.issubdtype(shape.dtype, jnp.floating)
+    ]
+    if wrong:
+        raise ValueError(
+            "Parameters must be real floating-point arrays, and these are not: "
+            f"{', '.join(wrong)}. Keep what isn't trained in another nnx.Variable or in another "
+            "Linen collection, and complex numbers as two real parameters."
+        )
+
+
+def _as_declared(path: Path, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
+    """Returns a variable's new value in the dtype it had, since a step is compiled for that."""
+    found_shape, found_dtype = jnp.shape(value), jnp.result_type(value)
+    floats = all(jnp.issubdtype(d, jnp.floating) for d in (found_dtype, shape.dtype))
+    if found_shape != shape.shape or not (found_dtype == shape.dtype or floats):
+        raise ValueError(
+            f"loss_fn changed the variable {path_name(path)} from {shape.dtype}{shape.shape} to "
+            f"{found_dtype}{found_shape}; shape and dtype must stay the same from step to step."
+        )
+    return strong_array(value, shape.dtype)
+
+
+def _call_builder(build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except jax.errors.JAXTypeError as error:
+        raise ValueError(
+            f"{_name(build)} can't be traced, because it needs the values of arrays while it "
+            "builds the model; pass the model that it builds instead."
+        ) from error
+    except Exception as error:
+        error.add_note(f"This was raised by {_name(build)}, called to build the `model`.")
+        raise
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
+# The user's loss function
+
+
+def takes_rng(loss_fn: Callable[..., Any]) -> bool:
+    """Tells whether to call loss_fn with a key.
+
+    Raises:
+        TypeError: it can't be called with a model and a batch, or those and a key.
+    """
+    expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
+    if not callable(loss_fn):
+        raise TypeError(f"{expected}, not a {type(loss_fn).__qualname__}.")
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError as error:
+        raise TypeError(f"{expected}; {_name(loss_fn)} has no signature to read.") from error
+    every = signature.parameters.values()
+    positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named_rng = len(positional) > 2 and positional[2].name in ("rng", "key")
+    num_required = sum(p.default is p.empty for p in positional)
+    takes_rng = named_rng or num_required > 2
+    try:
+        signature.bind(*(None,) * (3 if takes_rng else 2))
+    except TypeError as error:
+        raise TypeError(f"{expected}, but {_name(loss_fn)} is called as {signature}.") from error
+    return takes_rng
+
+
+def _loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
+    return (batch, rng) if takes_rng(loss_fn) else (batch,)
+
+
+def _checked_result(
+    loss_fn: Callable[..., Any], result: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns what loss_fn returned as (loss, metrics), or says what is wrong with it."""
+    name = f"loss_fn ({_name(loss_fn)})"
+    if isinstance(result, tuple) and len(result) != 2:
+        raise ValueError(f"{name} must return a loss or (loss, metrics), not {len(result)} values.")
+    value, metrics = result if isinstance(result, tuple) else (result, {})
+    loss = _as_number(value)
+    if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must return a scalar floating-point loss, not {_describe(value)}; take the "
+            "mean over the batch."
+        )
+    if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
+        raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
+    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVALUATED))
+    if reserved:
+        raise ValueError(
+            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
+            f"{', '.join(RESERVED)} and what begins with {EVALUATED}; rename the metric."
+        )
+    numbers = {}
+    for key, metric in metrics.items():
+        number = _as_number(metric)
+        if number is None or number.shape != ():
+            raise ValueError(
+                f"{name} must return scalar numbers as metrics; {key!r} is {_describe(metric)}."
+            )
+        numbers[key] = number
+    return loss, numbers
+
+
+def _as_number(value: Any) -> jax.Array | None:
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float):
+        return None
+    dtype = jnp.result_type(value)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+    return jnp.asarray(value) if is_real else None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    return f"a {type(value).__qualname__}"

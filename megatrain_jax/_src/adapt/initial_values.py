@@ -1,0 +1,123 @@
+"""The values a model starts from, given out a few leaves at a time.
+
+A model larger than the accelerator, or than the memory left on the host, must never exist as a
+whole beside its slabs. So its initialisation is traced once, and each request evaluates only
+the equations that the requested leaves need.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.interpreters import partial_eval
+
+from megatrain_jax._src.program import effects
+
+
+@dataclass(frozen=True, kw_only=True)
+class Initial:
+    """Initial values; drop it once they are stored, since it may hold the whole model.
+
+    Attributes:
+        leaves: `leaves(indices)` gives the values of these parameter leaves, in the order asked
+            for. They may be the user's own arrays: don't donate or change them.
+        variables: `variables()` gives the state that isn't trained, in the order of
+            `AdaptedModel.variable_paths`, as arrays nobody else holds.
+    """
+
+    leaves: Callable[[Sequence[int]], list[jax.Array]]
+    variables: Callable[[], tuple[jax.Array, ...]]
+
+
+def strong_array(value: Any, dtype: Any) -> jax.Array:
+    """Returns `value` as a JAX array of `dtype` without a weak type; typed keys stay as they are.
+
+    Args:
+        value: an array, a NumPy array, a Python number or a tracer.
+        dtype: its dtype, or one that it can be cast to.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.asarray(value)
+    return jnp.asarray(value, dtype=dtype)
+
+
+def initial_from_values(
+    params: Sequence[Any], variables: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]
+) -> Initial:
+    """Serves the values of a model that exists already.
+
+    Args:
+        params: parameter leaves.
+        variables: leaves of the state that isn't trained.
+        shapes: the dtypes to give them, parameters first.
+    """
+    values = [*params, *variables]
+
+    def value(index: int) -> jax.Array:
+        return strong_array(values[index], shapes[index].dtype)
+
+    def leaves(indices: Sequence[int]) -> list[jax.Array]:
+        return [value(_checked_index(index, len(params))) for index in indices]
+
+    def copies() -> tuple[jax.Array, ...]:
+        return _copies([value(index) for index in range(len(params), len(values))])
+
+    return Initial(leaves=leaves, variables=copies)
+
+
+def initial_from_trace(
+    traced: Any, args: Any, num_params: int, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> Initial:
+    """Serves the outputs of a traced initialisation, evaluating what is asked for.
+
+    The equations run one by one outside jit, because that is what the user's own eager
+    initialisation does: a jitted one may round differently.
+
+    Args:
+        traced: what `jax.make_jaxpr` returned; its outputs are the parameter leaves followed by
+            the leaves of the state that isn't trained.
+        args: the pytree of arguments that it was traced with.
+        num_params: number of parameter leaves.
+        shapes: the dtypes of all outputs.
+    """
+    inputs = jax.tree.leaves(args)
+    # A closed jaxpr of JAX 0.10 wraps an open one; from 0.11 on they are the same object.
+    jaxpr, consts = effects.silent(traced.jaxpr), traced.consts
+    num_outputs = len(jaxpr.outvars)
+
+    def evaluate(indices: Sequence[int]) -> list[jax.Array]:
+        wanted = sorted(set(indices))
+        mask = [False] * num_outputs
+        for index in wanted:
+            mask[index] = True
+        sliced, used = partial_eval.dce_jaxpr(jaxpr, mask)
+        needed = [x for x, is_used in zip(inputs, used, strict=True) if is_used]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in needed):
+            raise ValueError(
+                "The model's initial values depend on the values of sample_batch, which holds "
+                "only shapes (jax.ShapeDtypeStruct); pass a sample_batch of arrays."
+            )
+        values = eval_jaxpr(sliced, consts, *needed)
+        found = dict(zip(wanted, values, strict=True))
+        return [strong_array(found[index], shapes[index].dtype) for index in indices]
+
+    def leaves(indices: Sequence[int]) -> list[jax.Array]:
+        return evaluate([_checked_index(index, num_params) for index in indices])
+
+    def variables() -> tuple[jax.Array, ...]:
+        return _copies(evaluate(range(num_params, num_outputs)))
+
+    return Initial(leaves=leaves, variables=variables)
+
+
+def _copies(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    # A training step may donate its state, which must not delete arrays of the user's model.
+    return tuple(jnp.array(value, copy=True) for value in values)
+
+
+def _checked_index(index: int, num_params: int) -> int:
+    assert 0 <= index < num_params, f"no parameter leaf {index}: there are {num_params}"
+    return index

@@ -1,0 +1,1 @@
+"""A run before it has arrays: options, bound steps, costs and budgets."""

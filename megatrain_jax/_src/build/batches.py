@@ -1,0 +1,119 @@
+"""Checks of batches: a wrong one is named by its path, before an error from inside the compiler."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.common import checks
+
+_ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+
+
+def check_batch(batch: Any, microbatches: int = 1, name: str = "batch") -> None:
+    """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
+
+    Args:
+        batch: A pytree of NumPy or JAX arrays (or their `jax.ShapeDtypeStruct`s) whose leading
+            axes, one entry an example, all have the same size.
+        microbatches: Into how many equal parts the leading axis will be cut.
+        name: What the batch is called.
+
+    Raises:
+        TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
+            compute with.
+        ValueError: If there are no leaves, or the leading axes are missing, empty, unequal or not
+            divisible by `microbatches`.
+    """
+    leaves = checks.leaves(name, batch)
+    if not leaves:
+        raise ValueError(f"`{name}` holds no arrays")
+    for path, leaf in leaves:
+        _check_leaf(_name(path, name), leaf)
+    (first_path, first), *others = leaves
+    examples = first.shape[0]
+    for path, leaf in others:
+        if leaf.shape[0] != examples:
+            raise ValueError(
+                f"the arrays of a batch must agree in their leading axis (the examples), but "
+                f"{_name(first_path, name)} has shape {first.shape} and {_name(path, name)} has "
+                f"shape {leaf.shape}"
+            )
+    if examples % microbatches:
+        raise ValueError(
+            f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
+            f"{_name(first_path, name)} has shape {first.shape}"
+        )
+
+
+def check_like(batch: Any, sample: Any) -> None:
+    """Checks that `batch` has the tree structure and the dtypes of `sample`; shapes may differ.
+
+    Both must have passed `check_batch`. Dtypes are compared as JAX will see them: without
+    ``jax_enable_x64``, int64 and int32 are the same.
+
+    Raises:
+        ValueError: If a path is missing, is new, or has another dtype.
+    """
+    ours, theirs = (
+        {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (batch, sample)
+    )
+    missing = [name for name in theirs if name not in ours]
+    added = [name for name in ours if name not in theirs]
+    if missing or added:
+        raise ValueError(
+            "the batch is built differently from the first one: "
+            f"missing: {', '.join(missing) or 'nothing'}; new: {', '.join(added) or 'nothing'}"
+        )
+    structure, expected = jax.tree.structure(batch), jax.tree.structure(sample)
+    if structure != expected:
+        raise ValueError(f"the batch has the structure {structure}, but the first had {expected}")
+    for name, leaf in ours.items():
+        dtype, wanted = _dtype(leaf), _dtype(theirs[name])
+        if dtype != wanted:
+            raise ValueError(f"{name} has dtype {dtype}, but in the first batch it had {wanted}")
+
+
+def batch_size(batch: Any) -> tuple[int, str]:
+    """Says how much work a checked batch is, for the progress bar.
+
+    Returns:
+        The size and its unit. An integer array of two axes is taken for token ids (the largest,
+        if there are several), and its entries are counted as ``"tokens"``; without one the
+        leading axis is counted as ``"examples"``.
+    """
+    leaves = jax.tree.leaves(batch)
+    tokens = [
+        leaf.size for leaf in leaves if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
+    return (max(tokens), "tokens") if tokens else (leaves[0].shape[0], "examples")
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if not isinstance(leaf, _ARRAYS):
+        raise TypeError(
+            f"a batch must be a pytree of NumPy or JAX arrays, but {name} is of type "
+            f"{type(leaf).__name__}; convert it with np.asarray"
+        )
+    known = (np.number, np.bool_, jax.dtypes.extended)
+    if not any(jnp.issubdtype(leaf.dtype, kind) for kind in known):
+        raise TypeError(
+            f"{name} has dtype {leaf.dtype}, which can't go to a device; a batch holds numbers "
+            "only (object arrays usually come from lists of unequal lengths: pad them)"
+        )
+    if not leaf.shape:
+        raise ValueError(
+            f"{name} is a scalar; every array of a batch needs a leading axis of examples"
+        )
+    if not leaf.shape[0]:
+        raise ValueError(f"{name} has shape {leaf.shape}: there are no examples in it")
+
+
+def _name(path: tuple[Any, ...], batch: str = "batch") -> str:
+    return f"{batch}{jax.tree_util.keystr(path)}"
+
+
+def _dtype(leaf: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)

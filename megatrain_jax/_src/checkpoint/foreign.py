@@ -1,0 +1,74 @@
+"""Arrays of any checkpoint that Orbax can read, loaded when they are asked for."""
+
+import dataclasses
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.checkpoint import manifest, orbax
+from megatrain_jax._src.checkpoint.checksums import verify
+from megatrain_jax._src.checkpoint.contents import Path as TreePath
+from megatrain_jax._src.checkpoint.folder import CheckpointError, has_manifest, local_path, steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedArray:
+    """An array on disk.
+
+    Attributes:
+        folder: The checkpoint.
+        path: Its path in there.
+        shape: Its shape.
+        dtype: Its dtype.
+        checksums: Of the checkpoint's arrays; None if nobody wrote any.
+    """
+
+    folder: Path
+    path: TreePath
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    checksums: Mapping[str, str] | None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Loads it.
+
+        Raises:
+            CheckpointError: If it is not what was written.
+        """
+        with orbax.context():
+            (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
+        verify(self.folder, self.checksums, self.path, array)
+        return array if dtype is None else array.astype(dtype)
+
+
+def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray]:
+    """The arrays of a checkpoint by path; nothing is loaded yet.
+
+    Raises:
+        CheckpointError: If there is no checkpoint that Orbax can read, or a damaged one of this
+            library.
+    """
+    where = local_path(folder, "params")
+    if not where.is_dir():
+        raise CheckpointError(f"`params`: there is no folder {where}")
+    if not has_manifest(where) and (found := steps(where)):
+        raise CheckpointError(
+            f"`params`={where} holds the checkpoints of a run; choose one: "
+            f"{', '.join(str(where / str(step)) for step in found[-3:])}"
+        )
+    known = manifest.facts_of(where).get("arrays") if has_manifest(where) else None
+    return {
+        path: SavedArray(
+            folder=where,
+            path=path,
+            shape=tuple(found.shape),
+            dtype=jnp.dtype(found.dtype),
+            checksums=known,
+        )
+        for path, found in orbax.metadata(where).items()
+        if hasattr(found, "shape")  # Python numbers have none
+    }

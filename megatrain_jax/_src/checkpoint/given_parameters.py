@@ -1,0 +1,120 @@
+"""Parameters that a run starts from instead of the model's own.
+
+All of them are checked before any is read. Then they are read one by one, whether they lie in
+memory, in a checkpoint or in files mapped into memory: a model is never there beside its slabs.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.adapt.adapters import AdaptedModel
+from megatrain_jax._src.adapt.initial_values import Initial, strong_array
+from megatrain_jax._src.adapt.model_kinds import flatten
+from megatrain_jax._src.checkpoint.foreign import saved_arrays
+from megatrain_jax._src.common.differences import described, listed
+
+_Names = tuple[str, ...]
+
+
+def starting_from(
+    params: Any, initial: Initial, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
+) -> Initial:
+    """Puts given parameters in the place of a model's own.
+
+    Args:
+        params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
+            Orbax can read. What has a shape, a dtype and `__array__` is an array.
+        initial: The model's own values; its state that isn't trained stays.
+        adapted: The model.
+        dtypes: For each parameter the dtype that has to hold it exactly; None if none has to.
+
+    Raises:
+        ValueError: If `params` is not of this model; the differences are listed.
+        CheckpointError: If Orbax can't read the folder.
+    """
+    is_folder = isinstance(params, str | PathLike)
+    given = saved_arrays(params) if is_folder else _arrays(params)
+    wanted = {_names(p): s for p, s in zip(adapted.paths, adapted.shapes, strict=True)}
+    dtype_of = dict(zip(wanted, dtypes, strict=True))
+    known = {_names(path) for path in adapted.variable_paths}
+    found = _below(_prefix(given, wanted), given, {name[0] for name in wanted if name})
+    lines = [
+        *(f"{_text(name)} is missing" for name in wanted if name not in found),
+        *(
+            f"{_text(name)} is not part of the model"
+            for name in found
+            if name not in wanted and name not in known
+        ),
+        *(
+            line
+            for name, shape in wanted.items()
+            if name in found
+            and (line := _difference(name, found[name], shape.shape, dtype_of[name]))
+        ),
+    ]
+    if lines:
+        origin = f"the checkpoint {params}" if is_folder else "`params`"
+        raise ValueError(f"{origin} does not fit the model:{listed(lines)}")
+    sources = [found[name] for name in wanted]
+
+    def leaves(indices: Sequence[int]) -> list[jax.Array]:
+        return [strong_array(np.asarray(sources[i]), sources[i].dtype) for i in indices]
+
+    return Initial(leaves=leaves, variables=initial.variables)
+
+
+def _arrays(params: Any) -> dict[_Names, Any]:
+    paths, leaves, _ = flatten(params)
+    return {_names(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def _names(path: Iterable[str | int]) -> _Names:
+    return tuple(map(str, path))
+
+
+def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
+    """Below which path most of the parameters are: Linen's lie under `params`, for example."""
+    votes = Counter(
+        name[:i]
+        for name in map(_without_value, given)
+        for i in range(len(name) + 1)
+        if name[i:] in wanted
+    )
+    return max(votes, key=lambda prefix: (votes[prefix], -len(prefix)), default=())
+
+
+def _below(prefix: _Names, given: Mapping[_Names, Any], tops: set[str]) -> dict[_Names, Any]:
+    """What lies below a path; at the top, beside parameters, there may be other collections."""
+    names = {_without_value(name): array for name, array in given.items()}
+    below = {n[len(prefix) :]: a for n, a in names.items() if n[: len(prefix)] == prefix}
+    return {n: a for n, a in below.items() if prefix or (n and n[0] in tops)}
+
+
+def _without_value(name: _Names) -> _Names:
+    # An nnx.State that was saved as it is has one more level for the value of each variable.
+    return name[:-1] if len(name) > 1 and name[-1] == "value" else name
+
+
+def _difference(
+    name: _Names, array: Any, shape: tuple[int, ...], kept: DTypeLike | None
+) -> str | None:
+    there, dtype = tuple(array.shape), jnp.dtype(array.dtype)
+    if there != shape:
+        return f"{_text(name)} is {described(there, dtype)} there, but has shape {list(shape)} here"
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return f"{_text(name)} is {dtype.name} there, but parameters are real floating numbers"
+    if kept is not None and jnp.promote_types(dtype, kept) != kept:
+        narrow = jnp.dtype(kept).name
+        return f"{_text(name)} is {dtype.name} there, which masters in {narrow} can't hold exactly"
+    return None
+
+
+def _text(name: _Names) -> str:
+    return "/".join(name)

@@ -1,0 +1,146 @@
+"""What makes a folder a checkpoint of this library: a file that says what else is there.
+
+It is written last, holds a checksum of itself, and is believed only as far as it is well-formed.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError
+
+# 1 had no checksums.
+FORMAT = 2
+
+
+def write(path: Path, facts: Mapping[str, Any]) -> None:
+    """Writes the manifest of a checkpoint that Orbax has finished.
+
+    Args:
+        path: The checkpoint.
+        facts: What to keep beside the arrays, as JSON.
+    """
+    whole = {"format": FORMAT, **facts, "files": _sizes(path)}
+    text = json.dumps({**whole, "checksum": _checksum(whole)}, indent=1)
+    with open(path / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: If there is none, or it is none that this library writes.
+    """
+    try:
+        facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, f"{MANIFEST} can't be read ({error})") from error
+    if not isinstance(facts, dict):
+        raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
+    if (number := facts.get("format")) not in (1, FORMAT) or not _is_count(number):
+        raise CheckpointError(
+            f"{path} has format {number!r:.40}, but this version of megatrain_jax reads formats up "
+            f"to {FORMAT}: it was written by a newer one, or is damaged"
+        )
+    checks = _CHECKS if number == 1 else _CHECKS | _SINCE_2
+    wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]
+    if "data" in facts and not _is_position(facts["data"]):
+        wrong.append("data")
+    if wrong:
+        listed = ", ".join(f"`{name}`" for name in wrong)
+        raise _unreadable(path, f"{listed} in {MANIFEST} are missing or not what they should be")
+    if number != 1 and facts.pop("checksum") != _checksum(facts):
+        raise _unreadable(path, f"{MANIFEST} was changed since it was written")
+    return facts
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """What was kept beside the arrays of a checkpoint, all of whose files are there.
+
+    Raises:
+        CheckpointError: If it is none of this library's, or files of it are missing or have
+            other sizes than when they were written.
+    """
+    facts = read(path)
+    files = facts["files"]
+    try:
+        sizes = _sizes(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read ({error})") from error
+    wrong = [name for name, size in files.items() if sizes.get(name) != size]
+    if wrong:
+        raise CheckpointError(
+            f"{path} is damaged: {len(wrong)} of its {len(files)} files are missing or have "
+            f"another size than when they were written, the first {wrong[0]}. Use another "
+            "checkpoint."
+        )
+    return facts
+
+
+def strangers(path: Path) -> list[str]:
+    """What is in a checkpoint's folder that this library didn't put there.
+
+    Raises:
+        CheckpointError: If it is no checkpoint of this library.
+    """
+    known = {MANIFEST, *read(path)["files"]}
+    found = []
+    for folder, folders, files in os.walk(path):
+        names = [*files, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]
+        for entry in (Path(folder, name) for name in names):
+            if entry.is_symlink() or str(entry.relative_to(path)) not in known:
+                found.append(str(entry.relative_to(path)))
+    return found
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != MANIFEST)
+    return {str(p.relative_to(path)): p.stat().st_size for p in files}
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is no whole checkpoint of megatrain_jax: {why}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_position(value: Any) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("batches"))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _each(kind: type, is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        rows = value.values() if isinstance(value, dict) else value
+        return isinstance(value, kind) and all(map(is_right, rows))
+
+    return check
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "skipped": _is_count,
+    "params_only": lambda value: isinstance(value, bool),
+    "history": _each(list, lambda row: isinstance(row, dict)),
+    "files": _each(dict, _is_count),
+}
+_SINCE_2: dict[str, Callable[[Any], bool]] = {
+    "arrays": _each(dict, _is_text),
+    "checksum": _is_text,
+}

@@ -1,0 +1,187 @@
+"""Reads a checkpoint into a store, group by group; while one slab is stored, the next is read.
+
+All that can be wrong with a checkpoint is looked for before the store is touched; then its
+old arrays make room for the new ones, so that a full pool is large enough.
+"""
+
+import dataclasses
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.checkpoint import manifest, orbax
+from megatrain_jax._src.checkpoint.checksums import verify
+from megatrain_jax._src.checkpoint.contents import (
+    Entry,
+    Place,
+    set_small_arrays,
+    small_arrays,
+)
+from megatrain_jax._src.checkpoint.contents import Path as TreePath
+from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.program.index import selector
+from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.layout import Layout
+
+
+def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Checks that a checkpoint is whole and of this model and optimizer.
+
+    Returns:
+        What was kept beside the arrays.
+
+    Raises:
+        CheckpointError: If it is damaged, or holds other arrays; the first differences are listed.
+    """
+    facts = manifest.facts_of(path)
+    if facts["params_only"]:
+        raise CheckpointError(
+            f"{path} holds parameters only, so training can't go on from it exactly"
+        )
+    orbax.check_arrays(path, list(entries), "a checkpoint of another model or optimizer")
+    return facts
+
+
+def load(
+    path: Path,
+    known: Mapping[str, str] | None,
+    job: Job,
+    engine: Engine,
+    entries: Sequence[Entry],
+    done: Callable[[], object],
+) -> None:
+    """Fills a store that is at rest with a checkpoint that was checked.
+
+    Each array's checksum is computed while what comes next is read.
+
+    Args:
+        path: The checkpoint.
+        known: Checksums of its arrays; None if it has none.
+        job: What the store holds.
+        engine: The store.
+        entries: All arrays of the job's checkpoints.
+        done: Called after each group.
+
+    Raises:
+        CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
+            store is then lost, until another checkpoint is loaded.
+    """
+    engine.drop()
+    try:
+        _fill(path, known, job, engine, entries, done)
+    except Exception as error:
+        # Whoever holds the error would else hold arrays, too, and need their room.
+        traceback.clear_frames(error.__traceback__)
+        raise CheckpointError(
+            f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
+            "memory is lost: restore another checkpoint."
+        ) from error
+
+
+def _fill(
+    path: Path,
+    known: Mapping[str, str] | None,
+    job: Job,
+    engine: Engine,
+    entries: Sequence[Entry],
+    done: Callable[[], object],
+) -> None:
+    by_place = {place: entry for entry in entries for place in entry.places}
+    slices: dict[Place, jax.Array] = {}
+
+    def read(slab: _Slab) -> dict[Place, np.ndarray]:
+        whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
+        with orbax.context():
+            loaded = _load(path, whole.values())
+        return {place: loaded[entry.path] for place, entry in whole.items()}
+
+    with orbax.context(), ThreadPoolExecutor(1) as reader:
+        for entry in (entry for entry in entries if entry.stacked):
+            whole = _load(path, [entry])[entry.path]
+            checked = reader.submit(verify, path, known, entry.path, whole)
+            for place, index in zip(entry.places, entry.indices, strict=True):
+                row = np.ascontiguousarray(whole[selector(index)])
+                slices[place] = jax.device_put(row, pool.pinned())
+            jax.block_until_ready(list(slices.values()))
+            checked.result()
+        slabs = _slabs(job)
+        coming = reader.submit(read, slabs[0])
+        for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
+            values = _filled(slab, coming.result(), slices)
+            if after is not None:
+                # Not earlier: what this slab was made of would be a third beside the store.
+                coming = reader.submit(read, after)
+            array = jax.device_put(values, pool.pinned())
+            for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
+                if place in by_place and not by_place[place].stacked:
+                    verify(path, known, by_place[place].path, leaf)
+            del values
+            array.block_until_ready()
+            key = slab.part, slab.group
+            engine.host[key] = (*engine.host.get(key, ()), array)
+            if after is None or after.group != slab.group:
+                done()
+        _load_small(path, known, engine, [entry for entry in entries if not entry.groups])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Slab:
+    """A slab to fill: of which part and group, how it is laid out, and its leaves' places."""
+
+    part: str
+    group: int
+    layout: Layout
+    places: tuple[Place, ...]
+
+
+def _slabs(job: Job) -> list[_Slab]:
+    """All slabs, group by group, masters first."""
+    found = []
+    for g, layout in enumerate(job.layouts):
+        masters = "P", layout.master, range(len(layout.master.shapes))
+        state = [
+            ("O", slab, [i for i, (at, _) in enumerate(layout.state.places) if at == s])
+            for s, slab in enumerate(layout.state.layouts)
+        ]
+        for part, slab, positions in [masters, *state]:
+            places = tuple(Place(part=part, group=g, position=i) for i in positions)
+            found.append(_Slab(part=part, group=g, layout=slab, places=places))
+    return found
+
+
+def _filled(
+    slab: _Slab, loaded: Mapping[Place, np.ndarray], slices: dict[Place, jax.Array]
+) -> np.ndarray:
+    """A slab of what was loaded and of slices, which are dropped; zeros for leaves without one."""
+    filled = np.zeros(slab.layout.size, jnp.dtype(slab.layout.dtype))
+    for place, leaf in zip(slab.places, slab.layout.views(filled), strict=True):
+        if place in slices:
+            leaf[...] = slices.pop(place)
+        elif place in loaded:
+            leaf[...] = loaded[place]
+    return filled
+
+
+def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
+    return orbax.load_arrays(path, {entry.path: entry for entry in entries})
+
+
+def _load_small(
+    path: Path, known: Mapping[str, str] | None, engine: Engine, entries: Sequence[Entry]
+) -> None:
+    arrays, loaded = small_arrays(engine), _load(path, entries)
+    for entry in entries:
+        (place,), value = entry.places, loaded[entry.path]
+        verify(path, known, entry.path, value)
+        if entry.key is not None:
+            value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
+        arrays[place.part][place.position] = jax.device_put(value, pool.pinned())
+    set_small_arrays(engine, arrays)

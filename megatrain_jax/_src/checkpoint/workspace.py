@@ -1,0 +1,214 @@
+"""A folder for what is unfinished, which belongs to one process at a time.
+
+Checkpoints are written there and get their name by a rename; those that go are renamed to there
+before they are deleted. So whatever moment a process dies at, what has a step's name is whole, and
+nothing is ever deleted but what lies in here. A lock on a file in it, which the kernel drops when
+its process dies however that happens, tells whether what lies here is still being written.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import stat
+import threading
+import warnings
+from datetime import datetime
+from pathlib import Path
+
+from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
+
+NAME = "megatrain-unfinished"
+_LOCK = "lock"
+
+# Locks are a process's, so these are, too: the folders it holds, by their real path.
+_held: dict[str, "Workspace"] = {}
+_changed = threading.Condition()
+
+
+class Workspace:
+    """Such a folder, while this process holds it.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path, what: Path):
+        """Takes the folder, makes it if need be, and empties it.
+
+        A thread of this process that still writes there after its run has ended is waited for.
+
+        Args:
+            path: The folder; what it is in is made, too.
+            what: What it is for, as messages name it: a folder of checkpoints, or one checkpoint.
+
+        Raises:
+            CheckpointError: If somebody else has it, or it can't be written, or it is not of this
+                library.
+        """
+        self.path = path
+        self._real = os.path.realpath(path)
+        self._is_run, self._num_holders = True, 1
+        with _changed:
+            while (other := _held.get(self._real)) is not None:
+                if other._is_run:
+                    raise CheckpointError(
+                        f"{what} is in use by another run in this process, or by the one that "
+                        "this call is made in. One at a time can write there."
+                    )
+                warnings.warn(f"Waiting for what is still being written to {what}.", stacklevel=4)
+                while _held.get(self._real) is other:
+                    _changed.wait(SECONDS_AT_A_TIME)
+            try:
+                self._lock: int | None = _take(path, what)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{what} can't be written: {type(error).__name__}: {error}"
+                ) from error
+            _held[self._real] = self
+        try:
+            self.clear()
+        except BaseException:
+            self.release(run=True)
+            raise
+
+    def share(self) -> None:
+        """Keeps the folder until one more `release`, for a thread that may outlive its run."""
+        with _changed:
+            self._num_holders += 1
+
+    def release(self, *, run: bool) -> None:
+        """Lets go of the folder, which is removed if nothing is in it.
+
+        Args:
+            run: Whether the run lets go, not a thread that shares the folder.
+        """
+        with _changed:
+            self._num_holders -= 1
+            self._is_run = self._is_run and not run
+            if not self._num_holders:
+                self._leave()
+                del _held[self._real]
+                _changed.notify_all()
+
+    def take(self, path: Path) -> Path:
+        """Moves something here, where it is deleted sooner or later, and returns where it is."""
+        number = 0
+        while os.path.lexists(here := self.path / f"{path.name}.deleting-{number}"):
+            number += 1
+        os.rename(path, here)
+        return here
+
+    def discard(self, path: Path) -> None:
+        """Deletes something, which loses its name first.
+
+        Raises:
+            OSError: If it can't be deleted; it may have lost its name all the same.
+        """
+        _delete(self.take(path))
+
+    def clear(self) -> None:
+        """Deletes all that is unfinished; warns of what can't be deleted."""
+        for entry in self.path.iterdir():
+            if entry.name != _LOCK:
+                try:
+                    _delete(entry)
+                except OSError as error:
+                    warnings.warn(
+                        f"{entry}, left by a run that has ended, can't be deleted: {error}",
+                        stacklevel=4,
+                    )
+
+    def _leave(self) -> None:
+        try:
+            if os.listdir(self.path) == [_LOCK]:
+                os.unlink(self.path / _LOCK)
+                os.rmdir(self.path)
+        except OSError:
+            pass  # somebody waits for it already, or it is gone
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _take(path: Path, what: Path) -> int | None:
+    """Makes and locks a folder; None where the file system knows no locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if path.is_symlink() or not path.is_dir():
+                raise
+        names = os.listdir(path)
+        if names and _LOCK not in names:
+            raise CheckpointError(
+                f"{path} was not made by megatrain_jax, which would delete what is in it: move it"
+            )
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            lock = os.open(path / _LOCK, flags, 0o666)
+        except FileNotFoundError:
+            continue  # its last holder has just removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(_in_use(what, lock)) from None
+        except OSError as error:
+            os.close(lock)
+            warnings.warn(
+                f"{path} can't be locked ({error}), so nothing keeps a second run from writing to "
+                f"{what}.",
+                stacklevel=5,
+            )
+            return None
+        if _is_still(path / _LOCK, lock):
+            os.ftruncate(lock, 0)
+            since = datetime.now().astimezone().isoformat(timespec="seconds")
+            facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            os.pwrite(lock, json.dumps(facts).encode(), 0)
+            return lock
+        os.close(lock)
+
+
+def _is_still(path: Path, lock: int) -> bool:
+    """Whether a file that was opened is the one that has its name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(lock))
+    except FileNotFoundError:
+        return False
+
+
+def _in_use(what: Path, lock: int) -> str:
+    text = os.pread(lock, 1000, 0)
+    os.close(lock)
+    try:
+        facts = json.loads(text)
+        who = f"process {facts['pid']} on {facts['host']}, since {facts['since']}"
+    except (ValueError, KeyError, TypeError):
+        who = "another process"
+    return (
+        f"{what} is in use by {who}. One run at a time can write there: wait for that one, "
+        "end it, or choose another folder."
+    )
+
+
+def _delete(path: Path) -> None:
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def _forget() -> None:
+    """Leaves locks to the process that took them, in a child that might outlive it."""
+    global _changed
+    for workspace in _held.values():
+        if workspace._lock is not None:
+            os.close(workspace._lock)
+    _held.clear()
+    _changed = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_forget)

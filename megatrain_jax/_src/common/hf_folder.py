@@ -1,0 +1,153 @@
+"""The folder of a Hugging Face checkpoint, which may be anybody's: what of it is read, and how.
+
+Whoever reads such a folder does it through this file. Only regular files are opened, be it through
+links; JSON is read up to a size and a depth; a name that a file gives stays within the folder; and
+what is copied out of a folder was in it.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatrain_jax._src.common import checks
+
+# Tokenizers of 250,000 tokens have files of about 30 MB.
+_MAX_JSON_BYTES = 2**28
+# What nests deeper ends the reader's own recursion, at a depth that depends on Python's version.
+_MAX_LEVELS = 64
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def existing_folder(name: str, given: Any, holds: str) -> Path:
+    """Returns the path of a folder that is there; `~` is the user's home.
+
+    Args:
+        name: The argument that named it.
+        given: What was given.
+        holds: What it should hold, for the message.
+
+    Raises:
+        TypeError: If it is no path.
+        FileNotFoundError: If there is no such folder.
+    """
+    path = Path(checks.path(name, given)).expanduser()
+    if path.is_dir():
+        return path
+    what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
+    raise FileNotFoundError(
+        f"`{name}` must be a folder on disk that holds {holds}, but {what}. Nothing is fetched from"
+        " the Hub: `hf download NAME --local-dir FOLDER` does that"
+    )
+
+
+def regular_file(folder: Path, name: str) -> Path | None:
+    """Returns the path of a regular file, or None if there is nothing of that name.
+
+    Raises:
+        FileNotFoundError: If there is a link that leads nowhere.
+        ValueError: If there is something else, such as a named pipe, which would never end.
+    """
+    path = folder / name
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise FileNotFoundError(f"{path} is a link to a file that isn't there") from None
+        return None
+    if kind != stat.S_IFREG:
+        raise ValueError(f"{path} is {_KINDS.get(kind, 'something else')}, not a regular file")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a regular file.
+
+    Raises:
+        ValueError: If the file is larger than 256 MiB or holds something else.
+    """
+    size = path.stat().st_size
+    if size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, more than the {_MAX_JSON_BYTES:,} allowed")
+    with path.open("rb") as file:
+        content = file.read(size)
+    try:
+        values = json.loads(content.decode())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested more than {_MAX_LEVELS} levels deep") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, but holds a {type(values).__name__}")
+    if too_deep(values):
+        raise ValueError(f"{path} is nested more than {_MAX_LEVELS} levels deep")
+    return values
+
+
+def too_deep(values: Any) -> bool:
+    """Whether JSON values are nested more than 64 levels deep."""
+    level = [values]
+    for _ in range(_MAX_LEVELS):
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list | tuple)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+    return bool(level)
+
+
+def name_within(path: Path, given: str) -> str:
+    """Returns the name of a file below a folder, as a file of that folder gives it.
+
+    Args:
+        path: The file that gives the name.
+        given: The name.
+
+    Raises:
+        ValueError: If it may lead out of the folder.
+    """
+    name = PurePosixPath(given)
+    if name.is_absolute() or ".." in name.parts or not name.name or not given.isprintable():
+        raise ValueError(f"{path} names the file {given[:200]!r}, which is no file of its folder")
+    return str(name)
+
+
+def own_file(folder: Path, name: str) -> Path | None:
+    """Returns where a file of a folder really lies, or None if there is nothing of that name.
+
+    A link counts as the folder's own if it ends within the folder or, in the cache of
+    huggingface_hub, among the blobs that the snapshots of a model link to.
+
+    Raises:
+        FileNotFoundError: See `regular_file`.
+        ValueError: If it is no regular file, or a link leads elsewhere; or if it is named as JSON
+            and holds no JSON object.
+    """
+    path = regular_file(folder, name)
+    if path is None:
+        return None
+    real = path.resolve()
+    if not any(real.is_relative_to(place) for place in _places(folder.resolve())):
+        raise ValueError(
+            f"{path} is a link to {os.readlink(path) if path.is_symlink() else real}, outside its "
+            "folder, and isn't copied. Put the file itself there if it belongs to the checkpoint"
+        )
+    if real.suffix == ".json" or path.suffix == ".json":
+        read_json(path)
+    return real
+
+
+def _places(folder: Path) -> list[Path]:
+    """Where the files of a folder may lie: `models--*/snapshots/*` links to two kinds of blobs."""
+    model = folder.parent.parent
+    if folder.parent.name == "snapshots" and model.name.startswith("models--"):
+        return [folder, model / "blobs", model.parent / "blobs"]
+    return [folder]

@@ -1,0 +1,1 @@
+"""Conversations and plain text as packed batches."""

@@ -1,0 +1,176 @@
+"""All tokens of a dataset, flat, in host memory: five bytes each, and some per document."""
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatrain_jax._src.data.report import InvalidRow, Place, Report, TooLong
+
+WhenTooLong = Literal["error", "cut", "split", "drop"]
+TOO_LONG = ("error", "cut", "split", "drop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Documents, of which those that were too long for a row may have become several pieces.
+
+    Attributes:
+        tokens: int32 (tokens + 1,), the documents one after the other, and a zero.
+        learned: bool (tokens + 1,), whether the loss counts a token as a label. False for the
+            first of each document, so that ``learned[i + 1]`` is also right at a document's end.
+        starts: int64 (pieces,), where each piece starts.
+        lengths: int32 (pieces,), its tokens.
+        goes_on: bool (pieces,), whether the token after its last one is of the same document.
+        documents: int32 (pieces,), which document it is of, counted from 0.
+        digest: Of all tokens and of which are learned.
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    goes_on: np.ndarray
+    documents: np.ndarray
+    digest: bytes
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return int(self.documents[-1]) + 1 if len(self.documents) else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the arrays."""
+        arrays = (self.tokens, self.learned, self.starts, self.lengths)
+        return sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
+
+
+class Builder:
+    """Collects documents, and decides about those that don't fit a row.
+
+    The arrays grow in place: bytearrays are extended by an eighth at a time, by moving pages
+    rather than bytes where the system can, so that tokens are not held twice.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        too_long: WhenTooLong,
+        errors: bool,
+        report: Report,
+        fault_of: Callable[[np.ndarray], InvalidRow | None],
+    ):
+        """Starts empty.
+
+        Args:
+            length: Tokens of a row.
+            too_long: What becomes of a document that is longer.
+            errors: Whether it is an error if there is nothing to learn in a document.
+            report: Where that is written down.
+            fault_of: Says why some tokens, int32 (n,), can't be used, if they can't.
+        """
+        self._length = length
+        self._too_long = too_long
+        self._errors = errors
+        self._report = report
+        self._fault_of = fault_of
+        self._fault: InvalidRow | None = None
+        self._tokens = bytearray()
+        self._learned = bytearray()
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._begin = 0
+        self._starts = array("q")
+        self._lengths = array("i")
+        self._goes_on = bytearray()
+        self._documents = array("i")
+        self._num_documents = 0
+        self.longest = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._learned)
+
+    def extend(self, tokens: np.ndarray, learned: np.ndarray) -> None:
+        """Adds tokens to the document at hand.
+
+        Args:
+            tokens: int32 (n,).
+            learned: bool (n,), whether the loss counts each as a label.
+        """
+        self._fault = self._fault or self._fault_of(tokens)
+        self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
+        self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
+
+    def end(self, place: Place) -> None:
+        """Ends the document at hand; it came from `place`."""
+        begin, size = self._begin, self.num_tokens - self._begin
+        self.longest = max(self.longest, size)
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            self._leave_out(place, fault, self._errors)
+            return
+        if size:
+            self._learned[begin] = 0
+        too_long = size > self._length
+        if too_long and self._too_long in ("error", "drop"):
+            fault = TooLong(f"longer than `length`={self._length}", f"{size} tokens")
+            self._leave_out(place, fault, self._too_long == "error")
+            return
+        if too_long and self._too_long == "cut":
+            self._truncate(begin + self._length)
+        pieces = self._pieces()
+        if not pieces:
+            cut = " in what `length` leaves of it" if too_long else ""
+            fault = InvalidRow(f"nothing to learn{cut}", f"{size} tokens")
+            self._leave_out(place, fault, self._errors and not too_long)
+            return
+        self._report.num_cut += too_long and self._too_long == "cut"
+        every = -(-(self.num_tokens - begin) // self._length)
+        self._report.num_pieces_left_out += every - len(pieces)
+        self._report.num_split += too_long and self._too_long == "split"
+        for start, stop in pieces:
+            self._starts.append(start)
+            self._lengths.append(stop - start)
+            self._goes_on.append(stop < self.num_tokens)
+            self._documents.append(self._num_documents)
+        for flat, width in ((self._tokens, 4), (self._learned, 1)):
+            with memoryview(flat) as view, view[width * begin :] as new:
+                self._hash.update(new)
+        self._hash.update(self.num_tokens.to_bytes(8, "little"))
+        self._num_documents += 1
+        self._begin = self.num_tokens
+
+    def finish(self) -> Corpus:
+        """Hands the arrays over; the builder is of no further use."""
+        self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_))
+        return Corpus(
+            tokens=np.frombuffer(self._tokens, np.int32),
+            learned=np.frombuffer(self._learned, np.bool_),
+            starts=np.frombuffer(self._starts, np.int64),
+            lengths=np.frombuffer(self._lengths, np.int32),
+            goes_on=np.frombuffer(self._goes_on, np.bool_),
+            documents=np.frombuffer(self._documents, np.int32),
+            digest=self._hash.digest(),
+        )
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """The pieces of the document at hand in which there is something to learn."""
+        end, pieces = self.num_tokens, []
+        for start in range(self._begin, end, self._length):
+            stop = min(start + self._length, end)
+            # The label of a piece's last token is the first token of the next piece.
+            if self._learned.find(1, start + 1, min(stop + 1, end)) >= 0:
+                pieces.append((start, stop))
+        return pieces
+
+    def _leave_out(self, place: Place, fault: InvalidRow, error: bool) -> None:
+        self._report.leave_out(place, fault, error)
+        self._truncate(self._begin)
+
+    def _truncate(self, num_tokens: int) -> None:
+        del self._tokens[4 * num_tokens :], self._learned[num_tokens:]

@@ -1,0 +1,170 @@
+"""Documents packed into rows: which documents share a row, and the arrays of a batch.
+
+Which lengths share a row is found once, by best fit over all lengths; which documents have those
+lengths there is drawn anew every epoch. So every epoch has the same number of rows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.data.corpus import Corpus
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Which lengths share a row.
+
+    Attributes:
+        ranks: int32 (pieces,), row after row, by how many pieces each is shorter or equal (the
+            longest piece has rank 0).
+        offsets: int64 (rows + 1,), where each row starts in `ranks`.
+    """
+
+    ranks: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """Which pieces are in which row.
+
+    Attributes:
+        pieces: int32 (pieces,), row after row.
+        offsets: int64 (rows + 1,), where each row starts in `pieces`.
+    """
+
+    pieces: np.ndarray
+    offsets: np.ndarray
+
+    def rows(self, start: int, stop: int) -> list[np.ndarray]:
+        """The pieces of some rows."""
+        bounds = self.offsets[start : stop + 1]
+        return [self.pieces[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def pack(lengths: np.ndarray, length: int) -> Packing:
+    """Packs by best fit, the longest first: each goes to the fullest row that has room for it.
+
+    Args:
+        lengths: int32 (pieces,), from 1 to `length`, in any order.
+        length: Tokens of a row.
+    """
+    row_of = np.empty(len(lengths), np.int32)
+    # Rows by the room they have left; bit n of `rooms` says whether there is a row with room n.
+    with_room: list[list[int]] = [[] for _ in range(length + 1)]
+    rooms, num_rows = 0, 0
+    for rank, size in enumerate(np.sort(lengths)[::-1].tolist()):
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = length, num_rows
+            num_rows += 1
+        row_of[rank] = row
+        if left := room - size:
+            if not with_room[left]:
+                rooms |= 1 << left
+            with_room[left].append(row)
+    ranks = np.argsort(row_of, kind="stable").astype(np.int32)
+    counts = np.bincount(row_of, minlength=num_rows)
+    return Packing(ranks=ranks, offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+
+def draw_epoch(packing: Packing, lengths: np.ndarray, seed: int | None, epoch: int) -> Epoch:
+    """Decides which pieces have the lengths of a packing, and in which order its rows come.
+
+    Args:
+        packing: What `pack` made of `lengths`.
+        lengths: int32 (pieces,).
+        seed: Of the order, which is another in every epoch; None keeps to the order of `lengths`,
+            as far as packing allows.
+        epoch: Counted from 0.
+    """
+    rng = np.random.default_rng([seed, epoch]) if seed is not None else None
+    order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    by_rank = order[np.argsort(-lengths[order], kind="stable")]
+    pieces = by_rank[packing.ranks]
+    starts, counts = packing.offsets[:-1], np.diff(packing.offsets)
+    if rng is None:
+        rows = np.argsort(np.minimum.reduceat(pieces, starts), kind="stable")
+    else:
+        rows = rng.permutation(packing.num_rows)
+    offsets = np.concatenate([[0], np.cumsum(counts[rows])])
+    moved = np.repeat(starts[rows] - offsets[:-1], counts[rows]) + np.arange(len(pieces))
+    return Epoch(pieces=pieces[moved].astype(np.int32), offsets=offsets)
+
+
+def spread(rows: list[np.ndarray], wanted: int) -> list[np.ndarray]:
+    """Spreads the pieces of too few rows over `wanted` rows, so that none is empty if possible.
+
+    A loss that divides by what it counts is then defined on every part of the last batch.
+    """
+    rows = list(rows)
+    while len(rows) < wanted:
+        index = max(range(len(rows)), key=lambda i: len(rows[i]))
+        row = rows[index]
+        middle = (len(row) + 1) // 2
+        rows[index] = row[:middle]
+        rows.append(row[middle:])
+    return rows
+
+
+def batch(corpus: Corpus, rows: list[np.ndarray], length: int) -> Batch:
+    """Builds the arrays of a batch.
+
+    Args:
+        corpus: The tokens.
+        rows: The pieces of each row; together no longer than `length`.
+        length: Tokens of a row.
+
+    Returns:
+        `tokens`, `labels`, `segments` and `positions`, int32 (rows, length), `mask`, bool (rows,
+        length), and `learned_per_row`, float32 (rows,). `labels` holds the next token, 0 where the
+        document has none; `mask` is True where the loss counts it. `segments` counts the documents
+        of a row from 1 and `positions` the tokens of a document from 0. All these are 0 where a
+        row is not filled. `learned_per_row` is how many labels count, over the number of rows.
+    """
+    shape = (len(rows), length)
+    counts = [len(row) for row in rows]
+    pieces = np.concatenate(rows)
+    sizes = corpus.lengths[pieces].astype(np.int64)
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    # The first piece of each row starts its column, whatever came before in the batch.
+    first = np.cumsum([0, *counts])
+    before = np.concatenate([begins, ends[-1:]])[first[:-1]]
+    columns = begins - np.repeat(before, counts)
+    along = np.arange(ends[-1] if len(ends) else 0)
+    positions = along - np.repeat(begins, sizes)
+    here = np.repeat(row_of * length + columns, sizes) + positions
+    source = np.repeat(corpus.starts[pieces], sizes) + positions
+    number = np.arange(len(pieces)) - np.repeat(first[:-1], counts) + 1
+    labels = corpus.tokens[source + 1]
+    labels[ends[~corpus.goes_on[pieces]] - 1] = 0
+    values: dict[str, Any] = {
+        "tokens": corpus.tokens[source],
+        "labels": labels,
+        "mask": corpus.learned[source + 1],
+        "segments": np.repeat(number, sizes),
+        "positions": positions,
+    }
+    result: Batch = {}
+    for name, value in values.items():
+        flat = np.zeros(shape, np.bool_ if name == "mask" else np.int32)
+        flat.reshape(-1)[here] = value
+        result[name] = flat
+    mean = result["mask"].sum() / max(1, len(rows))
+    return {**result, "learned_per_row": np.full(len(rows), mean, np.float32)}

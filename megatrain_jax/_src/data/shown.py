@@ -1,0 +1,110 @@
+"""Which parts of a conversation a chat template leaves out.
+
+A template is a program that reads what it likes. So a conversation is rendered once more with marks
+in place of what is in doubt, and what leaves no trace in the text was not shown.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megatrain_jax._src.data.forms import Message
+
+THOUGHT = "</think>"
+# Gives the text of messages and tools; None where the template refuses them.
+Render = Callable[[list[Message], list[Any] | None], str | None]
+
+
+class _Part(NamedTuple):
+    """Something that a message says.
+
+    Attributes:
+        index: Of the message.
+        name: What reports call it.
+        seen: What need only be in the text for the part to be shown; None where that may have come
+            from elsewhere, as the name of a tool does.
+        replace: Gives the message with a mark in place of the part.
+    """
+
+    index: int
+    name: str
+    seen: str | None
+    replace: Callable[[Message, str], Message]
+
+
+def left_out(
+    messages: list[Message], tools: list[Any] | None, text: str, render: Render
+) -> set[str]:
+    """Names what a template does not show of a conversation.
+
+    Args:
+        messages: The conversation.
+        tools: The tools that it may use.
+        text: What the template makes of them.
+        render: The template.
+
+    Returns:
+        Names such as ``reasoning_content of assistant``; each is missing of one message at least.
+    """
+    found = {"tools"} if tools and render(messages, None) == text else set()
+    parts = [p for p in _parts(messages) if p.seen is None or p.seen not in text]
+    if not parts:
+        return found
+    marks = [_mark(number) for number in range(len(parts))]
+    marked = render(_replaced(messages, parts, marks), tools)
+    if marked is not None:
+        parts = [p for p, mark in zip(parts, marks, strict=True) if mark not in marked]
+    # A mark that is gone may still have been read: compared, or put in capitals.
+    if parts and render(_replaced(messages, parts, marks), tools) != text:
+        parts = [p for p in parts if render(_replaced(messages, [p], marks), tools) == text]
+    return found | {part.name for part in parts}
+
+
+def _mark(number: int) -> str:
+    # Nine letters and digits, which is what templates of Mistral want of the id of a tool call.
+    return f"zq{number:07d}"
+
+
+def _replaced(
+    messages: list[Message], parts: Sequence[_Part], marks: Sequence[str]
+) -> list[Message]:
+    changed = list(messages)
+    for part, mark in zip(parts, marks, strict=False):
+        changed[part.index] = part.replace(changed[part.index], mark)
+    return changed
+
+
+def _parts(messages: list[Message]) -> Iterator[_Part]:
+    for index, message in enumerate(messages):
+        for field, value in message.items():
+            if field in ("role", "content") or not value or str(value).isspace():
+                continue
+            replace = _replace_calls if field == "tool_calls" else _replace_field(field)
+            yield _Part(index, f"{field} of {message['role']}", None, replace)
+        thought, _, said = message.get("content", "").rpartition(THOUGHT)
+        if said := said.strip():
+            yield _Part(index, f"content of {message['role']}", said, _replace_said)
+        if thought := thought.rpartition("<think>")[2].strip():
+            name = f"content before {THOUGHT} of {message['role']}"
+            yield _Part(index, name, thought, _replace_thought)
+
+
+def _replace_field(field: str) -> Callable[[Message, str], Message]:
+    return lambda message, mark: {**message, field: mark}
+
+
+def _replace_calls(message: Message, mark: str) -> Message:
+    calls = [
+        {**call, "function": {**call["function"], "name": mark}} for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _replace_said(message: Message, mark: str) -> Message:
+    thought, end, _ = message["content"].rpartition(THOUGHT)
+    return {**message, "content": thought + end + mark}
+
+
+def _replace_thought(message: Message, mark: str) -> Message:
+    thought, end, said = message["content"].rpartition(THOUGHT)
+    begin = "".join(thought.rpartition("<think>")[:2])
+    return {**message, "content": begin + mark + end + said}

@@ -1,0 +1,218 @@
+"""A conversation becomes text by the model's own chat template, with the places where it answers.
+
+Templates are programs. Some mark what the assistant says with ``{% generation %}``; of the others
+it is found by rendering the conversation up to each answer, and checked. A template for which the
+check fails is refused: training on the wrong tokens would go unnoticed.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatrain_jax._src.data.forms import Conversation, Message
+from megatrain_jax._src.data.report import DataError, InvalidRow
+from megatrain_jax._src.data.shown import THOUGHT, left_out
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+        text: All of it, with the special tokens written out.
+        spans: Where the assistant's turns to learn start and end in it, in characters.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Template:
+    """The chat template of a tokenizer.
+
+    Attributes:
+        name: What errors call it.
+        marked: Whether it marks what the assistant says.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """Finds the template.
+
+        Args:
+            tokenizer: A tokenizer of Transformers.
+            chat_template: A Jinja template, or the name of one of the tokenizer's; None takes the
+                tokenizer's own.
+            variables: What the template is given besides, such as ``enable_thinking``.
+
+        Raises:
+            DataError: If there is none, or it is no valid Jinja.
+        """
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        if chat_template is None and not tokenizer.chat_template:
+            raise DataError(
+                f"the tokenizer {name} has no chat template, as those of base models often have "
+                "none; pass `chat_template=`, a Jinja template such as that of the instruct model "
+                "(its tokenizer's `.chat_template`), or use `data.text`"
+            )
+        self.name = f"the chat template of {name}" if chat_template is None else "`chat_template`"
+        self._source: str = tokenizer.get_chat_template(chat_template)
+        self._eos: str = tokenizer.eos_token or ""
+        self._variables = {**tokenizer.special_tokens_map, **(variables or {})}
+        self.marked = bool(_MARKED.search(self._source))
+        self._has_prompt = "add_generation_prompt" in self._source
+        self._takes_tools = "tools" in self._source
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Renders a conversation.
+
+        Raises:
+            InvalidRow: If the template refuses it, or has no place for its tools.
+            DataError: If it can't be told what the assistant says.
+        """
+        if conversation.tools and not self._takes_tools:
+            raise InvalidRow(f"{self.name} has no place for tools")
+        if self.marked:
+            return self._by_marks(conversation)
+        return self._by_prefixes(conversation)
+
+    def left_out(self, conversation: Conversation, text: str) -> set[str]:
+        """Names the fields that the template does not show, of one message at least.
+
+        Args:
+            conversation: The conversation.
+            text: What `render` made of it.
+        """
+        return left_out(conversation.messages, conversation.tools, text, self._attempt)
+
+    def _attempt(self, messages: list[Message], tools: list[Any] | None) -> str | None:
+        try:
+            return self._text(messages, tools)[0]
+        except Exception:  # a program, given what it was not written for
+            return None
+
+    def _by_marks(self, conversation: Conversation) -> Rendered:
+        messages, learned = conversation.messages, conversation.learned
+        text, spans = self._text(messages, conversation.tools, marks=True)
+        spans = [(start, end) for start, end in spans if end > start]
+        turns = [
+            which for which, message in zip(learned, messages, strict=True) if _answers(message)
+        ]
+        if not spans:
+            raise self._unclear("it marks nothing as the assistant's", text)
+        if not all(turns):
+            # Only here one has to know which turn a mark belongs to.
+            if len(spans) != len(turns):
+                raise self._unclear(
+                    f"it has {len(spans)} marked parts for {len(turns)} turns, of which some have "
+                    "a weight of 0",
+                    text,
+                )
+            spans = [span for span, which in zip(spans, turns, strict=True) if which]
+        return Rendered(text, spans)
+
+    def _by_prefixes(self, conversation: Conversation) -> Rendered:
+        messages, learned, tools, _ = conversation
+        text, _ = self._text(messages, tools)
+        spans: list[tuple[int, int]] = []
+        for index, message in enumerate(messages):
+            if not _answers(message) or not learned[index]:
+                continue
+            prompt, _ = self._text(messages[:index], tools, prompt=True)
+            if not text.startswith(prompt):
+                raise self._unclear(
+                    f"message {index + 1}: the prompt that it gives for the answer is not how the "
+                    f"conversation begins; the prompt ends in {prompt[-60:]!r}",
+                    text,
+                )
+            start = len(prompt)
+            last = index == len(messages) - 1
+            end = len(text) if last else self._end(messages, tools, index, text, start)
+            if not self._says(text[start:end], message):
+                raise self._unclear(
+                    f"message {index + 1}: what follows the prompt for the answer is not the "
+                    f"answer, but {text[start:end][:60]!r}",
+                    text,
+                )
+            spans.append((start, end))
+        return Rendered(text, spans)
+
+    def _end(
+        self, messages: list[Message], tools: list[Any] | None, index: int, text: str, start: int
+    ) -> int:
+        """Where the answer `index`, which is not the last message, ends in `text`."""
+        upto, _ = self._text(messages[: index + 1], tools)
+        if not text.startswith(upto) and self._eos and upto.endswith(self._eos):
+            # Some templates end every text so, and not every turn.
+            upto = upto.removesuffix(self._eos)
+        if text.startswith(upto) and len(upto) > start:
+            return len(upto)
+        # The template leaves something out of earlier answers, such as reasoning at their
+        # beginning. Then they go on with an end of what they are when they come last.
+        alone, rest = upto[start:], text[start:]
+        for cut in range(1, len(alone)):
+            if alone[cut] == rest[0] and rest.startswith(alone[cut:]):
+                return start + len(alone) - cut
+        raise self._unclear(
+            f"message {index + 1}: with what follows it, it does not end as without, which is in "
+            f"{alone[-60:]!r}",
+            text,
+        )
+
+    def _text(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        prompt: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of some messages, and the parts that the template marks."""
+        try:
+            rendered: Any = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self._source,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        except jinja2.TemplateSyntaxError as caught:
+            raise DataError(f"{self.name} is no valid Jinja: {caught}") from caught
+        except jinja2.TemplateError as caught:
+            raise InvalidRow(f"{self.name} refuses it", str(caught)) from caught
+        texts, spans = rendered
+        return texts[0], spans[0] if marks else []
+
+    def _says(self, part: str, message: Message) -> bool:
+        visible = _visible(message)
+        calls = [call["function"].get("name", "") for call in message.get("tool_calls") or ()]
+        if visible not in part or not all(name in part for name in calls):
+            return False
+        # A template that knows no prompt may have a header, which the model need not learn.
+        header = "" if self._has_prompt or calls else part.partition(visible)[0]
+        return not header.strip()
+
+    def _unclear(self, why: str, text: str) -> DataError:
+        return DataError(
+            f"{self.name} does not tell what the assistant says: {why}. The conversation is "
+            f"{text[:200]!r}{'...' if len(text) > 200 else ''}. Pass `chat_template=` with the "
+            "assistant's turns, their end included, between {% generation %} and "
+            '{% endgeneration %}, or train_on="all"'
+        )
+
+
+def _visible(message: Message) -> str:
+    """What has to be seen of a message: reasoning is left out by some templates."""
+    return message.get("content", "").rpartition(THOUGHT)[2].strip()
+
+
+def _answers(message: Message) -> bool:
+    return message["role"] == "assistant"

@@ -1,0 +1,84 @@
+"""The vocabulary of the model beside a tokenizer, which has to have a row for each of its ids."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.data.report import InvalidRow
+
+_TOKENS_SHOWN = 3
+
+
+class BeyondVocabulary(InvalidRow):
+    """A row with a token that the model has no row for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What the model in the tokenizer's folder knows.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        size: Ids are below it; None if the folder has no model.
+        config: Where that is said.
+    """
+
+    tokenizer: Any
+    size: int | None
+    config: Path
+
+    @classmethod
+    def beside(cls, tokenizer: Any) -> "Vocabulary":
+        """Reads the `config.json` of the folder from which a tokenizer was loaded."""
+        config = Path(tokenizer.name_or_path) / "config.json"
+        size = _size(config) if tokenizer.name_or_path else None
+        return cls(tokenizer=tokenizer, size=size, config=config)
+
+    def warn(self, stacklevel: int) -> None:
+        """Warns of tokens beyond the vocabulary, which data may or may not have.
+
+        Models with more rows than the tokenizer has tokens are common, and fine.
+        """
+        if self.size is None:
+            return
+        ids = self.tokenizer.get_vocab()
+        beyond = sorted((token for token in ids if ids[token] >= self.size), key=ids.__getitem__)
+        if beyond:
+            shown = ", ".join(map(repr, beyond[:_TOKENS_SHOWN]))
+            warnings.warn(
+                f"the tokenizer has {len(beyond):,} tokens ({shown}"
+                f"{', ...' if len(beyond) > _TOKENS_SHOWN else ''}) beyond the {self.size:,} of "
+                f"{self.config}; rows that have one can't be used",
+                stacklevel=stacklevel + 1,
+            )
+
+    def fault(self, ids: np.ndarray) -> BeyondVocabulary | None:
+        """Says what is wrong with a text's tokens, int32 (n,), if one is beyond the vocabulary."""
+        if self.size is None or not len(ids) or ids.max() < self.size:
+            return None
+        beyond = ids[ids >= self.size]
+        token = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+        return BeyondVocabulary(
+            f"a token beyond the {self.size:,} of {self.config}",
+            f"{len(beyond):,} of {len(ids):,}, the first {token!r} ({beyond[0]})",
+        )
+
+
+def _size(config: Path) -> int | None:
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # What is wrong with a model is said where the model is loaded.
+        return None
+    if not isinstance(values, dict):
+        return None
+    text = values.get("text_config")  # of models that also see
+    for part in (values, text if isinstance(text, dict) else {}):
+        size = part.get("vocab_size")
+        if isinstance(size, int) and size > 0:
+            return size
+    return None

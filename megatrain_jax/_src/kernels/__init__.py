@@ -1,0 +1,1 @@
+"""Compiled functions: stages, residuals and updates."""

@@ -1,0 +1,112 @@
+"""How much memory a function needs beside its arguments and results, estimated from its equations.
+
+Where it can't be compiled for the device that it is to run on, this stands in for the compiler's
+own figure.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.flops import ELEMENTWISE, REDUCTIONS
+
+# What only renames an array, or is made anew wherever it is read.
+_FREE = frozenset(
+    """broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze
+    stop_gradient transpose""".split()
+)
+_FUSED = ELEMENTWISE | _FREE | {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"}
+_ADDITIONS = ("add", "add_any")
+_FUSING = _FUSED | REDUCTIONS | {"concatenate"}
+
+
+def temporary_bytes(jaxpr: Any) -> int:
+    """Estimates the bytes that a jaxpr's own values take at most at one time.
+
+    Its equations are gone through in order. A value takes its bytes from the equation that makes
+    it to the last one that reads it; arguments and results count nothing, since they belong to the
+    caller. While an equation runs that has jaxprs within, the largest of their own needs counts.
+    A compiler makes no array of an elementwise result that one elementwise equation or reduction
+    reads, nor of what only renames, converts or repeats one for such: what these are made from
+    stays instead. A product that is only added to something is written where the sum will be, and
+    what a loop carries stays in one place.
+
+    A worked example, with arrays of 4 bytes::
+
+        a = dot x y      # a: 4
+        b = sin a        # one elementwise equation reads b: a stays
+        c = mul b a      # a, c: 8, the most; then a is free
+        d = dot c c      # d is the result
+
+    Args:
+        jaxpr: A jaxpr, open or closed.
+    """
+    jaxpr = jx.opened(jaxpr)
+    results = set(jx.variables(jaxpr.outvars))
+    readers: dict[Any, list[bool]] = {}  # whether each can be one with what makes the value
+    added: set[Any] = set()  # what an addition reads
+    for eqn in jaxpr.eqns:
+        for v in dict.fromkeys(jx.variables(eqn.invars)):
+            readers.setdefault(v, []).append(_is_fused(eqn, _FUSING))
+            if eqn.primitive.name in _ADDITIONS:
+                added.add(v)
+    # The arrays of the function's own that each value is read from.
+    roots: dict[Any, frozenset[Any]] = {}
+    for eqn in jaxpr.eqns:
+        behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
+        carried = _carried(eqn)
+        for v in eqn.outvars:
+            read = readers.get(v, [])
+            once = eqn.primitive.name in _FREE or (_is_fused(eqn, _FUSED) and len(read) == 1)
+            summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
+            fused = summed or once and (_renames(eqn) or all(read))
+            start = carried.get(v)
+            if start in roots and len(readers[start]) == 1 and v not in results:
+                roots[v] = roots[start]
+            else:
+                roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
+    uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
+    live = most = 0
+    for eqn in jaxpr.eqns:
+        made = [v for v in eqn.outvars if v in roots[v]]
+        live += sum(jx.num_bytes(v.aval) for v in made)
+        within = max(map(temporary_bytes, jx.inner_jaxprs(eqn)), default=0)
+        most = max(most, live + within)
+        dead = {v for v in made if not uses[v]}
+        for v in jx.variables(eqn.invars):
+            for root in roots.get(v, ()):
+                uses[root] -= 1
+                if not uses[root]:
+                    dead.add(root)
+        live -= sum(jx.num_bytes(v.aval) for v in dead)
+    return most
+
+
+def _is_fused(eqn: Any, names: Collection[str]) -> bool:
+    """Whether an equation is one of these, or a call of nothing else (`jnp.where` is one)."""
+    if eqn.primitive.name in jx.CALLS:
+        return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return eqn.primitive.name in names
+
+
+def _carried(eqn: Any) -> dict[Any, Any]:
+    """What a loop carries: its last values, with the variables that it starts from."""
+    if eqn.primitive.name not in ("scan", "while"):
+        return {}
+    if eqn.primitive.name == "scan":
+        first, count = jx.scan_parts(eqn)
+    else:
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        count = len(eqn.invars) - first
+    pairs = zip(eqn.outvars[:count], eqn.invars[first : first + count], strict=True)
+    return {v: start for v, start in pairs if not jx.is_literal(start)}
+
+
+def _renames(eqn: Any) -> bool:
+    """Whether a result is the bytes of its operand: no product needs an array of its own for it."""
+    return eqn.primitive.name in _FREE and eqn.primitive.name not in (
+        "convert_element_type",
+        "broadcast_in_dim",
+        "iota",
+    )

@@ -1,0 +1,120 @@
+"""A stage differentiated in two halves, so that its backward need not compute all of it again.
+
+The forward keeps the results of matrix products and attention kernels, which cost the most to
+compute again for the bytes they take; what is elementwise between them is computed again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.loss.gradients import differentiated
+from megatrain_jax._src.program.loss.stages import Stage
+
+_KEPT_ATTENTION = "dot_product_attention_fwd"
+
+
+def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether to keep the results of a primitive; a policy of `jax.checkpoint`.
+
+    Products with batch axes are left out: their results, such as attention's scores, are large
+    for the work in them.
+    """
+    if primitive.name == "dot_general":
+        return not params["dimension_numbers"][1][0]
+    if primitive.name.startswith(_KEPT_ATTENTION):
+        return True
+    return primitive.name in ("ragged_dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """What a stage's forward keeps for its backward, and how the backward uses it.
+
+    Attributes:
+        traced: `(leaves, inputs) -> (outputs, all that the pullback needs)`.
+        num_outputs: How many of its outputs are the stage's.
+        pullback: Structure of the function that maps cotangents of the outputs that have some to
+            those of learned leaves and active inputs.
+        sources: For each array in the pullback, which one it is of the traced constants, leaves,
+            inputs and residuals, in this order.
+        avals: Shapes and dtypes of the residuals.
+        saved_flops: Operations that the backward need not do again.
+    """
+
+    traced: jx.Traced
+    num_outputs: int
+    pullback: Any
+    sources: tuple[int, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    saved_flops: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the residuals of one microbatch."""
+        return sum(map(jx.num_bytes, self.avals))
+
+    def forward(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Computes outputs and residuals of leaves and inputs."""
+        out = jx.evaluate(self.traced.jaxpr, [*self.traced.consts, *values])
+        outputs, needed = out[: self.num_outputs], out[self.num_outputs :]
+        first = len(self.traced.jaxpr.invars)
+        kept = {s: x for s, x in zip(self.sources, needed, strict=True) if s >= first}
+        return outputs, [kept[s] for s in sorted(kept)]
+
+    def backward(
+        self, values: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
+    ) -> Any:
+        """Computes the cotangents of learned leaves and active inputs."""
+        known = [*self.traced.consts, *values, *residuals]
+        pull = jax.tree.unflatten(self.pullback, [known[s] for s in self.sources])
+        return pull(list(cotangents))
+
+
+def find_residuals(stage: Stage) -> Residuals | None:
+    """Traces a stage's two halves; None if there is nothing worth keeping, or it has effects.
+
+    What the halves share would fire in both.
+    """
+    if fires(stage.jaxpr):
+        return None
+    saved_flops = count_flops(stage.jaxpr, lambda eqn: is_kept(eqn.primitive, **eqn.params))
+    if not saved_flops:
+        return None
+    first = len(stage.consts)
+    shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[first:]]
+    leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
+
+    # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
+    keeping = functools.partial(jax.checkpoint, policy=is_kept, prevent_cse=False)
+
+    def halves(leaves, inputs):
+        return differentiated(stage, stage.seeded, leaves, inputs, wrap=keeping)
+
+    traced = jx.trace(halves, leaves, inputs)
+    outputs_tree, pullback = traced.out_tree.children()
+    count = outputs_tree.num_leaves
+    number = {v: i for i, v in enumerate(traced.jaxpr.invars)}
+    sources, avals = [], []
+    for atom in traced.jaxpr.outvars[count:]:
+        known = None if jx.is_literal(atom) else number.get(atom)
+        if known is None:
+            known = len(traced.jaxpr.invars) + len(avals)
+            avals.append(jx.shape_of(atom.aval))
+            if not jx.is_literal(atom):
+                number[atom] = known
+        sources.append(known)
+    return Residuals(
+        traced=traced,
+        num_outputs=count,
+        pullback=pullback,
+        sources=tuple(sources),
+        avals=tuple(avals),
+        saved_flops=saved_flops,
+    )

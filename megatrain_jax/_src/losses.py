@@ -1,0 +1,217 @@
+"""Losses of language models that never hold the logits of all tokens.
+
+At 131,072 tokens and a vocabulary of 152,064, logits alone are 80 GB in fp32. Here they exist for
+one chunk of tokens at a time, and their gradient is taken while they exist: nothing is computed
+twice.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from megatrain_jax._src.common import checks
+
+_REAL = (jnp.floating, jnp.integer, jnp.bool_)
+
+
+class _Options(NamedTuple):
+    """What is fixed when the loss is traced; see `next_token`."""
+
+    chunk: int
+    z_loss: float
+    softcap: float | None
+
+
+def next_token(
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    count: ArrayLike | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk: int = 4096,
+) -> jax.Array:
+    """Mean cross-entropy of the labels, from hidden states and the head's weights.
+
+    Products are accumulated, and everything else is computed, in fp32. With the gradients, memory
+    beside the arguments is that of one chunk's logits in fp32 and once more in the dtype of
+    `hidden`, of the head's gradient in fp32, and of both gradients.
+
+    Args:
+        hidden: Final hidden states, after the last norm: (..., width), of any float dtype.
+        head: The head's weights, or a tied embedding's: (vocabulary, width).
+        labels: What each position should predict: integers (...); tokens already shifted by one.
+            Negative ones, as Hugging Face's -100, do not count. One that counts and is beyond the
+            vocabulary makes the loss NaN, and so its gradients.
+        mask: Which labels count, or with which weight: (...); None counts all.
+        count: What the sum over the labels is divided by, a scalar; None takes the sum of their
+            weights. Where a batch is cut into microbatches, whose losses are averaged, the mean
+            over all its labels takes the same count for each: that of the batch over their number.
+        z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
+            logits from drifting (PaLM, arXiv 2204.02311, section 5).
+        softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
+        chunk: Of how many tokens logits exist at once. More are faster: each chunk reads and
+            writes the head's gradient.
+
+    Returns:
+        The loss, a scalar in fp32; 0 if nothing counts. It can be differentiated once, by `hidden`
+        and `head`.
+
+    Raises:
+        TypeError: If an argument is of another kind, or labels are no integers.
+        ValueError: If shapes don't fit together, or a number is out of its range.
+
+    Examples:
+        Nothing is known yet: the loss is the logarithm of the vocabulary's size.
+
+        >>> hidden, head = jnp.zeros((2, 3, 8)), jnp.ones((50, 8))
+        >>> labels = jnp.array([[4, 0, 49], [7, -100, -100]])
+        >>> float(next_token(hidden, head, labels))
+        3.912...
+    """
+    hidden = _array("hidden", hidden, "floating-point numbers", jnp.floating)
+    head = _array("head", head, "floating-point numbers", jnp.floating)
+    labels = _array("labels", labels, "integers", jnp.integer)
+    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
+        labels = labels.astype(jnp.int32)
+    if not hidden.ndim or hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"`hidden` has shape {hidden.shape} and `labels` {labels.shape}: they must agree in "
+            "all axes but the last one of `hidden`"
+        )
+    if head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"`head` has shape {head.shape}, but must be (vocabulary, {hidden.shape[-1]})"
+        )
+    if mask is not None:
+        mask = _array("mask", mask, "real numbers", *_REAL)
+        if mask.shape != labels.shape:
+            raise ValueError(f"`mask` has shape {mask.shape}, but `labels` {labels.shape}")
+    if count is not None:
+        count = _array("count", count, "real numbers", *_REAL)
+        if count.shape:
+            raise ValueError(f"`count` must be a scalar, but has shape {count.shape}")
+    options = _Options(
+        checks.integer("chunk", chunk),
+        checks.number("z_loss", z_loss, least=0),
+        None if softcap is None else checks.number("softcap", softcap, above=0),
+    )
+    weights = _weights(labels, mask)
+    # Without a logit such a label would be learned as a loss without its second half.
+    beyond = (labels >= head.shape[0]) & (weights != 0)
+    weights = jnp.where(beyond, jnp.nan, weights)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    # Divided outside, so that gradients of single tokens are large enough for half precision.
+    total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
+    divisor = weights.sum() if count is None else count.astype(jnp.float32)
+    return total / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
+
+
+def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
+    """How many labels count, which is what `next_token` divides by unless it is told.
+
+    A loss function that returns it as the metric `weight` has its evaluations weighted by it.
+
+    Args:
+        labels: See `next_token`.
+        mask: See `next_token`.
+
+    Returns:
+        The sum of the labels' weights, a scalar in fp32.
+
+    Examples:
+        >>> float(num_labels(jnp.array([[4, 0, 49], [7, -100, -100]])))
+        4.0
+    """
+    return _weights(jnp.asarray(labels), mask).sum()
+
+
+def _weights(labels: jax.Array, mask: ArrayLike | None) -> jax.Array:
+    weights = (labels >= 0).astype(jnp.float32)
+    return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
+
+
+def _array(name: str, value: Any, what: str, *kinds: Any) -> jax.Array:
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(checks.refused(name, f"an array of {what}", value)) from error
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        raise TypeError(f"`{name}` must be an array of {what}, but has dtype {array.dtype}")
+    return array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(options: _Options, hidden, head, labels, weights) -> jax.Array:
+    def add(total, rows):
+        loss, _ = _chunk(options, head, *rows)
+        return total + loss, None
+
+    chunks = _chunks(options.chunk, hidden, labels, weights)
+    return jax.lax.scan(add, jnp.float32(0), chunks)[0]
+
+
+def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
+    def add(carry, rows):
+        total, head_gradient = carry
+        loss, logits_gradient = _chunk(options, head, *rows)
+        logits_gradient = logits_gradient.astype(hidden.dtype)
+        head_gradient += _product(logits_gradient, rows[0], 0, 0)
+        return (total + loss, head_gradient), _product(logits_gradient, head, 1, 0).astype(
+            hidden.dtype
+        )
+
+    start = jnp.float32(0), jnp.zeros(head.shape, jnp.float32)
+    chunks = _chunks(options.chunk, hidden, labels, weights)
+    (total, head_gradient), hidden_gradient = jax.lax.scan(add, start, chunks)
+    hidden_gradient = hidden_gradient.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
+    return total, (hidden_gradient, head_gradient.astype(head.dtype), labels)
+
+
+def _backward(_: _Options, gradients, cotangent):
+    hidden, head, labels = gradients
+    scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
+    return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
+
+
+_sum.defvjp(_sum_and_gradients, _backward)
+
+
+def _chunks(chunk: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Rows in equal chunks of at most so many; what is missing at the end has no weight."""
+    size = arrays[0].shape[0]
+    count = max(1, -(-size // chunk))
+    rows = -(-size // count)
+    missing = count * rows - size
+    if missing:
+        arrays = tuple(jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in arrays)
+    return [x.reshape(count, rows, *x.shape[1:]) for x in arrays]
+
+
+def _chunk(options: _Options, head, hidden, labels, weights):
+    """A chunk's part of the loss, and its gradient by the logits: (rows, vocabulary) in fp32."""
+    logits = _product(hidden, head.astype(hidden.dtype), 1, 1)
+    slope = 1.0
+    if options.softcap is not None:
+        tanh = jnp.tanh(logits / options.softcap)
+        logits, slope = options.softcap * tanh, 1 - tanh * tanh
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
+    of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
+    losses = log_sum - of_label + options.z_loss * log_sum**2
+    probabilities = jnp.exp(logits - log_sum[:, None])
+    gradient = probabilities * (1 + 2 * options.z_loss * log_sum)[:, None] - is_label
+    return jnp.sum(losses * weights), gradient * (slope * weights[:, None])
+
+
+def _product(x, y, x_axis: int, y_axis: int):
+    """Sums products along one axis of each, in fp32."""
+    return jax.lax.dot_general(
+        x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32
+    )

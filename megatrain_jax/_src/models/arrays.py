@@ -1,0 +1,46 @@
+"""Checks of the arrays that the models' functions are given; what JAX traces is an array, too."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from megatrain_jax._src.common.checks import refused
+
+
+def check_array(
+    name: str, value: Any, axes: str, *, num_axes: int, of_integers: bool = False
+) -> None:
+    """Checks that an argument is an array with so many axes.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        axes: What the axes are, for the message.
+        num_axes: How many there are.
+        of_integers: Whether its numbers must be integers.
+
+    Raises:
+        TypeError: If it is no array, or one of other numbers.
+        ValueError: If it has another number of axes.
+    """
+    what = f"an array {axes}{' of integers' if of_integers else ''}"
+    if not (hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")):
+        raise TypeError(refused(name, what, value))
+    if of_integers and not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must be {what}, but is of {value.dtype}")
+    if value.ndim != num_axes:
+        raise ValueError(f"`{name}` must be {what}, but has shape {tuple(value.shape)}")
+
+
+def check_floating(name: str, value: Any) -> None:
+    """Checks that an argument is a dtype of floating numbers.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    try:
+        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise TypeError(refused(name, "a dtype of floating numbers", value))

@@ -1,0 +1,214 @@
+"""Causal attention with windows, packed documents and capped logits, never T × T in memory.
+
+cuDNN computes what its API takes without a mask. For packed documents
+`jax.nn.dot_product_attention` would want one of T × T: queries and keys carry the numbers of their
+documents instead, where cuDNN takes heads that wide. What is left, and capped logits, is computed
+here, some queries at a time.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.arrays import check_array
+
+# Bytes of fp32 scores that one piece of the queries may take.
+_PIECE_BYTES = 2**28
+# Into how many spans of queries, with keys of their own, a text is cut at most. Eight leave 56% of
+# the products of a full square, where an endless number would leave half.
+_MAX_SPANS = 8
+# Elements that the number of a document takes in a query: two for each of its bits.
+_MARK = 64
+# What a token's score falls by, at least, for every bit in which its document is another one:
+# exp(-2048) is 0 in fp32, also where scores of one document are a thousand apart.
+_APART = 2048.0
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    piece: int | None = None,
+) -> jax.Array:
+    """Attends from each token to itself and those before it.
+
+    Args:
+        q: (rows, length, heads, head_dim).
+        k: (rows, length, kv_heads, head_dim); kv_heads divides heads.
+        v: As `k`.
+        segments: The document of each token, integers (rows, length): tokens attend within theirs.
+        window: How many tokens one attends to, with itself; None for all.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        scale: What scores are multiplied by; None for 1 / sqrt(head_dim).
+        piece: How many queries are computed at a time where cuDNN isn't used; None for what a
+            quarter of a GiB holds the scores of.
+
+    Returns:
+        The shape and dtype of `q`; softmax is in fp32.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If shapes don't fit together, or a number is out of bounds.
+    """
+    _check(q, k, v, segments)
+    _check_options(window=window, piece=piece, softcap=softcap, scale=scale)
+    length, head_dim = q.shape[1], q.shape[3]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if window is not None and window >= length:
+        window = None
+    if softcap is None and _fits_cudnn(q, packed=segments is not None):
+        if segments is not None:
+            q, k, v = mark(q, k, v, segments, scale)
+        mixed = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+        return mixed[..., :head_dim]
+    piece = min(piece or _piece(q.shape), length)
+    spans = []
+    for start, stop in _spans(length, piece):
+        first = 0 if window is None else max(0, start - window + 1)
+        keys = k[:, first:stop], v[:, first:stop]
+        owners = None if segments is None else (segments[:, start:stop], segments[:, first:stop])
+
+        def attend(rows, owners, at, keys=keys, first=first):
+            return _attend(rows, keys, owners, at - first, window, softcap, scale)
+
+        spans.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
+    return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=1)
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_array(name, array, "(rows, length, heads, head_dim)", num_axes=4)
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    if k.shape != (rows, length, kv_heads, head_dim) or not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"`k` has shape {k.shape}, but `q` {q.shape}: they must agree in all axes but heads, "
+            "where that of `k` divides that of `q`"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"`v` has shape {v.shape}, but `k` {k.shape}; they must be equal")
+    if segments is not None:
+        check_array("segments", segments, "(rows, length)", num_axes=2, of_integers=True)
+        if segments.shape != (rows, length):
+            raise ValueError(f"`segments` has shape {segments.shape}, not {(rows, length)} of `q`")
+
+
+def _check_options(*, window, piece, softcap, scale) -> None:
+    for name, value in (("window", window), ("piece", piece)):
+        if value is not None:
+            checks.integer(name, value, other=", or None")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None:
+            checks.number(name, value, above=0)
+
+
+def mark(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.typing.ArrayLike, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Makes heads wider, so that tokens attend only within their document without a mask.
+
+    Behind a query stand `size * (b, 1)` for each bit of its document's number and behind a key
+    `size * (b, -1)`, b being 1 or -1. Their product is 0 where the bits are equal and
+    `-2 * size**2` where not; powers of two keep both exact.
+
+    Returns:
+        Queries, keys and values with heads of head_dim + 64; the values end in zeros.
+    """
+    size = 2.0 ** math.ceil(math.log2(_APART / (2 * scale)) / 2)
+    numbers = jnp.asarray(segments, jnp.int32)[:, :, None, None]
+    bits = numbers >> jnp.arange(_MARK // 2, dtype=jnp.int32) & 1
+
+    def behind(x: jax.Array, second: int) -> jax.Array:
+        pairs = jnp.stack([2 * bits - 1, jnp.full_like(bits, second)], axis=-1)
+        marks = size * pairs.astype(x.dtype).reshape(*x.shape[:2], 1, _MARK)
+        return jnp.concatenate([x, jnp.broadcast_to(marks, (*x.shape[:3], _MARK))], axis=-1)
+
+    return behind(q, 1), behind(k, -1), jnp.pad(v, [(0, 0)] * 3 + [(0, _MARK)])
+
+
+def _fits_cudnn(q: jax.Array, *, packed: bool) -> bool:
+    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    if q.shape[1] % 2:
+        return False  # JAX 0.11 refuses to differentiate odd lengths
+    head_dim = q.shape[-1] + (_MARK if packed else 0)
+    capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
+    return head_dim % 8 == 0 and head_dim <= (256 if capability >= 9 else 128)
+
+
+def _piece(shape: tuple[int, ...]) -> int:
+    rows, length, heads, _ = shape
+    fitting = max(16, _PIECE_BYTES // (4 * rows * heads * length))
+    return min(length, 1 << (fitting.bit_length() - 1))
+
+
+def _spans(length: int, piece: int) -> list[tuple[int, int]]:
+    pieces = -(-length // piece)
+    step = piece * -(-pieces // _MAX_SPANS)
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _by_piece(attend, q: jax.Array, owners, start: int, piece: int) -> jax.Array:
+    """Calls `attend` for `piece` queries at a time; backward computes the scores again."""
+    rows, length = q.shape[:2]
+    count = -(-length // piece)
+    own, others = owners if owners is not None else (None, None)
+    if count == 1:
+        call = attend if start == 0 and piece >= length else jax.checkpoint(attend)
+        return call(q, owners, start)
+    # Queries behind the end are cut off again below.
+    split = [(0, 0), (0, count * piece - length)]
+
+    def pieces(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, split + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(rows, count, piece, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def step(item):
+        part, own, at = item
+        return attend(part, None if own is None else (own, others), at)
+
+    starts = start + piece * jnp.arange(count, dtype=jnp.int32)
+    out = jax.lax.map(step, (pieces(q), None if own is None else pieces(own), starts))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, count * piece, *q.shape[2:])[:, :length]
+
+
+def _attend(q, keys, owners, offset, window, softcap, scale) -> jax.Array:
+    """Attends from queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
+
+    Query i stands where key `offset + i` stands.
+    """
+    k, v = keys
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bmkgh,bnkh->bkgmn", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    here = offset + jnp.arange(q.shape[1])[:, None]
+    there = jnp.arange(k.shape[1])
+    seen = there <= here
+    if window is not None:
+        seen &= there > here - window
+    if owners is not None:
+        own, others = owners
+        seen = seen & (own[:, :, None] == others[:, None, :])
+        seen = seen[:, None, None]
+    # Finite, since a query behind the end may see nothing.
+    scores = jnp.where(seen, scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgmn,bnkh->bmkgh", weights, v).reshape(q.shape)

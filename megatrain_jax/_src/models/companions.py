@@ -1,0 +1,46 @@
+"""The files beside the weights that a saved checkpoint takes from the one training began with."""
+
+import shutil
+from pathlib import Path
+
+from megatrain_jax._src.common.hf_folder import own_file
+
+# What a tokenizer and a generation loop read; nothing else is copied, a stranger's code least.
+_NAMES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_TEMPLATES = "additional_chat_templates"
+
+
+def companions(folder: Path) -> dict[str, Path]:
+    """Returns the companions of a checkpoint: their names, and where they really lie.
+
+    Raises:
+        FileNotFoundError: If one is a link that leads nowhere.
+        ValueError: If one is no regular file, a link out of the folder or damaged.
+    """
+    templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
+    names = [*_NAMES, *(f"{_TEMPLATES}/{name}" for name in templates)]
+    found = {name: own_file(folder, name) for name in names}
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def copy(files: dict[str, Path], folder: Path) -> None:
+    """Copies companions into a folder."""
+    for name, path in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)

@@ -1,0 +1,186 @@
+"""What a decoder is made of, as data; `from_hf` reads it from a Hugging Face configuration."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import too_deep
+from megatrain_jax._src.models import hf_config
+from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.hf_fields import as_ignored
+from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.rotary import Rope
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+_FLAGS = (
+    "sandwich_norms",
+    "qk_norm",
+    "qkv_bias",
+    "out_bias",
+    "mlp_bias",
+    "fused",
+    "scale_embedding",
+    "tie_embeddings",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape and the options of a `Decoder`.
+
+    Attributes:
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of what passes between layers.
+        intermediate_size: Width inside an MLP.
+        num_layers: How many layers.
+        num_heads: Heads of the queries.
+        num_kv_heads: Heads of keys and values; divides `num_heads`.
+        head_dim: Width of a head.
+        rope: Rotary embedding.
+        local_rope: Another one for layers with a window; None for the same.
+        windows: For each layer how many tokens a token attends to, with itself, or None for all.
+            Empty for no windows.
+        activation: Of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
+        norm_eps: What the norms add to the mean square.
+        norm_offset: What is added to the norms' weights, 1.0 in Gemma.
+        sandwich_norms: Whether attention and MLP are normalised at their end, too.
+        qk_norm: Whether each head's queries and keys are normalised.
+        qkv_bias: Whether queries, keys and values have a bias.
+        out_bias: Whether attention's output has one.
+        mlp_bias: Whether the MLP's products have one.
+        fused: Whether `qkv_proj` and `gate_up_proj` are one matrix each, as in Phi-3.
+        attention_scale: What attention's scores are multiplied by; None for 1 / sqrt(head_dim).
+        attention_softcap: Scores become softcap * tanh(score / softcap).
+        final_softcap: The same for the logits.
+        scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        tie_embeddings: Whether the embedding is the head, too.
+        experts: A mixture of experts in place of MLPs.
+        init_std: Standard deviation of fresh weights.
+        source: The folder this was read from.
+        saved_dtype: The dtype of the parameters there.
+        original: The Hugging Face configuration this was read from, as JSON.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    local_rope: Rope | None = None
+    windows: tuple[int | None, ...] = ()
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    sandwich_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    scale_embedding: bool = False
+    tie_embeddings: bool = False
+    experts: Experts | None = None
+    init_std: float = 0.02
+    source: str | None = field(default=None, compare=False)
+    saved_dtype: str | None = field(default=None, compare=False)
+    original: str | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        """Checks each field, and that they fit together."""
+        self._check_types()
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"`num_kv_heads` must divide `num_heads`, {self.num_heads}, "
+                f"but is {self.num_kv_heads}"
+            )
+        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
+            if rope and rope.dim > self.head_dim:
+                raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
+        if self.experts and self.experts.layers and self.experts.layers[-1] >= self.num_layers:
+            raise ValueError(
+                f"`layers` of `experts` must be below `num_layers`, {self.num_layers}, "
+                f"but are {self.experts.layers}"
+            )
+        if self.fused and (self.qkv_bias or self.mlp_bias):
+            raise ValueError("`fused` products have no bias")
+
+    def _check_types(self) -> None:
+        for name in _SIZES:
+            checks.integer(name, getattr(self, name))
+        for name in _FLAGS:
+            checks.boolean(name, getattr(self, name))
+        for name in ("norm_eps", "norm_offset", "init_std"):
+            checks.number(name, getattr(self, name), least=0)
+        for name in ("attention_scale", "attention_softcap", "final_softcap"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), above=0)
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
+            allowed = f"one of {', '.join(ACTIVATIONS)}"
+            raise ValueError(checks.refused("activation", allowed, self.activation))
+        if not isinstance(self.windows, tuple):
+            raise TypeError(checks.refused("windows", "a tuple of integers and None", self.windows))
+        for window in self.windows:
+            if window is not None:
+                checks.integer("windows", window)
+        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "rope"):
+                raise TypeError(checks.refused(name, f"of models.{kind.__name__}", value))
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> "DecoderConfig":
+        """Reads what a `config.json` holds.
+
+        Args:
+            config: The JSON object.
+            ignore: Names of fields that are known not to matter.
+
+        Raises:
+            TypeError: If `config` is no object of JSON, or a field has another type.
+            ValueError: If the architecture isn't known, or a field has a value that would change
+                results in a way not supported, or that is out of bounds. The message names it.
+        """
+        if not isinstance(config, Mapping):
+            hint = "pass its `.to_dict()`" if hasattr(config, "to_dict") else ""
+            allowed = "the object in a config.json"
+            raise TypeError(checks.refused("config", allowed, config, hint))
+        if too_deep(dict(config)):
+            raise ValueError("`config` is nested too deeply for a configuration")
+        fields = hf_config.read(config, as_ignored(ignore))
+        try:
+            original = json.dumps(dict(config))
+        except TypeError as error:
+            raise TypeError(f"`config` must hold what JSON can: {error}") from error
+        return cls(**fields, original=original)
+
+    @property
+    def family(self) -> str | None:
+        """The `model_type` this was read as, if it was."""
+        return None if self.original is None else json.loads(self.original)["model_type"]
+
+    def window(self, layer: int) -> int | None:
+        """Returns how many tokens one attends to in this layer; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary embedding of this layer."""
+        local = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if local and self.local_rope else self.rope

@@ -1,0 +1,226 @@
+"""The decoder that the families of open-weights language models have in common.
+
+Parameters have the names and the layout of Hugging Face checkpoints, so that reading and writing
+one moves bytes only: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.arrays import check_array, check_floating
+from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.ids import check_ids
+from megatrain_jax._src.models.layers import (
+    MLP,
+    Attention,
+    Linear,
+    Maker,
+    MixtureOfExperts,
+    RMSNorm,
+)
+from megatrain_jax._src.models.moe import balancing_loss
+from megatrain_jax._src.models.rotary import Tables, tables
+
+Integers = jax.Array | np.ndarray
+
+
+class Layer(nnx.Module):
+    """Attention, then an MLP or experts, each with norms around it and added to what came in."""
+
+    def __init__(self, config: DecoderConfig, layer: int, make: Maker):
+        """Makes the parameters of one layer."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config, make)
+
+        experts = config.experts
+        self.sparse, self.sandwich = (
+            bool(experts and layer in experts.layers),
+            config.sandwich_norms,
+        )
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, layer, make)
+        self.post_attention_layernorm = norm()
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+        if experts and self.sparse:
+            self.mlp = MixtureOfExperts(config, experts, make)
+        else:
+            self.mlp = MLP(config, make)
+
+    def __call__(
+        self, x: jax.Array, turns: Tables, segments: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Maps x (rows, length, width) to the same shape, and what experts tally (3, num)."""
+        y = self.self_attn(self.input_layernorm(x), turns, segments)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(y)
+            y = self.pre_feedforward_layernorm(x)
+        else:
+            x = x + y
+            y = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            y, tally = self.mlp(y, segments)
+        else:
+            y, tally = self.mlp(y), None
+        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
+
+
+class Embedding(nnx.Module):
+    """A row for every token."""
+
+    def __init__(self, num: int, dim: int, make: Maker):
+        """Makes the rows."""
+        self.weight = make.weight(num, dim)
+
+    def __call__(self, tokens: Integers) -> jax.Array:
+        """Maps tokens (rows, length) to (rows, length, dim); NaN for tokens there are not."""
+        rows = jnp.asarray(self.weight[...]).at[tokens]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+class Decoder(nnx.Module):
+    """A causal language model; see `DecoderConfig` for what it is made of.
+
+    Everything is computed in the dtype of the parameters, but norms, rotary embeddings, softmax and
+    routing, which are in fp32. Attributes are named as in Hugging Face checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+    ):
+        """Makes fresh parameters.
+
+        Args:
+            config: What the decoder is made of.
+            rngs: Gives the key "params".
+            param_dtype: The dtype of all parameters.
+
+        Raises:
+            TypeError: If an argument has another type.
+        """
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(checks.refused("config", "a models.DecoderConfig", config))
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(checks.refused("rngs", "flax.nnx.Rngs", rngs))
+        check_floating("param_dtype", param_dtype)
+        make = Maker(rngs, param_dtype, config.init_std)
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
+        self.layers = nnx.List([Layer(config, i, make) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config, make)
+        if not config.tie_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, make)
+
+    def __call__(
+        self,
+        tokens: Integers,
+        positions: Integers | None = None,
+        segments: Integers | None = None,
+    ) -> jax.Array:
+        """Returns logits, (rows, length, vocab_size) in the parameters' dtype.
+
+        `hidden` with `head_weight` spares a loss this largest of all arrays.
+
+        Args:
+            tokens: Integers, (rows, length).
+            positions: The place of each token in its document, (rows, length); None for counting
+                from 0 in every row and every document.
+            segments: The document of each token, (rows, length), 0 for padding; documents lie one
+                after the other. None where each row is one document.
+        """
+        hidden, _ = self.hidden(tokens, positions, segments)
+        logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
+        softcap = self.config.final_softcap
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+    def hidden(
+        self,
+        tokens: Integers,
+        positions: Integers | None = None,
+        segments: Integers | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what the head reads, and how unevenly experts are loaded.
+
+        Args:
+            tokens: See `__call__`.
+            positions: See `__call__`.
+            segments: See `__call__`.
+
+        Returns:
+            The last layer's result, normalised, (rows, length, hidden_size); and the load-balancing
+            loss, a scalar in fp32, to be added to a loss after multiplying it with
+            `config.experts.balance_weight`. It is 0 where there are no experts.
+
+        Raises:
+            TypeError: If an argument is no array of integers.
+            ValueError: If shapes don't fit together.
+        """
+        _check_rows(tokens, positions, segments)
+        segments = None if segments is None else jnp.asarray(segments)
+        if positions is None:
+            positions = _positions(tokens.shape[1], segments)
+        x = self.embed_tokens(tokens)
+        if self.config.scale_embedding:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
+        turns = {rope: tables(rope, positions) for rope in dict.fromkeys(ropes)}
+        tallies = []
+        for layer, rope in zip(self.layers, ropes, strict=True):
+            x, tally = layer(x, turns[rope], segments)
+            tallies += [] if tally is None else [tally]
+        x = self.norm(x)
+        # In one go behind the norm, so that no layer has a part in it that others don't have.
+        balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
+        return x, balance
+
+    def check_batch(self, batch: Any) -> None:
+        """Checks token ids before a batch is sent to the device; needs no parameters.
+
+        Args:
+            batch: As `next_token_loss` takes it; what is called otherwise is not looked at.
+
+        Raises:
+            ValueError: If NumPy arrays hold ids that the vocabulary doesn't have.
+        """
+        check_ids(batch, self.config.vocab_size)
+
+    def head_weight(self) -> jax.Array:
+        """Returns the head's matrix, (vocab_size, hidden_size)."""
+        module = self.embed_tokens if self.config.tie_embeddings else self.lm_head
+        return module.weight[...]
+
+
+def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers | None) -> None:
+    check_array("tokens", tokens, "(rows, length)", num_axes=2, of_integers=True)
+    rows, length = tokens.shape
+    for name, array, allowed in (
+        ("positions", positions, ((rows, length), (1, length))),
+        ("segments", segments, ((rows, length),)),
+    ):
+        if array is None:
+            continue
+        check_array(name, array, "(rows, length)", num_axes=2, of_integers=True)
+        if array.shape not in allowed:
+            raise ValueError(
+                f"`{name}` must have the shape of `tokens`, {tokens.shape}, but has {array.shape}"
+            )
+
+
+def _positions(length: int, segments: Integers | None) -> jax.Array:
+    """Counts from 0 in every document, (rows or 1, length)."""
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    if segments is None:
+        return index
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

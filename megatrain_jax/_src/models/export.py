@@ -1,0 +1,224 @@
+"""Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
+
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax import Trainer
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.hf_folder import existing_folder
+from megatrain_jax._src.models import companions
+from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.names import Entry, ParameterPath, entries, leaves, others
+from megatrain_jax._src.models.tensors import DTYPES, INDEX, SINGLE, some
+
+_CODES = {dtype.name: (code, dtype) for code, dtype in DTYPES.items()}
+# What is converted at a time; a whole embedding would need half of itself again.
+_CHUNK = 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    name: str
+    array: np.ndarray
+
+
+def save_pretrained(
+    trainer: Trainer | Decoder,
+    folder: str | PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    source: str | PathLike[str] | None = None,
+) -> Path:
+    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+        trainer: A trainer of a `Decoder`, or the decoder itself.
+        folder: What to write: must not exist, or be empty.
+        dtype: "float32", "float16" or "bfloat16"; None for that of the checkpoint that training
+            began with (of most of its tensors), or of the parameters where there was none.
+        max_shard_bytes: How large a file may become, unless one tensor is larger.
+        source: Where the tokenizer and the generation settings lie that are copied; None for the
+            checkpoint that training began with.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TypeError: If an argument has another type, or the trainer trains another model.
+        ValueError: If the decoder's configuration didn't come from Hugging Face; if it has
+            parameters that its family doesn't, or lacks some; if a file to copy is damaged, no
+            regular file or a link out of `source`; or if the dtype is another.
+        FileExistsError: If there is something in `folder`.
+        FileNotFoundError: If there is no folder `source`.
+    """
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
+        raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
+    max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
+    folder = Path(checks.path("folder", folder)).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"there is something at {folder} already, and `folder` must be new")
+    if source is not None:
+        source = existing_folder("source", source, "a tokenizer")
+    model = _decoder(trainer)
+    config = model.config
+    if config.original is None:
+        raise ValueError(
+            "the decoder's configuration has no Hugging Face form; make it with "
+            "DecoderConfig.from_hf or load_pretrained"
+        )
+    items = _items(model)
+    dtype = dtype or config.saved_dtype or np.dtype(items[0].array.dtype).name
+    if dtype not in _CODES:
+        raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
+    copied = _companions(source or config.source)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
+    try:
+        unfinished.chmod(0o755)  # mkdtemp lets nobody else in
+        _write_all(unfinished, items, dtype, max_shard_bytes)
+        _write_config(unfinished, config, dtype)
+        companions.copy(copied, unfinished)
+        unfinished.replace(folder)  # an empty folder gives way
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return folder
+
+
+def _decoder(trainer: Trainer | Decoder) -> Decoder:
+    if isinstance(trainer, Decoder):
+        return trainer
+    if not isinstance(trainer, Trainer):
+        hint = "pass the result's `.trainer`" if hasattr(trainer, "trainer") else ""
+        raise TypeError(checks.refused("trainer", "a Trainer or a models.Decoder", trainer, hint))
+    model = trainer.model
+    if not isinstance(model, Decoder):
+        raise TypeError(f"`trainer` trains a {type(model).__qualname__}, not a models.Decoder")
+    return model
+
+
+def _items(model: Decoder) -> list[_Item]:
+    """Returns the tensors to write, as views of the parameters.
+
+    Raises:
+        ValueError: If the model's parameters aren't those of its family.
+    """
+    arrays = {path: np.asarray(value) for path, value in leaves(model)}
+    wanted = entries(model.config)
+    _check_family(model, arrays, wanted)
+    items = []
+    for entry in wanted:
+        array = arrays[entry.path]
+        parts = list(array) if entry.stacked else [array]
+        pairs = zip(entry.names, parts, strict=True)
+        items += [_Item(name=name, array=part) for name, part in pairs]
+    return items
+
+
+def _check_family(
+    model: Decoder, arrays: Mapping[ParameterPath, np.ndarray], wanted: Sequence[Entry]
+) -> None:
+    """Compares a model with its family: files have a place for the family's parameters only."""
+    shapes = {entry.path: entry.shape for entry in wanted}
+    state = others(model)
+    wrong = {
+        "not part of the family": [path for path in (*arrays, *state) if path not in shapes],
+        "missing": [path for path in shapes if path not in arrays],
+        "of another shape": [
+            path for path, a in arrays.items() if path in shapes and a.shape != shapes[path]
+        ],
+        "no floating numbers": [
+            path for path, a in arrays.items() if not jnp.issubdtype(a.dtype, jnp.floating)
+        ],
+    }
+    found = [
+        f"{what}: {some(['/'.join(map(str, path)) for path in paths])}"
+        for what, paths in wrong.items()
+        if paths
+    ]
+    if found:
+        raise ValueError(
+            f"the decoder can't be saved as a {model.config.family}, whose parameters differ from "
+            f"its own. {'; '.join(found)}. What changes a weight, as LoRA does, has to be merged "
+            "into it first; `trainer.save` saves any model"
+        )
+
+
+def _write_all(folder: Path, items: Sequence[_Item], dtype: str, max_shard_bytes: int) -> None:
+    itemsize = _CODES[dtype][1].itemsize
+    shards: list[list[_Item]] = [[]]
+    room = max_shard_bytes
+    for item in items:
+        size = item.array.size * itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(item)
+        room -= size
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, shards[0], dtype)
+        return
+    weight_map = {}
+    for i, shard in enumerate(shards, 1):
+        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard, dtype)
+        weight_map |= {item.name: name for item in shard}
+    total = sum(item.array.size for item in items)
+    about = {"total_parameters": total, "total_size": total * itemsize}
+    index = {"metadata": about, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_file(path: Path, items: Sequence[_Item], dtype: str) -> None:
+    """Writes one file.
+
+    The library's own writer wants all tensors of a file in memory, in their final dtype. The
+    format is a length in 8 bytes, a header in JSON, and the numbers:
+    https://huggingface.co/docs/safetensors.
+    """
+    code, to = _CODES[dtype]
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item in items:
+        start, end = end, end + item.array.size * to.itemsize
+        shape = list(item.array.shape)
+        header[item.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for item in items:
+            flat = item.array.reshape(-1)
+            for at in range(0, flat.size, _CHUNK):
+                piece = np.ascontiguousarray(flat[at : at + _CHUNK].astype(to, copy=False))
+                file.write(piece.view(np.uint8).data)
+
+
+def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
+    assert config.original is not None
+    values = json.loads(config.original)
+    names = [name for name in ("torch_dtype", "dtype") if name in values]
+    values |= dict.fromkeys(names or ["dtype"], dtype)
+    values.pop("auto_map", None)  # names code, which isn't copied
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _companions(source: str | PathLike[str] | None) -> dict[str, Path]:
+    if source is None:
+        return {}
+    if not Path(source).is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {source} to copy the tokenizer from; name another as `source`"
+        )
+    return companions.companions(Path(source))

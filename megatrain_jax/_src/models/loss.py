@@ -1,0 +1,65 @@
+"""The loss of a `Decoder` on the batches of `megatrain_jax.data`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from megatrain_jax import losses
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.decoder import Decoder
+
+
+def next_token_loss(
+    model: Decoder, batch: Mapping[str, Any], *, z_loss: float = 0.0, chunk: int = 4096
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean cross-entropy of the next tokens, with the balancing loss of experts if there are any.
+
+    A `loss_fn` for `megatrain_jax.fit`; `functools.partial` sets the options.
+
+    Args:
+        model: The decoder.
+        batch: `tokens` and `labels`, integers (rows, length), and where there are any `mask`,
+            `positions` and `segments` of the same shape and `learned_per_row` (rows,), as
+            `megatrain_jax.data` gives them. With the last, microbatches of a batch weigh as much
+            as they have labels that count; without, each part's loss is the mean over its own.
+        z_loss: See `losses.next_token`.
+        chunk: See `losses.next_token`.
+
+    Returns:
+        The loss, a scalar in fp32, and as the metric `weight` how many labels it is the mean of.
+        An evaluation weighs by that, so that its loss is the mean over all labels.
+
+    Raises:
+        TypeError: If `model` is no decoder, `batch` no mapping or an option no number.
+        ValueError: If `batch` lacks `tokens` or `labels`, or shapes don't fit together.
+    """
+    _check(model, batch)
+    checks.number("z_loss", z_loss, least=0)
+    checks.integer("chunk", chunk)
+    hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
+    labels, mask, per_row = batch["labels"], batch.get("mask"), batch.get("learned_per_row")
+    count = losses.num_labels(labels, mask) if per_row is None else per_row.sum()
+    loss = losses.next_token(
+        hidden,
+        model.head_weight(),
+        labels,
+        mask=mask,
+        count=count,
+        z_loss=z_loss,
+        softcap=model.config.final_softcap,
+        chunk=chunk,
+    )
+    experts = model.config.experts
+    loss = loss if experts is None else loss + experts.balance_weight * balance
+    return loss, {"weight": count}
+
+
+def _check(model: Decoder, batch: Mapping[str, Any]) -> None:
+    if not (hasattr(model, "hidden") and hasattr(model, "head_weight")):
+        raise TypeError(checks.refused("model", "a models.Decoder", model))
+    if not isinstance(batch, Mapping):
+        raise TypeError(checks.refused("batch", "a mapping of names to arrays", batch))
+    missing = [name for name in ("tokens", "labels") if name not in batch]
+    if missing:
+        raise ValueError(f"`batch` has no {' and no '.join(map(repr, missing))}, but {list(batch)}")

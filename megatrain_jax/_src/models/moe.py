@@ -1,0 +1,216 @@
+"""A mixture of gated MLPs, of which each token passes through a few.
+
+Outside TPUs `jax.lax.ragged_dot` may become a masked product with every expert. Here the tokens are
+sorted by expert into blocks of one expert each, and a loop goes over the blocks: the arithmetic is
+that of the experts chosen, whatever their number.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.activations import Activation
+
+Weights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
+
+_MAX_BLOCK = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a decoder.
+
+    Attributes:
+        num: How many experts a layer has.
+        per_token: Through how many of them a token passes.
+        intermediate_size: The width inside an expert.
+        normalize: Whether the chosen experts' probabilities are divided by their sum.
+        layers: Which layers have experts, ascending from 0; the others have one MLP.
+        balance_weight: What a loss should multiply the balancing loss by; nothing here does.
+    """
+
+    num: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool
+    layers: tuple[int, ...]
+    balance_weight: float = 0.0
+
+    def __post_init__(self):
+        """Checks each field, and that a token finds as many experts as it passes through."""
+        for name in ("num", "per_token", "intermediate_size"):
+            checks.integer(name, getattr(self, name))
+        checks.boolean("normalize", self.normalize)
+        checks.number("balance_weight", self.balance_weight, least=0)
+        if not isinstance(self.layers, tuple):
+            raise TypeError(checks.refused("layers", "a tuple of integers", self.layers))
+        for layer in self.layers:
+            checks.integer("layers", layer, least=0)
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(checks.refused("layers", "ascending", self.layers))
+        if not 1 <= self.per_token <= self.num:
+            raise ValueError(
+                f"`per_token` of Experts must be from 1 to `num`, {self.num}, "
+                f"but is {self.per_token}"
+            )
+
+
+def route(logits: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Chooses experts.
+
+    Args:
+        logits: (tokens, num).
+        experts: How to choose.
+
+    Returns:
+        The experts chosen, (tokens, per_token); their shares, the same shape in fp32; and the
+        probabilities of all, (tokens, num) in fp32.
+    """
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    if experts.normalize:
+        shares = shares / shares.sum(-1, keepdims=True)
+    return chosen, shares, probabilities
+
+
+def tally(chosen: jax.Array, probabilities: jax.Array, counted: jax.Array | None) -> jax.Array:
+    """Returns what balancing needs to know of one layer, to be summed over layers.
+
+    Args:
+        chosen: (tokens, per_token).
+        probabilities: (tokens, num).
+        counted: Which tokens count, (tokens,) of bool; None for all.
+
+    Returns:
+        (3, num) in fp32: how often each expert was chosen, the sum of its probabilities, and the
+        number of tokens.
+    """
+    num = probabilities.shape[-1]
+    one = jnp.ones(chosen.shape[0], jnp.float32) if counted is None else counted.astype(jnp.float32)
+    hits = jax.nn.one_hot(chosen, num, dtype=jnp.float32).sum(1)
+    return jnp.stack([one @ hits, one @ probabilities, jnp.broadcast_to(one.sum(), (num,))])
+
+
+def balancing_loss(tallies: jax.Array) -> jax.Array:
+    """Returns the load-balancing loss of summed tallies (3, num), a scalar in fp32.
+
+    Equations 4 to 6 of Switch Transformer (https://arxiv.org/abs/2101.03961), over all layers'
+    tokens together as in Transformers. An even load gives `per_token`.
+    """
+    hits, probabilities, tokens = tallies
+    tokens = jnp.maximum(tokens, 1.0)
+    return hits.shape[0] * jnp.sum(hits / tokens * (probabilities / tokens))
+
+
+def mix(
+    x: jax.Array, chosen: jax.Array, shares: jax.Array, weights: Weights, activation: Activation
+) -> jax.Array:
+    """Passes each token through its experts and adds what they give.
+
+    Args:
+        x: (tokens, width).
+        chosen: (tokens, per_token), integers.
+        shares: (tokens, per_token), what each expert's result is multiplied by.
+        weights: Gate and up (num, intermediate, width), down (num, width, intermediate).
+        activation: Applied to what the gate gives.
+
+    Returns:
+        The shape and dtype of `x`; shares and sums are in fp32.
+    """
+    tokens, per_token = chosen.shape
+    num = weights[0].shape[0]
+    owner = chosen.reshape(-1)
+    block = _block_size(owner.size, num)
+    slots, experts = _slots(owner, num, block)
+    # Unused slots read a row of zeros behind the last token.
+    source = jnp.full(experts.size * block, tokens, jnp.int32)
+    source = source.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32) // per_token)
+    padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+    blocks = padded[source].reshape(experts.size, block, x.shape[1])
+    out = jnp.reshape(_blocks_mlp(activation, blocks, experts, weights), (-1, x.shape[1]))
+    mixed = out[slots].reshape(tokens, per_token, -1).astype(jnp.float32) * shares[..., None]
+    return mixed.sum(1).astype(x.dtype)
+
+
+def _block_size(assignments: int, num: int) -> int:
+    # A quarter of an expert's mean load: an eighth of the rows is padding on average.
+    wanted = max(8, min(_MAX_BLOCK, assignments // (4 * num)))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _slots(owner: jax.Array, num: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """Gives every assignment a row of its own in blocks that each belong to one expert.
+
+    Args:
+        owner: The expert of each assignment, (n,).
+        num: Number of experts.
+        block: Rows of a block.
+
+    Returns:
+        The row of each assignment, (n,); the expert of each block.
+    """
+    n = owner.size
+    num_blocks = -(-n // block) + min(num, n)
+    order = jnp.argsort(owner, stable=True)
+    load = jnp.bincount(owner, length=num)
+    blocks = -(-load // block)
+    first_block, first = jnp.cumsum(blocks) - blocks, jnp.cumsum(load) - load
+    sorted_owner = owner[order]
+    rank = jnp.arange(n) - first[sorted_owner]
+    rows = first_block[sorted_owner] * block + rank
+    slots = jnp.zeros(n, jnp.int32).at[order].set(rows.astype(jnp.int32), unique_indices=True)
+    ends = jnp.cumsum(blocks)
+    experts = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
+    return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
+
+
+def _mlp(activation: Activation, x: jax.Array, weights: Weights) -> jax.Array:
+    gate, up, down = weights
+    return (activation(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def _of(weights: Weights, expert: jax.Array) -> Weights:
+    gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in weights)
+    return gate, up, down
+
+
+# The derivative that JAX finds for a loop would add a gradient of all experts for every block.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocks_mlp(
+    activation: Activation, blocks: jax.Array, experts: jax.Array, weights: Weights
+) -> jax.Array:
+    """Maps blocks (n, rows, width), each through the MLP of its expert."""
+
+    def step(item):
+        x, expert = item
+        return _mlp(activation, x, _of(weights, expert))
+
+    return jax.lax.map(step, (blocks, experts))
+
+
+def _forward(activation, blocks, experts, weights):
+    return _blocks_mlp(activation, blocks, experts, weights), (blocks, experts, weights)
+
+
+def _backward(activation, saved, cotangents):
+    blocks, experts, weights = saved
+
+    def step(sums, item):
+        x, expert, cotangent = item
+        _, transposed = jax.vjp(partial(_mlp, activation), x, _of(weights, expert))
+        dx, dweights = transposed(cotangent)
+        add = [s.at[expert].add(d.astype(s.dtype)) for s, d in zip(sums, dweights, strict=True)]
+        return tuple(add), dx
+
+    # Several blocks of one expert add up: in fp32, as one long product would.
+    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in weights)
+    sums, dblocks = jax.lax.scan(step, zeros, (blocks, experts, cotangents))
+    dweights = tuple(s.astype(w.dtype) for s, w in zip(sums, weights, strict=True))
+    return dblocks, np.zeros(experts.shape, jax.dtypes.float0), dweights
+
+
+_blocks_mlp.defvjp(_forward, _backward)

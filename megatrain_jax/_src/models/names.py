@@ -1,0 +1,72 @@
+"""Which tensors of a checkpoint's files make up each of the model's parameters.
+
+Names differ in a prefix only. Experts are one tensor each in the files and one stack in the model.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.decoder import Decoder
+
+ParameterPath = tuple[str | int, ...]
+
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One parameter and where its numbers lie in files.
+
+    Attributes:
+        path: The parameter's path in the model.
+        shape: Its shape.
+        names: The tensors in the files: one, or one for each expert.
+        stacked: Whether the tensors are stacked along a new first axis.
+    """
+
+    path: ParameterPath
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    stacked: bool
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        return self.shape[1:] if self.stacked else self.shape
+
+
+def entries(config: DecoderConfig) -> tuple[Entry, ...]:
+    """Returns all parameters of a decoder, without making it."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    mixtral = config.family == "mixtral"
+    return tuple(_entry(path, value.shape, mixtral) for path, value in leaves(model))
+
+
+def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
+    """Returns paths and values of a decoder's parameters; the values may be shapes only."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return [(tuple(path), variable.get_value()) for path, variable in flat]  # type: ignore[misc]
+
+
+def others(model: Decoder) -> list[ParameterPath]:
+    """Returns the paths of what a model keeps beside parameters; random keys don't count."""
+    kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate)))
+    return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
+
+
+def _entry(path: ParameterPath, shape: tuple[int, ...], mixtral: bool) -> Entry:
+    parts = list(map(str, path))
+    if parts[0] != "lm_head":
+        parts.insert(0, "model")
+    if mixtral and "mlp" in parts:
+        parts[parts.index("mlp")] = "block_sparse_moe"
+    if "experts" not in parts:
+        return Entry(path=path, shape=shape, names=(".".join(parts),), stacked=False)
+    at = parts.index("experts") + 1
+    if mixtral:
+        parts[at] = _MIXTRAL[parts[at]]
+    names = [".".join([*parts[:at], str(i), *parts[at:]]) for i in range(shape[0])]
+    return Entry(path=path, shape=shape, names=tuple(names), stacked=True)

@@ -1,0 +1,131 @@
+"""Opens a Hugging Face checkpoint: a decoder to build, and its parameters still in their files."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regular_file
+from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.hf_fields import as_ignored
+from megatrain_jax._src.models.names import Entry, entries
+from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, some
+
+# Two norms, attention's two matrices, and a router at least or an MLP.
+_LEAST_IN_A_LAYER = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A checkpoint that can be trained on: ``fit(p.model, ..., params=p.params)``.
+
+    Attributes:
+        model: Builds the decoder, with fresh parameters.
+        params: The checkpoint's parameters as nested dicts that follow the decoder's paths. Each
+            leaf has a shape and a dtype, and reads its numbers when it becomes an array.
+        config: What the decoder is made of.
+        folder: Where the checkpoint lies.
+    """
+
+    model: Callable[[], Decoder]
+    params: dict[str | int, Any]
+    config: DecoderConfig
+    folder: Path
+
+
+def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) -> Pretrained:
+    """Opens a checkpoint in the format of Hugging Face; reads headers only.
+
+    Args:
+        folder: Holds `config.json` and `model.safetensors`, or an index and its files.
+        ignore: Fields of `config.json` that are known not to matter.
+
+    Raises:
+        FileNotFoundError: If the folder or a file is missing.
+        TypeError: If an argument or a field of `config.json` has another type.
+        ValueError: If the architecture or an option isn't supported, a file is damaged, no regular
+            file or outside the folder, or the tensors aren't those that the configuration asks
+            for. The message names them.
+    """
+    as_ignored(ignore)
+    folder = existing_folder("folder", folder, "a checkpoint (config.json and *.safetensors)")
+    config = _read_config(folder, ignore)
+    tensors = open_folder(folder)
+    _check_count(folder, config, tensors)
+    wanted = entries(config)
+    _check(folder, config, wanted, tensors)
+    params: dict[str | int, Any] = {}
+    for entry in wanted:
+        parts = tuple(tensors[name] for name in entry.names)
+        at = params
+        for key in entry.path[:-1]:
+            at = at.setdefault(key, {})
+        at[entry.path[-1]] = LazyArray(parts, stacked=entry.stacked)
+    saved = Counter(tensors[name].dtype for entry in wanted for name in entry.names)
+    dtype = DTYPES[saved.most_common(1)[0][0]].name
+    config = replace(config, source=str(folder.resolve()), saved_dtype=dtype)
+
+    def model() -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(0))
+
+    return Pretrained(model=model, params=params, config=config, folder=folder)
+
+
+def _read_config(folder: Path, ignore: Sequence[str]) -> DecoderConfig:
+    path = regular_file(folder, "config.json")
+    if path is None:
+        raise FileNotFoundError(f"there is no config.json in {folder}")
+    values = read_json(path)
+    try:
+        return DecoderConfig.from_hf(values, ignore=ignore)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
+    """Compares how many tensors there are with how many layers, before any layer is laid out."""
+    experts = config.experts
+    matrices = 3 * experts.num * len(experts.layers) if experts else 0
+    least = _LEAST_IN_A_LAYER * config.num_layers + matrices
+    if least > len(tensors):
+        more = f" of which {len(experts.layers):,} have {experts.num:,} experts" if experts else ""
+        raise ValueError(
+            f"config.json in {folder} says that there are {config.num_layers:,} layers{more}, which"
+            f" are {least:,} tensors and more, but its files hold {len(tensors):,}"
+        )
+
+
+def _check(
+    folder: Path, config: DecoderConfig, wanted: Sequence[Entry], tensors: dict[str, Tensor]
+) -> None:
+    """Compares what the files have with what the model needs; says all that is wrong at once."""
+    shapes = {name: entry.tensor_shape for entry in wanted for name in entry.names}
+    missing = [name for name in shapes if name not in tensors]
+    extra = [name for name in tensors if name not in shapes and not _is_idle(name, config)]
+    present = [(tensors[name], shape) for name, shape in shapes.items() if name in tensors]
+    misshapen = [
+        f"{tensor.name} ({tensor.shape}, not {shape})"
+        for tensor, shape in present
+        if tensor.shape != shape
+    ]
+    unknown = [f"{t.name} ({t.dtype})" for t, _ in present if t.dtype not in DTYPES]
+    wrong = {
+        "missing": missing,
+        "not part of the model": extra,
+        "of another shape": misshapen,
+        f"of another dtype than {', '.join(DTYPES)}": unknown,
+    }
+    found = [f"{what}: {some(names)}" for what, names in wrong.items() if names]
+    if found:
+        raise ValueError(f"the tensors in {folder} don't fit its config.json. {'; '.join(found)}")
+
+
+def _is_idle(name: str, config: DecoderConfig) -> bool:
+    # Early checkpoints keep tables that follow from the configuration; tied ones may keep a copy.
+    tied = config.tie_embeddings and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq")

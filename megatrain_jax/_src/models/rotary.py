@@ -1,0 +1,194 @@
+"""Rotary embeddings with the scalings that published checkpoints use.
+
+Only the tables of cosines and sines depend on the scaling. They are computed once per call, before
+the layers, since they are small enough to stay on the device while layers stream past.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.common import checks
+
+Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+Tables = tuple[jax.Array, jax.Array]
+
+_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_ABOVE_ZERO = (
+    "base",
+    "factor",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How positions turn queries and keys (RoFormer, https://arxiv.org/abs/2104.09864).
+
+    Attributes:
+        dim: How many dimensions of a head are turned, from its first.
+        base: The base of the wavelengths, `rope_theta` in a Hugging Face configuration.
+        kind: How the wavelengths are stretched for long texts.
+        factor: By how much, for all kinds but "default" and "longrope".
+        attention_factor: What cosines and sines are multiplied by.
+        max_length: For "dynamic": up to which length nothing is stretched.
+        original_length: For "yarn", "longrope" and "llama3": the length before stretching.
+        low_freq_factor: For "llama3".
+        high_freq_factor: For "llama3".
+        beta_fast: For "yarn" (https://arxiv.org/abs/2309.00071).
+        beta_slow: For "yarn".
+        truncate: For "yarn": whether the ends of its ramp are rounded to whole dimensions.
+        short_factors: For "longrope" (https://arxiv.org/abs/2402.13753), dim / 2 numbers.
+        long_factors: The same for texts longer than `original_length`.
+    """
+
+    dim: int
+    base: float = 10_000.0
+    kind: Kind = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    max_length: int | None = None
+    original_length: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        """Checks each number, and that the kind has what it needs."""
+        if self.kind not in _KINDS:
+            raise ValueError(checks.refused("kind", f"one of {', '.join(_KINDS)}", self.kind))
+        checks.integer("dim", self.dim)
+        for name in _ABOVE_ZERO:
+            checks.number(name, getattr(self, name), above=0)
+        for name in ("max_length", "original_length"):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), least=0)
+        checks.boolean("truncate", self.truncate)
+        for name in ("short_factors", "long_factors"):
+            if not isinstance(getattr(self, name), tuple):
+                raise TypeError(checks.refused(name, "a tuple of numbers", getattr(self, name)))
+            for factor in getattr(self, name):
+                checks.number(name, factor, above=0)
+        if self.dim <= 0 or self.dim % 2:
+            raise ValueError(f"`dim` of a Rope must be positive and even, but is {self.dim}")
+        needs_original = self.kind in ("yarn", "longrope", "llama3")
+        if needs_original and not self.original_length:
+            raise ValueError(f"a Rope of kind {self.kind!r} needs `original_length`")
+        if self.kind == "dynamic" and not (self.max_length and self.dim > 2):
+            raise ValueError("a Rope of kind 'dynamic' needs `max_length`, and `dim` above 2")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"`high_freq_factor` must be above `low_freq_factor`, {self.low_freq_factor}, "
+                f"but is {self.high_freq_factor}"
+            )
+        if self.kind == "yarn" and self.base <= 1:
+            raise ValueError(f"`base` of a Rope of kind 'yarn' must be above 1, but is {self.base}")
+        if self.kind == "longrope":
+            for name in ("short_factors", "long_factors"):
+                if len(getattr(self, name)) != self.dim // 2:
+                    raise ValueError(
+                        f"`{name}` of a Rope must hold {self.dim // 2} numbers, "
+                        f"but holds {len(getattr(self, name))}"
+                    )
+
+
+def tables(rope: Rope, positions: jax.Array | np.ndarray) -> Tables:
+    """Returns cosines and sines, (rows, length, dim / 2) in fp32, for integer positions.
+
+    Kinds "dynamic" and "longrope" depend on the largest of all positions of the call, as they do
+    in Transformers.
+
+    Args:
+        rope: How positions turn.
+        positions: (rows, length).
+    """
+    angles = positions[..., None].astype(jnp.float32) * _frequencies(rope, positions)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(x: jax.Array, turns: Tables) -> jax.Array:
+    """Turns each pair (i, i + dim / 2) of every head by its angle.
+
+    Args:
+        x: (rows, length, heads, head_dim); what lies behind the first `dim` dimensions stays.
+        turns: From `tables`; rows may be 1.
+
+    Returns:
+        The same shape and dtype; computed in fp32.
+    """
+    cosines, sines = (t[:, :, None, :] for t in turns)
+    half = cosines.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = [first * cosines - second * sines, second * cosines + first * sines]
+    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), rest], axis=-1)
+
+
+def _frequencies(rope: Rope, positions: jax.Array | np.ndarray) -> np.ndarray | jax.Array:
+    """Returns radians per position, (dim / 2,) in fp32."""
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    plain = (1.0 / np.float32(rope.base) ** exponents).astype(np.float32)
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / np.float32(rope.factor)
+        case "llama3":
+            return _llama3(rope, plain)
+        case "yarn":
+            return _yarn(rope, plain)
+        case "longrope":
+            assert rope.original_length
+            length = jnp.max(positions) + 1
+            short, long = (
+                (plain / np.asarray(factors, np.float32)).astype(np.float32)
+                for factors in (rope.short_factors, rope.long_factors)
+            )
+            return jnp.where(length > rope.original_length, long, short)
+        case "dynamic":
+            assert rope.max_length
+            length = jnp.maximum(jnp.max(positions) + 1, rope.max_length).astype(jnp.float32)
+            stretch = rope.factor * length / rope.max_length - (rope.factor - 1)
+            base = rope.base * stretch ** (rope.dim / (rope.dim - 2))
+            return 1.0 / base**exponents
+        case _:
+            raise ValueError(f"`kind` of a Rope can't be {rope.kind!r}")
+
+
+def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
+    """Divides slow turns by the factor, leaves fast ones, and blends those between."""
+    assert rope.original_length
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    turns = rope.original_length * plain / (2 * math.pi)  # within the original length
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)
+
+
+def _yarn(rope: Rope, plain: np.ndarray) -> np.ndarray:
+    """The same with a ramp over dimensions rather than over turns."""
+
+    def dimension(turns: float) -> float:
+        assert rope.original_length
+        ratio = rope.original_length / (turns * 2 * math.pi)
+        return rope.dim * math.log(ratio) / (2 * math.log(rope.base))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+    return (ramp * plain / rope.factor + (1 - ramp) * plain).astype(np.float32)

@@ -1,0 +1,144 @@
+"""Tensors in safetensors files, read from the mapped file when somebody asks for their numbers.
+
+The safetensors library maps a file, checks its header against its size, and gives NumPy arrays of
+all dtypes that parameters have (bfloat16 through ml_dtypes), each copied when it is asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from megatrain_jax._src.common.hf_folder import name_within, read_json, regular_file
+
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One tensor in a file.
+
+    Attributes:
+        file: The open file; all its tensors share it.
+        name: The tensor's name there.
+        shape: Its shape.
+        dtype: Its dtype as the file calls it, such as "BF16".
+    """
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> np.ndarray:
+        """Returns a copy of its numbers."""
+        return self.file.get_tensor(self.name)
+
+
+class LazyArray:
+    """An array in files: it has a shape and a dtype, and its numbers only while they are used.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype in the files.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], *, stacked: bool):
+        """Refers to one tensor, or to several of one shape to be stacked along a first axis."""
+        self._tensors, self._stacked = tensors, stacked
+        first = tensors[0]
+        self.shape = (len(tensors), *first.shape) if stacked else first.shape
+        self.dtype = DTYPES[first.dtype]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads the numbers; nothing of them is kept here."""
+        if copy is False:
+            raise ValueError("an array in a file can't be had without copying it")
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        if not self._stacked:
+            return self._tensors[0].read().astype(dtype, copy=False)
+        array = np.empty(self.shape, dtype)
+        for i, tensor in enumerate(self._tensors):
+            array[i] = tensor.read()
+        return array
+
+    def __repr__(self) -> str:
+        """Names shape, dtype and tensor."""
+        return f"LazyArray({self.shape}, {self.dtype}, {self._tensors[0].name!r})"
+
+
+def open_folder(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a checkpoint in one file or several, by name.
+
+    Where both are there, the one file is read and the index is not, as in Transformers.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint, or a file of it is missing.
+        ValueError: If a file or the index is damaged, no regular file or outside the folder.
+    """
+    single = regular_file(folder, SINGLE)
+    if single is not None:
+        return _open_file(single)
+    index = regular_file(folder, INDEX)
+    if index is None:
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats (.bin, .pth)"
+            " have to be saved as safetensors first"
+        )
+    weight_map = _weight_map(index)
+    names = sorted(set(weight_map.values()))
+    files = {name: regular_file(folder, name_within(index, name)) for name in names}
+    absent = [name for name, file in files.items() if file is None]
+    if absent:
+        raise FileNotFoundError(f"{INDEX} in {folder} names {some(absent)}, which isn't there")
+    tensors: dict[str, Tensor] = {}
+    for file in filter(None, files.values()):
+        tensors |= _open_file(file)
+    lost = [name for name in weight_map if name not in tensors]
+    if lost:
+        raise ValueError(f"{INDEX} in {folder} names tensors that its files lack: {some(lost)}")
+    return tensors
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise ValueError(f"{index} is damaged: it holds no `weight_map` of files")
+    return weight_map
+
+
+def _open_file(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'reading checkpoints needs safetensors: pip install "megatrain-jax[finetune]"'
+        ) from error
+    try:
+        file = safe_open(str(path), framework="numpy")
+        slices = {name: file.get_slice(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut off: {error}") from error
+    return {
+        name: Tensor(
+            file=file, name=name, shape=tuple(part.get_shape()), dtype=str(part.get_dtype())
+        )
+        for name, part in slices.items()
+    }
+
+
+def some(names: list[str]) -> str:
+    """Returns at most ten names, and how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(name[:200] for name in names[:10]) + more

@@ -1,0 +1,92 @@
+"""What a run will need, on shapes alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.batches import check_batch
+from megatrain_jax._src.build.options import (
+    DeviceBudget,
+    OnNonfinite,
+    RunOptions,
+    Trainable,
+    check_parts,
+)
+from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.run_spec import fit_to_device, make_job
+from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.report.plan import Plan
+from megatrain_jax._src.state.hardware import Hardware
+
+_DEFAULT_PRECISION = Precision()
+
+
+def plan(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    *,
+    microbatches: int = 1,
+    precision: Precision = _DEFAULT_PRECISION,
+    device_budget: DeviceBudget = None,
+    trainable: Trainable = None,
+    on_nonfinite: OnNonfinite = "raise",
+    seed: int = 0,
+    hardware: Hardware | None = None,
+) -> Plan:
+    """Says what a run would need, without allocating it and without a GPU.
+
+    Args:
+        model: See `Trainer`; a function that builds the model costs no memory.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+        microbatches: See `Trainer`.
+        precision: See `Trainer`.
+        device_budget: See `Trainer`. None counts what `fit` would take on `hardware`, with an
+            estimate of what compiled functions need, and the least if its memory isn't known.
+        trainable: See `Trainer`.
+        on_nonfinite: See `Trainer`.
+        seed: See `Trainer`.
+        hardware: The machine to plan for; None leaves out what depends on it.
+
+    Returns:
+        The plan; print it, or let a notebook show it.
+
+    Raises:
+        TypeError: See `Trainer`.
+        ValueError: See `Trainer`.
+
+    Examples:
+        >>> import jax, optax
+        >>> def build():
+        ...     layers = {str(i): {"w": jax.numpy.ones((512, 512))} for i in range(24)}
+        ...     return {"layers": layers}
+        >>> def loss_fn(model, batch):
+        ...     x = batch
+        ...     for layer in model["layers"].values():
+        ...         x = x @ layer["w"]
+        ...     return (x**2).mean()
+        >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
+        >>> result = plan(build, loss_fn, optax.adamw(1e-3), batch)
+        >>> result.num_parameters, result.host_bytes // result.num_parameters
+        (6291456, 12)
+    """
+    options = RunOptions(
+        microbatches=microbatches,
+        precision=precision,
+        device_budget=device_budget,
+        trainable=trainable,
+        on_nonfinite=on_nonfinite,
+        seed=seed,
+        hardware=hardware,
+    )
+    check_parts(model, loss_fn, optimizer)
+    check_batch(sample_batch, options.microbatches, "sample_batch")
+    adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
+    job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
+    usable = None if hardware is None else hardware.usable_bytes
+    return fit_to_device(job, Templates(), usable, here=False).plan(hardware)

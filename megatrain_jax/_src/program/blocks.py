@@ -1,0 +1,125 @@
+"""Finds a model's blocks from the paths of its parameters and from its scans.
+
+A leaf is what the store holds and a stage reads: a whole parameter, or one slice of a parameter
+that a scan over layers reads slice by slice.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from megatrain_jax._src.program.index import Index, numbers, remaining, shown, sliced_axes
+from megatrain_jax._src.program.levels import STACK, Parameter, Path, block_keys
+from megatrain_jax._src.program.stacks import Stack
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One array of the store.
+
+    Attributes:
+        path: Path of the parameter in the model.
+        parameter: Index of the parameter among the model's parameters.
+        index: Which slice of the parameter it is; `()` for the whole.
+        shape: Shape of this array, without the sliced axes.
+        dtype: Dtype that the model declares.
+        block: Key of the block it belongs to, or None.
+        trainable: Whether it gets a gradient.
+    """
+
+    path: Path
+    parameter: int
+    index: Index
+    shape: tuple[int, ...]
+    dtype: jax.typing.DTypeLike
+    block: Path | None
+    trainable: bool = True
+
+    @property
+    def name(self) -> str:
+        """The path as users write it."""
+        return "/".join(map(str, self.path)) + shown(self.index)
+
+
+def find_leaves(
+    paths: Sequence[Path],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    stacks: Sequence[Stack],
+    upstream: Sequence[int | None],
+) -> tuple[Leaf, ...]:
+    """Lists the leaves of a model: whole parameters first, then slices layer by layer.
+
+    Args:
+        paths: Path of each parameter.
+        shapes: Its shape, with the sliced axes.
+        stacks: Which parameters the loss takes layer by layer.
+        upstream: For each parameter those that run before it, as the bits of a number.
+    """
+    parameters = [
+        Parameter(path=path, shape=tuple(shape.shape), upstream=up)
+        for path, shape, up in zip(paths, shapes, upstream, strict=True)
+    ]
+    known = block_keys(parameters)
+    stacked: dict[int, tuple[Path, Stack]] = {}
+    for stack in stacks:
+        if any(known[i] is not None for i in stack.between - stacked.keys()):
+            continue  # slices that are parts of other blocks
+        prefix = common_prefix([paths[i][:-1] for i in stack.named])
+        for i in stack.slices:
+            stacked.setdefault(i, (prefix, stack))
+    for i, (prefix, stack) in stacked.items():
+        inside = paths[i][: len(prefix)] == prefix
+        parameters[i] = dataclasses.replace(
+            parameters[i],
+            path=(*prefix, STACK, *paths[i][len(prefix) if inside else 0 :]),
+            shape=remaining(shapes[i].shape, sliced_axes(stack.slices[i][0])),
+            count=stack.length,
+        )
+    keys = block_keys(parameters)
+    opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
+    sliced = {i: stack for i, (prefix, stack) in sorted(stacked.items()) if prefix in opened}
+    leaves = [
+        Leaf(path=paths[i], parameter=i, index=(), shape=tuple(shapes[i].shape),
+             dtype=shapes[i].dtype, block=keys[i])
+        for i in range(len(paths)) if i not in sliced
+    ]  # fmt: skip
+    for length in sorted({stack.length for stack in sliced.values()}):
+        for k in range(length):
+            leaves += [
+                Leaf(path=paths[i], parameter=i, index=stack.slices[i][k],
+                     shape=parameters[i].shape, dtype=shapes[i].dtype,
+                     block=_slice_of(keys[i], stack.layers[k]))
+                for i, stack in sliced.items() if stack.length == length
+            ]  # fmt: skip
+    return tuple(leaves)
+
+
+def _slice_of(key: Path | None, layer: Index) -> Path | None:
+    """The block of one slice: the path of all of them with the layer's number in its place."""
+    if key is None or STACK not in key:
+        return key
+    at = key.index(STACK)
+    return (*key[:at], *numbers(layer), *key[at + 1 :])
+
+
+def common_prefix(paths: Sequence[Path]) -> Path:
+    """The longest path that all paths start with."""
+    first, last = min(paths, key=_sortable), max(paths, key=_sortable)
+    n = 0
+    while n < min(len(first), len(last)) and first[n] == last[n]:
+        n += 1
+    return tuple(first[:n])
+
+
+def _sortable(path):
+    return tuple(map(str, path))
+
+
+def power(sequence: list[int]) -> int:
+    """The largest k for which a sequence is some sequence repeated k times."""
+    n = len(sequence)
+    for period in range(1, n + 1):
+        if n % period == 0 and sequence[:period] * (n // period) == sequence:
+            return n // period
+    return 1

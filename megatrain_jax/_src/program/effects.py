@@ -1,0 +1,138 @@
+"""Effects of a loss (`jax.debug.print`, callbacks): who has some, and firing them once.
+
+A stage's backward computes its forward again, so what its forward has fired is taken out of the
+backward's trace. What depends on a cotangent, as a print in a custom derivative rule, belongs to
+the backward and stays.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.program import jaxpr as jx
+
+_KINDS = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
+
+
+def fires(eqn_or_jaxpr: Any) -> bool:
+    """Whether something outside sees an equation, or a jaxpr, being computed."""
+    return any(type(effect).__name__ in _KINDS for effect in eqn_or_jaxpr.effects)
+
+
+def is_ordered(eqn: Any) -> bool:
+    """Whether an equation's effects have to keep their place among other ordered ones."""
+    return any(type(effect).__name__ in _KINDS[1::2] for effect in eqn.effects)
+
+
+def answers(eqn: Any) -> bool:
+    """Whether a callback within an equation that holds jaxprs gives a result that is read."""
+    return any(
+        (fires(e) and not jx.inner_jaxprs(e) and not used.isdisjoint(e.outvars)) or answers(e)
+        for inner in jx.inner_jaxprs(eqn)
+        for used in (read_in(inner),)
+        for e in inner.eqns
+    )
+
+
+def read_in(jaxpr: Any) -> set[Any]:
+    """The variables that an equation or the result of a jaxpr reads."""
+    atoms = [a for eqn in jaxpr.eqns for a in eqn.invars]
+    return set(jx.variables([*atoms, *jaxpr.outvars]))
+
+
+def silent(jaxpr: Any) -> Any:
+    """A jaxpr without the effects whose results nothing reads."""
+    return _without(jaxpr, [False] * len(jaxpr.invars), False)[0]
+
+
+def firing_once(differentiated: Callable, position: int, has_forward: bool) -> Callable:
+    """A function that computes another one's forward again, without firing its effects again.
+
+    Args:
+        differentiated: Takes cotangents, a list of arrays, as one of its arguments.
+        position: Which argument that is.
+        has_forward: Whether this is the only forward, so that it has to fire once.
+    """
+
+    @functools.wraps(differentiated)
+    def run(*args):
+        cotangents = args[position]
+        others = [*args[:position], *args[position + 1 :]]
+
+        def reordered(cotangents, others):
+            return differentiated(*others[:position], cotangents, *others[position:])
+
+        traced = jx.trace(reordered, cotangents, others)
+        values = [*traced.consts, *jax.tree.leaves((cotangents, others))]
+        first, count = len(traced.consts), len(cotangents)
+        late = [first <= i < first + count for i in range(len(values))]
+        jaxpr, _ = _without(traced.jaxpr, late, has_forward)
+        return jax.tree.unflatten(traced.out_tree, jx.evaluate(jaxpr, values))
+
+    return run
+
+
+def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, list[bool]]:
+    """Drops effects that don't depend on inputs which are `late`.
+
+    With `has_forward` those stay that an equation fires of which nothing is late.
+
+    Returns:
+        The jaxpr, and for each output whether it is late.
+    """
+    found = {v for v, is_late in zip(jaxpr.invars, late, strict=True) if is_late}
+    used = read_in(jaxpr)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        flags = [not jx.is_literal(a) and a in found for a in eqn.invars]
+        if any(flags):
+            found.update(eqn.outvars)
+        if fires(eqn) and not (has_forward and not any(flags)):
+            if jx.inner_jaxprs(eqn):
+                eqn = _within(eqn, flags)
+            elif not any(flags) and used.isdisjoint(eqn.outvars):
+                continue
+        eqns.append(eqn)
+    outs = [not jx.is_literal(a) and a in found for a in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, effects=_effects(jaxpr, eqns)), outs
+
+
+def _effects(before: Any, eqns: Sequence[Any]) -> frozenset:
+    """Effects of what is left; those of other kinds are as before."""
+    left = {effect for eqn in eqns for effect in eqn.effects}
+    kept = (e for e in before.effects if type(e).__name__ not in _KINDS or e in left)
+    return frozenset(kept)
+
+
+def _within(eqn: Any, flags: Sequence[bool]) -> Any:
+    """Drops effects in the jaxprs that an equation holds."""
+    params = dict(eqn.params)
+    inner = []
+    for name, value in params.items():
+        rows = list(value) if isinstance(value, (tuple, list)) else [value]
+        for k, row in enumerate(rows):
+            if jx.is_jaxpr(row):
+                jaxpr = _repeated(eqn, jx.opened(row), flags)
+                inner.append(jaxpr)
+                rows[k] = jx.with_body(row, jaxpr)
+        params[name] = type(value)(rows) if isinstance(value, (tuple, list)) else rows[0]
+    return eqn.replace(params=params, effects=_effects(eqn, inner))
+
+
+def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
+    operands = list(flags[1:] if eqn.primitive.name == "cond" else flags)
+    if len(operands) != len(jaxpr.invars):  # a loop with two jaxprs
+        operands = [any(flags)] * len(jaxpr.invars)
+    silenced, outs = _without(jaxpr, operands, False)
+    if eqn.primitive.name == "scan":
+        consts, carry = jx.scan_parts(eqn)
+        while any(
+            o and not i
+            for o, i in zip(outs[:carry], operands[consts : consts + carry], strict=True)
+        ):
+            for k in range(carry):
+                operands[consts + k] |= outs[k]
+            silenced, outs = _without(jaxpr, operands, False)
+    return silenced

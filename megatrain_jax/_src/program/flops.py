@@ -1,0 +1,144 @@
+"""Floating-point operations of a jaxpr, counted from its equations.
+
+The plan compares arithmetic with transfers before anything is compiled, so the count can't
+come from a compiler: it is read off shapes, and works for models no machine here could hold.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from megatrain_jax._src.program import jaxpr as jx
+
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow lgamma
+    log log1p logistic max min mul neg nextafter polygamma pow regularized_incomplete_beta rem
+    round rsqrt sign sin sinh sqrt square sub tan tanh zeta
+    """.split()
+)
+
+REDUCTIONS = frozenset(
+    """
+    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
+    reduce_sum
+    """.split()
+)
+
+
+_PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
+
+
+def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
+    """Counts the floating-point operations that one evaluation of a jaxpr performs.
+
+    A multiplication and an addition are two operations. Matrix products and convolutions count
+    in full, elementwise operations one per output element, reductions and running sums one per
+    input element, an FFT of length `n` 5·n·log2(n); moving, comparing, converting and integer
+    arithmetic count nothing. Inner jaxprs count where they are called: a `scan` body times its
+    length, the most expensive branch of a `cond`, and the body and the condition of a `while`
+    *once*, as its trip count isn't known; with a `while` the result is a lower bound. So it is
+    for opaque kernels and for dense factorisations, which count nothing.
+
+    Args:
+        jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`, as `jax.make_jaxpr` returns it.
+        counts: Which of its innermost equations to count.
+
+    Returns:
+        The number of operations on floating or complex numbers.
+    """
+    # From JAX 0.11 closed and open jaxprs are one class, whose `.jaxpr` is itself.
+    return sum(_equation_flops(eqn, counts) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def is_product(eqn: Any, itemsize: int = 0) -> bool:
+    """Whether an equation is a matrix product or convolution of operands wider than `itemsize`."""
+    if eqn.primitive.name not in _PRODUCTS:
+        return False
+    return min(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
+
+
+def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
+    name = eqn.primitive.name
+    if name == "scan":
+        return eqn.params["length"] * count_flops(eqn.params["jaxpr"], counts)
+    if name == "cond":
+        return max(count_flops(branch, counts) for branch in eqn.params["branches"])
+    if inner := jx.inner_jaxprs(eqn) if name not in _SPECIAL else []:
+        return sum(count_flops(jaxpr, counts) for jaxpr in inner)
+    if not counts(eqn):
+        return 0
+    if name in _SPECIAL:
+        return _SPECIAL[name](eqn)
+    if name in ELEMENTWISE:
+        return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
+    if name in REDUCTIONS:
+        return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
+    return 0
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def _is_inexact(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _dot_general(eqn: Any) -> int:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[axis] for axis in contracting)
+
+
+def _ragged_dot(eqn: Any) -> int:
+    # Every row of the left operand meets at most one of the right operand's matrices, along
+    # the contracted axes; with a ragged contracted axis the groups split that same work.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracting), (_, batch) = numbers.dot_dimension_numbers
+    taken = {*contracting, *batch, *numbers.rhs_group_dimensions}
+    shape = eqn.invars[1].aval.shape
+    free = math.prod(size for axis, size in enumerate(shape) if axis not in taken)
+    return 2 * _size(eqn.invars[0]) * free
+
+
+def _conv_general_dilated(eqn: Any) -> int:
+    # The kernel's own input axis is already features / groups. A dilated input (the gradient of
+    # a strided convolution) is mostly inserted zeros, which nobody should be credited for.
+    kernel = eqn.invars[1].aval.shape
+    per_output = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * _size(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
+
+
+def _reduce_window(eqn: Any) -> int:
+    return _size(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
+
+
+def _scatter(eqn: Any) -> int:
+    return _size(eqn.invars[2]) if _is_inexact(eqn.invars[2]) else 0
+
+
+def _fft(eqn: Any) -> int:
+    # The usual count for a Cooley-Tukey transform; real ones do half of it.
+    lengths = eqn.params["fft_lengths"]
+    is_complex = all(jnp.iscomplexobj(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    points = max(_size(eqn.invars[0]), _size(eqn.outvars[0]))
+    return int(5 * points * math.log2(max(2, math.prod(lengths)))) // (1 if is_complex else 2)
+
+
+_SPECIAL: dict[str, Callable[[Any], int]] = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _conv_general_dilated,
+    "reduce_window_sum": _reduce_window,
+    "reduce_window_max": _reduce_window,
+    "reduce_window_min": _reduce_window,
+    "scatter": lambda eqn: 0,
+    "scatter-add": _scatter,
+    "scatter-mul": _scatter,
+    "fft": _fft,
+}

@@ -1,0 +1,160 @@
+"""Rewrites a traced function so that it can be cut: opens nested calls, unrolls loops over layers.
+
+The rewriting evaluates the jaxpr equation by equation under a second trace. A stacked parameter
+(one array for all layers) is represented as `Pieces`, its slices, and stays so through whatever
+does not mix them. A loop that takes it layer by layer is unrolled.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program import known
+from megatrain_jax._src.program.loops import reads_by_counter
+from megatrain_jax._src.program.pieces import (
+    NOTHING,
+    Pieces,
+    Value,
+    constant,
+    first,
+    join,
+    piece,
+    piecewise,
+    places,
+    rows,
+    sliced,
+    stack,
+    together,
+    uniform_row,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inliner:
+    """How to rewrite: `primal` is for functions that are never differentiated (an optimizer).
+
+    There, conditionals become selections and custom derivative rules are opened, too.
+    """
+
+    primal: bool = False
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value | Pieces]) -> list:
+        """Evaluates an open jaxpr on values, under the caller's trace."""
+        env: dict[Any, Value | Pieces] = {}
+        env.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            ins = [constant(a.val) if jx.is_literal(a) else env[a] for a in eqn.invars]
+            with eqn.ctx.manager:  # what a mesh is differs from call to call
+                env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
+        return [constant(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
+
+    def _eqn(self, eqn, ins) -> Sequence[Value | Pieces]:
+        name = eqn.primitive.name
+        pieces = [v for v in ins if isinstance(v, Pieces)]
+        if name in jx.CALLS:
+            return self._call(eqn.params[jx.CALLS[name]], ins)
+        if name in jx.REMAT and (pieces or len(_join_known(ins)) > 1):
+            return self._call(eqn.params["jaxpr"], ins)
+        if self.primal and name in jx.CUSTOM_RULES:
+            return self._call(eqn.params["call_jaxpr"], ins)
+        if name == "cond" and ins[0].integers is not None:
+            which = int(np.clip(ins[0].integers.value, 0, len(eqn.params["branches"]) - 1))
+            return self._call(eqn.params["branches"][which], ins[1:])
+        if self.primal and name == "cond":
+            return self._select(eqn, ins)
+        if not pieces:
+            return self._plain(eqn, ins)
+        if name == "scan" and _is_over_layers(eqn, ins):
+            return self._unrolled(eqn, ins)
+        out = piecewise(eqn, ins)
+        return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
+
+    def _plain(self, eqn, ins):
+        blocks = join(ins)
+        integers = known.results(eqn, [v.integers for v in ins])
+        if _is_constant_scalar(eqn, ins):
+            if all(integers):
+                return [Value(k.value[()], blocks, integers=k) for k in integers if k]
+            return [Value(a, blocks) for a in _folded(eqn, ins)]
+        row = uniform_row(eqn, ins) if self.primal else None
+        pairs = zip(jx.bind(eqn, [v.array for v in ins]), integers, strict=True)
+        return [Value(a, blocks, row, k) for a, k in pairs]
+
+    def _call(self, jaxpr, ins):
+        return self.run(jx.opened(jaxpr), jx.constants(jaxpr), ins)
+
+    def _select(self, eqn, ins):
+        """A conditional as a selection between the results of all its branches."""
+        index, *operands = ins
+        branches = eqn.params["branches"]
+        which = jax.lax.clamp(0, index.array, len(branches) - 1)
+        results = [self._call(b, operands) for b in branches]
+        out = []
+        for cases, var in zip(zip(*results, strict=True), eqn.outvars, strict=True):
+            axes, shape = together(cases), var.aval.shape
+            cells = []
+            for at in places(shape, axes):
+                row = [piece(c, axes, at) if axes else c for c in cases]
+                cells.append(Value(_choose(which, row), join([index, *row])))
+            out.append(sliced(shape, axes, cells) if axes else cells[0])
+        return out
+
+    def _unrolled(self, eqn, ins):
+        num_consts, num_carry = jx.scan_parts(eqn)
+        consts = ins[:num_consts]
+        carry = ins[num_consts : num_consts + num_carry]
+        xs = ins[num_consts + num_carry :]
+        length = eqn.params["length"]
+        order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
+        given: dict[int, list] = {}
+        for i in order:
+            out = self._call(eqn.params["jaxpr"], [*consts, *carry, *(first(x, i) for x in xs)])
+            carry, given[i] = out[:num_carry], [stack(y) for y in out[num_carry:]]
+        ys = [rows(column) for column in zip(*(given[i] for i in range(length)), strict=True)]
+        return [*carry, *ys]
+
+
+def _is_over_layers(eqn, ins) -> bool:
+    """Whether a scan with stacked operands takes some of them layer by layer."""
+    num_consts, num_carry = jx.scan_parts(eqn)
+    if any(isinstance(v, Pieces) and v.axes[0] == 0 for v in ins[num_consts + num_carry :]):
+        return True
+    stacked = [isinstance(v, Pieces) for v in ins]
+    integers = [isinstance(v, Value) and v.integers is not None for v in ins]
+    return reads_by_counter(eqn, stacked, integers)
+
+
+def _is_constant_scalar(eqn, ins) -> bool:
+    outs = [v.aval for v in eqn.outvars]
+    return (
+        bool(ins)
+        and not eqn.effects
+        and (
+            all(isinstance(v.array, (bool, int, float, np.generic, np.ndarray)) for v in ins)
+            and all(np.ndim(v.array) == 0 for v in ins)
+            and all(getattr(a, "shape", None) == () and isinstance(a.dtype, np.dtype) for a in outs)
+        )
+    )
+
+
+def _folded(eqn, ins) -> list:
+    """A scalar known at trace time becomes a literal, however the model spells it."""
+    with jax.ensure_compile_time_eval():
+        return [np.asarray(jax.device_get(a))[()] for a in jx.bind(eqn, [v.array for v in ins])]
+
+
+def _choose(which, cases):
+    arrays = [c.array for c in cases]
+    if len(arrays) == 1 or all(a is arrays[0] for a in arrays):
+        return arrays[0]
+    return jax.lax.select_n(which if len(arrays) > 2 else which.astype(bool), *arrays)
+
+
+def _join_known(values) -> frozenset:
+    """The blocks of those operands that depend on parameters only."""
+    return NOTHING.union(*(v.blocks for v in values if v.blocks is not None))

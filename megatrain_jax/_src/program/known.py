@@ -1,0 +1,82 @@
+"""Integers that are known when a function is traced, such as the number of a loop's iteration.
+
+`w[i]` in an unrolled loop reads layer `i`, which only shows once the arithmetic that jnp puts
+around an index (negative ones count from the end) is computed.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+
+LARGEST = 4096  # elements: larger arrays of integers are no indices of layers
+
+# What jnp puts around an index, by NumPy, since dispatching it to a device takes milliseconds.
+_QUICK: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "convert_element_type": np.asarray,
+    "lt": np.less,
+    "select_n": lambda which, *cases: np.choose(which, cases),
+    "sub": np.subtract,
+}
+
+
+class Known:
+    """Integers that follow from nothing but the equations; computed when they are asked for."""
+
+    def __init__(self, compute: Callable[[], np.ndarray]):
+        """Keeps how to compute them."""
+        self._compute = compute
+
+    @functools.cached_property
+    def value(self) -> np.ndarray:
+        """The integers."""
+        return self._compute()
+
+    def row(self, i: int) -> "Known":
+        """Slice `i` along axis 0."""
+        return Known(lambda: self.value[i])
+
+
+def is_index(aval: Any) -> bool:
+    """Whether a value of this kind can be an index, or an array of some."""
+    dtype = getattr(aval, "dtype", None)
+    return (
+        isinstance(dtype, np.dtype)
+        and np.issubdtype(dtype, np.integer) | (dtype == np.bool_)
+        and jx.num_elements(aval) <= LARGEST
+    )
+
+
+def constant(value: Any) -> Known | None:
+    """A literal or a constant, if it can be an index."""
+    if isinstance(value, (bool, int, np.generic, np.ndarray)):
+        array = np.asarray(value)
+        if is_index(array):
+            return Known(lambda: array)
+    return None
+
+
+def results(eqn: Any, ins: Sequence[Known | None]) -> list[Known | None]:
+    """What an equation of known integers gives; None for what is not known."""
+    fits = not eqn.effects and all(is_index(v.aval) for v in eqn.outvars)
+    if not fits or any(v is None for v in ins):
+        return [None] * len(eqn.outvars)
+    operands = [(v, a.aval.dtype) for v, a in zip(ins, eqn.invars, strict=True) if v is not None]
+
+    @functools.cache
+    def computed() -> list[np.ndarray]:
+        quick = _QUICK.get(eqn.primitive.name)
+        if quick is not None:
+            (dtype,) = (v.aval.dtype for v in eqn.outvars)
+            with np.errstate(over="ignore"):  # integers wrap around
+                return [np.asarray(quick(*(v.value for v, _ in operands)), dtype)]
+        with jax.ensure_compile_time_eval():
+            arrays = jx.bind(eqn, [np.asarray(v.value, dtype) for v, dtype in operands])
+            return [np.asarray(jax.device_get(a)) for a in arrays]
+
+    return [Known(lambda k=k: computed()[k]) for k in range(len(eqn.outvars))]

@@ -1,0 +1,86 @@
+"""Finds the loops that take a stacked array layer by layer with the number of their iteration.
+
+`for i in range(n): x = layer(x, w[i])` in a `scan` or a `fori_loop` has all of `w` as a constant
+of its body, which slices it by a counter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program import known
+from megatrain_jax._src.program.grid import ELEMENTWISE, LAYOUT
+
+# What is known of a value: nothing, or that it is a constant, or that it follows from a counter.
+_UNKNOWN, _CONSTANT, _COUNTER = range(3)
+
+
+def reads_by_counter(eqn: Any, stacked: Sequence[bool], integers: Sequence[bool]) -> bool:
+    """Whether a loop slices one of some operands by a number that each iteration knows.
+
+    Args:
+        eqn: A `scan` or `while` equation.
+        stacked: Which of its operands to look for.
+        integers: Which of its operands are known integers.
+    """
+    if not any(stacked):
+        return False
+    levels = [_CONSTANT if k else _UNKNOWN for k in integers]
+    return _Search().loop(eqn, list(stacked), levels)
+
+
+class _Search:
+    """Follows stacked values and counters through a loop's body."""
+
+    def __init__(self):
+        self.found = False
+
+    def loop(self, eqn, stacked, levels) -> bool:
+        if eqn.primitive.name == "while":
+            skipped, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            body, stacked, levels = eqn.params["body_jaxpr"], stacked[skipped:], levels[skipped:]
+            carry = len(stacked) - count
+        else:
+            body, (count, carry) = eqn.params["jaxpr"], jx.scan_parts(eqn)
+        counters = [_COUNTER if level and k >= count else level for k, level in enumerate(levels)]
+        # A carried number is a counter if it follows from itself and constants alone.
+        while True:
+            given = self._follow(jx.opened(body), stacked, counters)
+            lost = [k for k, level in enumerate(given[:carry], count) if counters[k] and not level]
+            if not lost:
+                return self.found
+            self.found = False
+            for k in lost:
+                counters[k] = _UNKNOWN
+
+    def _follow(self, jaxpr, stacked, levels) -> list[int]:
+        """Walks a body; returns what is known of its results."""
+        level: dict[Any, int] = dict(zip(jaxpr.invars, levels, strict=True))
+        level.update((v, _UNKNOWN) for v in jaxpr.constvars)
+        whole = {v for v, s in zip(jaxpr.invars, stacked, strict=True) if s}
+
+        def of(atom):
+            return _CONSTANT if jx.is_literal(atom) else level.get(atom, _UNKNOWN)
+
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            ins = [of(a) for a in eqn.invars]
+            flags = [not jx.is_literal(a) and a in whole for a in eqn.invars]
+            inner = jx.called(eqn)
+            if inner is not None:
+                level.update(zip(eqn.outvars, self._follow(inner, flags, ins), strict=True))
+            elif name in ("scan", "while") and any(flags):
+                self.found |= _Search().loop(eqn, flags, ins)
+            elif all(ins) and all(known.is_index(v.aval) for v in eqn.outvars):
+                level.update((v, max(ins, default=_CONSTANT)) for v in eqn.outvars)
+            if name in ("dynamic_slice", "gather") and flags[0]:
+                self.found |= all(ins[1:]) and _COUNTER in ins[1:] and _takes_one(eqn)
+            elif name in ELEMENTWISE | LAYOUT and any(flags):
+                whole.update(eqn.outvars)
+        return [of(a) for a in jaxpr.outvars]
+
+
+def _takes_one(eqn) -> bool:
+    """Whether a slice takes a single position of some axis."""
+    sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    return any(size == 1 < n for size, n in zip(sizes, shape, strict=True))

@@ -1,0 +1,1 @@
+"""The loss: traced, cut into stages."""

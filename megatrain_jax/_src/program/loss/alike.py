@@ -1,0 +1,110 @@
+"""Tells by which operands equations differ that are otherwise alike.
+
+Blocks that compute the same on other numbers are one template that takes the numbers as inputs:
+`x + f(x) / 1` and `x + f(x) / 2` are both `x + f(x) / n`. An operand may differ that is a literal,
+a small constant, or a value from outside; and a literal within a `remat`, which then becomes an
+operand of it. What decides which computation takes place stays in the template.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.loss.partition import SMALL
+
+DECIDING = ("cond", "while")  # a literal there tells the compiler what is computed, or how often
+
+Position = tuple[int, int]  # an equation's row in its body, an operand's column
+
+
+class Alike:
+    """How to compare bodies of equations: what they take from outside, and captured constants."""
+
+    def __init__(self, consts: Mapping[Any, Any]):
+        """Takes the values of the constants that equations may read."""
+        self.consts = consts
+
+    def skeleton(self, eqns: Sequence[Any], is_input: Callable[[Any], bool]) -> Hashable:
+        """What equations compute but for the operands that may differ."""
+        numbers: dict[Any, int] = {}
+
+        def ref(eqn, atom):
+            if self._may_differ(eqn, atom) or not jx.is_literal(atom) and is_input(atom):
+                return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
+            if jx.is_literal(atom):
+                return jx.value_key(atom.val)
+            return numbers.setdefault(atom, len(numbers))
+
+        rows = []
+        for eqn in eqns:
+            refs = tuple(ref(eqn, a) for a in eqn.invars)
+            rows.append((jx.form(eqn), refs, tuple(str(v.aval) for v in eqn.outvars)))
+            for v in eqn.outvars:
+                numbers.setdefault(v, len(numbers))
+        return tuple(rows)
+
+    def slots(
+        self, rows: Sequence[tuple[Any, ...]], are_inputs: Sequence[Callable[[Any], bool]]
+    ) -> list[tuple[tuple[Any, ...], list[Position]]]:
+        """The operands that differ, one for each body, each with all places where it stands.
+
+        Args:
+            rows: The first equation of each body, the second of each, and so on.
+            are_inputs: For each body, whether it takes a variable from outside.
+        """
+        places: dict[tuple, list[Position]] = defaultdict(list)
+        atoms_of: dict[tuple, tuple[Any, ...]] = {}
+        for row, eqns in enumerate(rows):
+            for column, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
+                key = tuple(map(self._key, atoms))
+                inputs = any(
+                    not jx.is_literal(a) and is_input(a)
+                    for a, is_input in zip(atoms, are_inputs, strict=True)
+                )
+                fixed = all(self._may_differ(eqns[0], a) for a in atoms)
+                if inputs or fixed and len(set(key)) > 1:
+                    places[key].append((row, column))
+                    atoms_of[key] = atoms
+        return [(atoms_of[key], positions) for key, positions in places.items()]
+
+    def _may_differ(self, eqn, atom) -> bool:
+        if jx.is_literal(atom):
+            return eqn.primitive.name not in DECIDING
+        return atom in self.consts and jx.num_elements(atom.aval) <= SMALL
+
+    def _key(self, atom) -> Hashable:
+        if jx.is_literal(atom):
+            return jx.value_key(atom.val)
+        return jx.value_key(self.consts[atom]) if atom in self.consts else id(atom)
+
+
+def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Equations of one form; if they are remats, the literals they differ by become operands."""
+    if eqns[0].primitive.name not in jx.REMAT:
+        return eqns
+    bodies = [eqn.params["jaxpr"] for eqn in eqns]
+    rows = [with_literals_outside(row) for row in zip(*(b.eqns for b in bodies), strict=True)]
+    slots = Alike({}).slots(rows, [lambda v: False] * len(eqns))
+    changed = []
+    for m, (eqn, body) in enumerate(zip(eqns, bodies, strict=True)):
+        inner = [row[m] for row in rows]
+        literals = [atoms[m] for atoms, _ in slots]
+        new = [jex.Var(a.aval) for a in literals]
+        for var, (_, positions) in zip(new, slots, strict=True):
+            substitute(inner, positions, var)
+        body = body.replace(invars=[*body.invars, *new], eqns=inner)
+        changed.append(
+            eqn.replace(invars=[*eqn.invars, *literals], params={**eqn.params, "jaxpr": body})
+        )
+    return tuple(changed)
+
+
+def substitute(eqns: list[Any], positions: Sequence[Position], var: Any) -> None:
+    """Puts a variable at some operands of equations."""
+    for row, column in positions:
+        invars = list(eqns[row].invars)
+        invars[column] = var
+        eqns[row] = eqns[row].replace(invars=invars)

@@ -1,0 +1,120 @@
+"""A stage differentiated, and which parameters get a gradient from a program at all."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.loss.stages import Program, Stage
+
+_SHOWN = 6
+
+
+def differentiated(
+    stage: Stage,
+    arriving: Sequence[bool],
+    leaves: Sequence[Any],
+    inputs: Sequence[Any],
+    wrap: Callable[[Callable], Callable] = lambda run: run,
+) -> tuple[list[Any], Callable[[list[Any]], tuple[list[Any], list[Any]]]]:
+    """Computes a stage and its pullback.
+
+    Args:
+        stage: The stage.
+        arriving: For each output, whether a cotangent arrives.
+        leaves: Values of its leaves.
+        inputs: Values of its inputs.
+        wrap: Applied to the function of learned leaves and active inputs before it is
+            differentiated.
+
+    Returns:
+        The outputs, and the function from the cotangents that arrive to those of the learned leaves
+        and of the active inputs.
+    """
+    learned, frozen = jx.split(stage.learned, leaves)
+    active, passive = jx.split(stage.active, inputs)
+
+    def run(learned, active):
+        leaves = jx.merge(stage.learned, learned, frozen)
+        values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
+        outputs = jx.evaluate(stage.jaxpr, values)
+        return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
+
+    _, pull, outputs = jax.vjp(wrap(run), learned, active, has_aux=True)
+    return outputs, pull
+
+
+def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
+    """Finds trained parameters whose gradient is zero by construction.
+
+    Returns:
+        A warning that names them; None if there are none.
+
+    Raises:
+        ValueError: All of them are so.
+    """
+    reached = {leaves[i].parameter for i in _reached_leaves(program)}
+    trained = {leaf.parameter: leaf.path for leaf in leaves if leaf.trainable}
+    if not reached:
+        raise ValueError(
+            f"the loss that loss_fn returns has no gradient: it depends on the {len(trained)} "
+            "trained parameters only through what has no derivative, such as "
+            "jax.lax.stop_gradient, integers (a cast, argmax) or comparisons, so that training "
+            "would change nothing. Compute it from values that keep their derivative, or train "
+            "others with `trainable`"
+        )
+    names = ["/".join(map(str, path)) for p, path in trained.items() if p not in reached]
+    if not names:
+        return None
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return (
+        f"no gradient reaches {len(names)} of the {len(trained)} trained parameters, because the "
+        "loss does not depend on them, or only through what has no derivative "
+        f"(jax.lax.stop_gradient, integers): {shown}. The optimizer updates them with zeros; "
+        "`trainable` can leave them out"
+    )
+
+
+def _reached_leaves(program: Program) -> frozenset[int]:
+    """The leaves to which a cotangent of the loss flows."""
+    seeded = {program.outputs[0]}
+    found: set[int] = set()
+    known: dict[Hashable, tuple[list[bool], list[bool]]] = {}
+    for stage in reversed(program.stages):
+        arriving = tuple(
+            o in seeded and s for o, s in zip(stage.outputs, stage.seeded, strict=True)
+        )
+        if not any(arriving):
+            continue
+        like = stage.key, stage.learned, stage.active, arriving
+        if like not in known:
+            known[like] = _reached(stage, arriving)
+        of_leaves, of_inputs = known[like]
+        learned, _ = jx.split(stage.learned, stage.leaves)
+        active, _ = jx.split(stage.active, stage.inputs)
+        found.update(i for i, reached in zip(learned, of_leaves, strict=True) if reached)
+        seeded.update(i for i, reached in zip(active, of_inputs, strict=True) if reached)
+    return frozenset(found)
+
+
+def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """For learned leaves and active inputs, whether their cotangents depend on those that arrive.
+
+    A pullback is linear: what does not depend on its arguments is zero.
+    """
+    shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[len(stage.consts) :]]
+    leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
+    outputs = [jx.shape_of(a.aval) for a in stage.jaxpr.outvars]
+
+    def pulled(cotangents, leaves, inputs):
+        _, pull = differentiated(stage, arriving, leaves, inputs)
+        return pull(cotangents)
+
+    cotangents, _ = jx.split(arriving, outputs)
+    traced = jx.trace(pulled, cotangents, leaves, inputs)
+    first = len(traced.consts)
+    depends = jx.dependent(traced.jaxpr, traced.jaxpr.invars[first : first + len(cotangents)])
+    flags = [not jx.is_literal(a) and a in depends for a in traced.jaxpr.outvars]
+    return flags[: sum(stage.learned)], flags[sum(stage.learned) :]

@@ -1,0 +1,52 @@
+"""Warns of stacked parameters that stay whole, though the loss takes them layer by layer."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.loss.warnings import shown_bytes
+from megatrain_jax._src.program.stacks import Stacks
+
+_WORTH = 1 / 4  # of a model's parameters
+
+
+def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
+    """For each reason why stacks stay whole which they are and what to write instead.
+
+    Args:
+        stacks: What was found in the loss.
+        leaves: The leaves of the model.
+    """
+    whole = {leaf.parameter: leaf for leaf in leaves if not leaf.index}
+    reasons: dict[str, dict[int, Leaf]] = defaultdict(dict)
+    for p, name in stacks.mixed.items():
+        reasons[f"one operation ({name}) takes several of them together"][p] = whole[p]
+    blocks = {leaf.parameter for leaf in leaves if leaf.block is not None}
+    looped = "a loop that can't be unrolled (while_loop) takes them by its counter"
+    alone = [
+        ("only some of them are read", stacks.partial - blocks),
+        ("a scan takes them from another array, made of this one", stacks.remade - blocks),
+        (looped, stacks.looped),
+    ]
+    for reason, parameters in alone:
+        for p in parameters & whole.keys():
+            reasons[reason][p] = whole[p]
+    for stack in stacks.stacks:
+        if not blocks.isdisjoint(stack.between):
+            for p in stack.slices.keys() & whole.keys() - blocks:
+                reasons["other blocks are read between them"][p] = whole[p]
+    size = sum(jx.num_elements(leaf) for leaf in leaves)
+    found = []
+    for reason, rows in reasons.items():
+        held = sum(jx.num_elements(leaf) for leaf in rows.values())
+        if held > _WORTH * size:
+            names = [leaf.name for _, leaf in sorted(rows.items(), key=lambda row: row[0])]
+            listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            found.append(
+                f"the layers stacked in {listed} can't be separated, because {reason}: they are "
+                f"{shown_bytes(4 * held)} of fp32 parameters that must fit on the device at once. "
+                "Scan over them along axis 0 (`jax.lax.scan(layer, x, layers)`) and use them "
+                "nowhere else, or keep the layers in a list"
+            )
+    return found

@@ -1,0 +1,103 @@
+"""Which parameters run before which: what the operands of a parameter's reads depend on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatrain_jax._src.program import jaxpr as jx
+
+
+class _Source(NamedTuple):
+    """The parameters (bits of a number) that a value depends on, and whether on data, too."""
+
+    bits: int
+    data: bool
+
+
+_NOTHING = _Source(0, False)
+
+
+def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int | None]:
+    """For each parameter, which ones the values depend on that it is combined with.
+
+    In `y = tanh(x @ w0) @ w1`, parameter 0 is combined with the data alone and parameter 1 with a
+    value that depends on parameter 0: the answer is `[0b00, 0b01]`. A stack that a scan reads
+    slice by slice is upstream of itself where a slice takes what the one before it made. What a
+    single equation reads, a loop or a conditional, has no order in itself.
+
+    Args:
+        jaxpr: A function of constants, then parameters, then data.
+        num_consts: How many constants.
+        num_parameters: How many parameters.
+
+    Returns:
+        For each parameter a set of parameters as the bits of a number, or None if no data meets it.
+    """
+    walk = _Walk(num_parameters)
+    sources = [_NOTHING] * num_consts
+    sources += [_Source(1 << i, False) for i in range(num_parameters)]
+    walk.run(jaxpr, sources + [_Source(0, True)] * (len(jaxpr.invars) - len(sources)))
+    return walk.found
+
+
+class _Walk:
+    """Follows the values of a function through its equations, nested calls included."""
+
+    def __init__(self, num_parameters: int):
+        self.found: list[int | None] = [None] * num_parameters
+        self.known: dict[int, int] = {}  # one object for equal numbers, which are long
+
+    def run(self, jaxpr: Any, ins: Sequence[_Source]) -> list[_Source]:
+        env: dict[Any, _Source] = dict(zip(jaxpr.invars, ins, strict=True))
+
+        def read(atom):
+            return _NOTHING if jx.is_literal(atom) else env.get(atom, _NOTHING)
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._eqn(eqn, [read(a) for a in eqn.invars]), strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _eqn(self, eqn, ins: list[_Source]) -> list[_Source]:
+        name = eqn.primitive.name
+        if (body := jx.called(eqn)) is not None:
+            return self.run(body, ins)
+        if name == "scan":
+            num_consts, num_carry = jx.scan_parts(eqn)
+            first = num_consts + num_carry
+            if any(s.bits and not s.data for s in ins[first:]):
+                return self._scan(jx.opened(eqn.params["jaxpr"]), ins, num_consts, first)
+        return [self._meet(eqn, ins)] * len(eqn.outvars)
+
+    def _scan(self, body, ins, num_consts: int, first: int) -> list[_Source]:
+        """Two iterations of a scan over layers: in the second the first one's result is carried."""
+        carry = ins[num_consts:first]
+        for _ in range(2):
+            out = self.run(body, [*ins[:num_consts], *carry, *ins[first:]])
+            new = zip(carry, out[: len(carry)], strict=True)
+            carry = [self._join(pair) for pair in new]
+        return [*carry, *out[len(carry) :]]
+
+    def _meet(self, eqn, ins: list[_Source]) -> _Source:
+        before = self._join([s for s in ins if s.data])
+        joined = self._join(ins)
+        if before.data:
+            for atom, source in zip(eqn.invars, ins, strict=True):
+                # A number made of parameters, as a penalty's, is no layer's weights.
+                if source.bits and not source.data and jx.num_elements(atom.aval) > 1:
+                    self._record(source.bits, before.bits)
+        return joined
+
+    def _record(self, read: int, before: int) -> None:
+        while read:
+            lowest = read & -read
+            i = lowest.bit_length() - 1
+            self.found[i] = self._one((self.found[i] or 0) | before)
+            read ^= lowest
+
+    def _join(self, sources: Sequence[_Source]) -> _Source:
+        bits = 0
+        for source in sources:
+            bits |= source.bits
+        return _Source(self._one(bits), any(s.data for s in sources))
+
+    def _one(self, bits: int) -> int:
+        return self.known.setdefault(bits, bits)

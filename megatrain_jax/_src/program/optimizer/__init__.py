@@ -1,0 +1,1 @@
+"""The optimizer: traced, cut by group."""

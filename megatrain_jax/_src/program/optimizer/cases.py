@@ -1,0 +1,87 @@
+"""Rewrites scalars that depend on a yes or no of all groups: both cases are computed beforehand.
+
+Without this, `norm(where(total == 0, 1, x))`, as Optax guards its norms, would need all groups
+twice where `x` is one layer of a stacked parameter: for the condition, and for the norm.
+"""
+
+import itertools
+from collections import ChainMap
+from typing import Any
+
+import jax
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.optimizer.slicing import MIXED, Slicer
+
+MOST_CONDITIONS = 2
+
+
+def split_cases(slicer: Slicer) -> jx.Traced | None:
+    """The update with such scalars computed for each case and selected; None if it has none."""
+    plans = {}
+    for eqn in slicer.jaxpr.eqns:
+        for v in eqn.outvars:
+            if v in slicer.scalar and slicer.is_entangled(v):
+                if (plan := _plan(slicer, v)) is not None:
+                    plans[v] = plan
+    return _rewritten(slicer, plans) if plans else None
+
+
+def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
+    """The conditions a scalar depends on, and the equations between them and it."""
+    conditions: dict[Any, None] = {}
+    between: set[int] = set()
+    todo = [v]
+    while todo:
+        u = todo.pop()
+        if u not in slicer.late and slicer.group[u] != MIXED:
+            continue
+        if u.aval.dtype == np.bool_ and jx.num_elements(u.aval) == 1:
+            conditions[u] = None
+        elif u in slicer.junctions or u not in slicer.producer:
+            return None
+        elif slicer.producer[u] not in between:
+            between.add(slicer.producer[u])
+            todo += jx.variables(slicer.jaxpr.eqns[slicer.producer[u]].invars)
+    known = 0 < len(conditions) <= MOST_CONDITIONS
+    return (list(conditions), sorted(between)) if known else None
+
+
+def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) -> jx.Traced:
+    jaxpr, num_consts = slicer.jaxpr, len(slicer.consts)
+
+    def flat(*args):
+        env = dict(zip(jaxpr.invars, [*slicer.consts.values(), *args], strict=True))
+        for eqn in jaxpr.eqns:
+            _bind(eqn, env)
+            for v in eqn.outvars:
+                if v in plans:
+                    env[v] = _selected(jaxpr, env, v, *plans[v])
+        return [_read(a, env) for a in jaxpr.outvars]
+
+    avals = [jx.shape_of(v.aval) for v in jaxpr.invars[num_consts:]]
+    return jx.without_dead_code(jx.trace(flat, *avals))
+
+
+def _selected(jaxpr, env, v, conditions, between):
+    cases = []
+    for values in itertools.product((False, True), repeat=len(conditions)):
+        local = ChainMap({}, env)
+        local.update((c, np.full(c.aval.shape, x)) for c, x in zip(conditions, values, strict=True))
+        for i in between:
+            _bind(jaxpr.eqns[i], local)
+        cases.append(local[v])
+    for condition in reversed(conditions):
+        which = jax.lax.reshape(env[condition], ())
+        cases = [jax.lax.select_n(which, *cases[i : i + 2]) for i in range(0, len(cases), 2)]
+    return cases[0]
+
+
+def _bind(eqn, env) -> None:
+    outs = jx.bind(eqn, [_read(a, env) for a in eqn.invars])
+    env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _read(atom, env):
+    return atom.val if jx.is_literal(atom) else env[atom]

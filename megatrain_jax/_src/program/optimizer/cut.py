@@ -1,0 +1,298 @@
+"""Cuts an Optax transformation by parameter group, so that it can run while parameters stream.
+
+The whole update is traced once on abstract arrays, so masks, labels and schedules see the tree
+they were written for, and then sliced: what a group can compute alone, and what needs them all.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.index import Index, joined
+from megatrain_jax._src.program.optimizer.cases import split_cases
+from megatrain_jax._src.program.optimizer.slicing import (
+    LARGE,
+    MIXED,
+    NEUTRAL,
+    Conflict,
+    Part,
+    Slicer,
+    influences,
+)
+from megatrain_jax._src.program.optimizer.trace import (
+    Form,
+    Shapes,
+    StateLeaf,
+    flatten_init,
+    flatten_update,
+    trace_optimizer,
+)
+
+_SUGGESTION = (
+    "use a transformation that works per parameter (optax.adamw, lion, adafactor, ...) or couples "
+    "parameters once and only through scalars, like optax.clip_by_global_norm"
+)
+_LIST = "; or keep the layers in a list, not in one array"
+
+
+class CoupledGroupsError(ValueError):
+    """An optimizer needs more of other groups than a few scalars."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerCut:
+    """An Optax transformation cut by group. A group's arrays are in ascending order of its leaves.
+
+    Attributes:
+        deferred: Whether updates wait until all gradients are known: they need a scalar that
+            depends on the gradients of several groups, or the run's decision to skip the step.
+        guarded: Whether a step with non-finite gradients should be dropped; not if the optimizer
+            tests for that itself.
+        skips: Whether a dropped step does not end the run.
+        state_def: Tree structure of the whole Optax state.
+        state_shapes: Shape and dtype of its leaves.
+        state: For each group the state it owns.
+        globals: Small state that belongs to no group: counts, keys, hyperparameters.
+        reduce: For each group `(*grads, *params, *state, loss, *globals) -> scalars`.
+        reduce_reads: Which of "P" (params) and "O" (state) any of `reduce` really reads.
+        combine: `(loss, *globals, *scalars of group 0, *scalars of group 1, ...) ->
+            (*messages, *new globals)`.
+        apply: For each group `(*grads, *params, *state, *its messages) -> (*new params, *new
+            state)`.
+        messages: For each group, which of the messages `apply` takes.
+        num_messages: How many messages `combine` gives.
+        initial_state: For each group `(*params) -> state`.
+        initial_globals: `() -> globals`.
+    """
+
+    deferred: bool
+    guarded: bool
+    skips: bool
+    state_def: Any
+    state_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    state: tuple[tuple[StateLeaf, ...], ...]
+    globals: tuple[StateLeaf, ...]
+    reduce: tuple[Part, ...]
+    reduce_reads: frozenset[str]
+    combine: Part
+    apply: tuple[Part, ...]
+    messages: tuple[tuple[int, ...], ...]
+    num_messages: int
+    initial_state: tuple[Part, ...]
+    initial_globals: Part
+
+
+def cut_optimizer(
+    optimizer: optax.GradientTransformation,
+    params_tree: Callable[[Sequence[Any]], Any],
+    shapes: Shapes,
+    leaves: Sequence[Leaf],
+    group_of: Sequence[int],
+    num_groups: int,
+) -> OptimizerCut:
+    """Cuts an Optax transformation by parameter group.
+
+    Args:
+        optimizer: any transformation that works per parameter or couples parameters only through
+            scalars, in one round.
+        params_tree: builds the tree that the optimizer sees from one array per parameter.
+        shapes: shape and dtype of each parameter's master copy.
+        leaves: the leaves in which the parameters are stored.
+        group_of: the group of each leaf.
+        num_groups: how many groups there are.
+
+    Raises:
+        ValueError: it needs more than gradients, parameters, its state and the loss.
+        CoupledGroupsError: it couples parameters in a way that can't be cut.
+    """
+    traced = trace_optimizer(optimizer, params_tree, shapes)
+    form = Form(traced, leaves, group_of, num_groups)
+    return _cut(form, flatten_update(form), flatten_init(form))
+
+
+def _cut(form: Form, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
+    try:
+        cutter = _Cutter(form, update, init)
+        try:
+            return cutter.cut()
+        except Conflict:
+            again = split_cases(cutter.slicer)
+            if again is None:
+                raise
+    except Conflict as conflict:
+        raise CoupledGroupsError(_message(conflict, form, update, init)) from None
+    return _cut(form, again, init)
+
+
+def _message(conflict: Conflict, form: Form, update: jx.Traced, init: jx.Traced) -> str:
+    leaves = [leaf.name for leaf in form.leaves]
+    tokens = [f"state{token.name}" for token in form.tokens]
+    invars = update.jaxpr.invars[len(update.consts) : -1]
+    name_of = dict(zip(invars, [*leaves, *leaves, *tokens], strict=True))
+    name_of.update(zip(init.jaxpr.invars[len(init.consts) :], leaves, strict=True))
+    shown = list(dict.fromkeys(name_of[v] for v in conflict.variables if v in name_of))[:6]
+    return (
+        f"optimizer can't be cut by group: {conflict.reason}, among {', '.join(shown)}; "
+        f"{_SUGGESTION}{_LIST if any(name.endswith(']') for name in shown) else ''}"
+    )
+
+
+def assemble_state(
+    cut: OptimizerCut, per_group: Sequence[Sequence[Any]], global_state: Sequence[Any]
+) -> Any:
+    """Optax's own state from the arrays of all groups and the global ones, as numpy arrays."""
+    rows: list[list[tuple[Index, Any]]] = [[] for _ in cut.state_shapes]
+    described = [*zip(cut.state, per_group, strict=True), (cut.globals, global_state)]
+    for owned, arrays in described:
+        for leaf, array in zip(owned, arrays, strict=True):
+            rows[leaf.leaf].append((leaf.index, array))
+    whole = [_whole(row, shape.shape) for row, shape in zip(rows, cut.state_shapes, strict=True)]
+    return jax.tree.unflatten(cut.state_def, whole)
+
+
+def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
+    _, value = row[0]
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value if is_key else joined(row, shape)
+
+
+class _Cutter:
+    """Finds who owns which state and slices the flat update."""
+
+    def __init__(self, form: Form, update: jx.Traced, init: jx.Traced):
+        self.form, self.update, self.init = form, update, init
+        n = len(form.leaves)
+        inputs = list(update.jaxpr.invars[len(update.consts) :])
+        self.grads, self.params = inputs[:n], inputs[n : 2 * n]
+        self.tokens, self.loss = inputs[2 * n : -1], inputs[-1]
+        self.initial_params = list(init.jaxpr.invars[len(init.consts) :])
+        self.initial_groups = dict(zip(self.initial_params, form.group_of, strict=True))
+        outputs = list(update.jaxpr.outvars)
+        self.new_params, self.new_tokens = outputs[:n], outputs[n:]
+        self.owner = self._owners()
+        self.owned = jx.members(self.owner, form.num_groups)
+        self.shared = [t for t, o in enumerate(self.owner) if o is None]
+        owners = [NEUTRAL if owner is None else owner for owner in self.owner]
+        labels = {**self._parameter_groups(), self.loss: NEUTRAL}
+        labels.update(zip(self.tokens, owners, strict=True))
+        self.initial = Slicer(self.init, self.initial_groups, owners)
+        self.slicer = Slicer(self.update, labels, [*form.group_of, *owners])
+
+    def _parameter_groups(self) -> dict[Any, int]:
+        groups = self.form.group_of
+        return {**dict(zip(self.grads, groups, strict=True)),
+                **dict(zip(self.params, groups, strict=True))}  # fmt: skip
+
+    def _owners(self) -> list[int | None]:
+        found = influences(self.update.jaxpr, self._parameter_groups(), self.tokens)
+        nothing: tuple[frozenset, frozenset] = (frozenset(), frozenset())
+        owners: list[int | None] = []
+        for token, likely, old, new in zip(
+            self.form.tokens, self.form.likely, self.tokens, self.new_tokens, strict=True
+        ):
+            size = jx.num_elements(token)
+            groups = found[old][1] | (nothing if jx.is_literal(new) else found.get(new, nothing))[0]
+            owner = likely if size == 1 or not groups else None
+            if size > 1 and len(groups) == 1:
+                owner = next(iter(groups))
+            if owner is None and size > LARGE:
+                raise ValueError(
+                    f"optimizer keeps state{token.name} {token.dtype}{list(token.shape)}, which "
+                    "belongs to no single group of parameters and is too large to be shared by "
+                    f"all ({size} elements; at most {LARGE}); {_SUGGESTION}"
+                )
+            owners.append(owner)
+        return owners
+
+    def cut(self) -> OptimizerCut:
+        """Slices everything."""
+        form, owned = self.form, self.owned
+        groups = range(form.num_groups)
+        outputs = [self._outputs(g) for g in groups]
+        closures = [self.slicer.closure(out, self.slicer.is_message) for out in outputs]
+        ids: dict[Any, int] = {}
+        for _, messages in closures:
+            for v in messages:
+                ids.setdefault(v, len(ids))
+        combine, reduced = self._combine(list(ids))
+        reduce = tuple(self._reduce(g, reduced[g]) for g in groups)
+        return OptimizerCut(
+            deferred=any(reduced),
+            guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
+            skips=False,
+            state_def=form.traced.state_def,
+            state_shapes=form.traced.state_shapes,
+            state=tuple(tuple(form.tokens[t] for t in owned[g]) for g in groups),
+            globals=tuple(form.tokens[t] for t in self.shared),
+            reduce=reduce,
+            reduce_reads=self._reads(reduced),
+            combine=combine,
+            apply=tuple(
+                self.slicer.part(eqns, [*self._arguments(g), *messages], outputs[g])
+                for g, (eqns, messages) in enumerate(closures)
+            ),
+            messages=tuple(tuple(ids[v] for v in messages) for _, messages in closures),
+            num_messages=len(ids),
+            initial_state=tuple(self._initial(g, form.groups[g], owned[g]) for g in groups),
+            initial_globals=self._initial(None, (), self.shared),
+        )
+
+    def _arguments(self, g: int) -> list[Any]:
+        leaves = self.form.groups[g]
+        return [
+            *(self.grads[i] for i in leaves),
+            *(self.params[i] for i in leaves),
+            *(self.tokens[t] for t in self.owned[g]),
+        ]
+
+    def _outputs(self, g: int) -> list[Any]:
+        """New parameters and state of a group; what is another group's scalar becomes a message."""
+        outputs = [self.new_params[i] for i in self.form.groups[g]]
+        outputs += [self.new_tokens[t] for t in self.owned[g]]
+        for v in jx.variables(outputs):
+            if self.slicer.group[v] not in (g, MIXED, NEUTRAL):
+                if v not in self.slicer.scalar:
+                    raise Conflict(
+                        "a parameter or its state takes over another's array",
+                        [*self._arguments(g)[:1], *self.slicer.sources([v])],
+                    )
+                self.slicer.promoted.add(v)
+        return outputs
+
+    def _combine(self, messages: list[Any]) -> tuple[Part, list[list[Any]]]:
+        outputs = [*messages, *(self.new_tokens[t] for t in self.shared)]
+        eqns, scalars = self.slicer.closure(outputs, self.slicer.is_reduced)
+        reduced: list[list[Any]] = [[] for _ in range(self.form.num_groups)]
+        for v in scalars:
+            reduced[self.slicer.group[v]].append(v)
+        arguments = [self.loss, *(self.tokens[t] for t in self.shared)]
+        arguments += [v for row in reduced for v in row]
+        return self.slicer.part(eqns, arguments, outputs), reduced
+
+    def _reduce(self, g: int, scalars: list[Any]) -> Part:
+        eqns, _ = self.slicer.closure(scalars, lambda _: False)
+        shared = [self.loss, *(self.tokens[t] for t in self.shared)]
+        return self.slicer.part(eqns, [*self._arguments(g), *shared], scalars)
+
+    def _reads(self, reduced: list[list[Any]]) -> frozenset[str]:
+        read = self.slicer.sources([v for row in reduced for v in row])
+        kinds = {"P": self.params, "O": self.tokens}
+        return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
+
+    def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Part:
+        slicer, groups = self.initial, self.initial_groups
+        outputs = [self.init.jaxpr.outvars[t] for t in tokens]
+        for t, v in zip(tokens, outputs, strict=True):
+            if any(groups[u] != g for u in slicer.sources(jx.variables([v]))):
+                raise ValueError(
+                    f"optimizer initialises state{self.form.tokens[t].name} from parameters that "
+                    f"it isn't the state of alone; {_SUGGESTION}"
+                )
+        eqns, _ = slicer.closure(outputs, lambda _: False)
+        return slicer.part(eqns, [self.initial_params[i] for i in leaves], outputs)

@@ -1,0 +1,175 @@
+"""Whether arrays of any shape can be lined up in one long array and computed on at once.
+
+Most optimizers treat every element of a parameter alike. Their update of a group then is one
+elementwise function of whole slabs, which a compiler can do in place, instead of a function of many
+leaves, for which slabs are taken apart and put together again beside the old ones.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.flops import ELEMENTWISE
+
+_OTHERS = frozenset(
+    """
+    and convert_element_type copy eq ge gt is_finite le lt ne not or reduce_precision select_n
+    stop_gradient xor
+    """.split()
+)
+
+
+class _NotElementwise(Exception):
+    """An equation mixes elements, or depends on where they are."""
+
+
+def line_up(
+    jaxpr: Any,
+    shapes: Sequence[tuple[int, ...]],
+    wide_inputs: Sequence[Sequence[int]],
+    wide_outputs: Sequence[Sequence[int]],
+) -> tuple[tuple[int, ...], tuple[Callable, ...]] | None:
+    """Finds elementwise functions that compute a jaxpr's outputs from arrays lined up.
+
+    Args:
+        jaxpr: A jaxpr without constants of its own.
+        shapes: Shapes of the leaves.
+        wide_inputs: Rows of inputs, one input for each leaf and of its shape. All other inputs
+            are the same for all leaves.
+        wide_outputs: Rows of outputs, likewise; all outputs belong to one.
+
+    Returns:
+        For each leaf which of the functions computes it, and the functions, each
+        `(rows, others) -> rows`: `rows` hold one long array for each of `wide_inputs`, `others`
+        the remaining inputs by their position. None if there are no such functions.
+    """
+    if sum(map(len, wide_outputs)) != len(jaxpr.outvars) or not all(shapes):
+        return None
+    kinds: dict[Hashable, tuple[int, Callable]] = {}
+    kind_of = []
+    for leaf, shape in enumerate(shapes):
+        mine = {row[leaf]: r for r, row in enumerate(wide_inputs)}
+        outputs = [row[leaf] for row in wide_outputs]
+        try:
+            key, function = _leaf_function(jaxpr, shape, mine, outputs, wide_inputs)
+        except _NotElementwise:
+            return None
+        kind_of.append(kinds.setdefault(key, (len(kinds), function))[0])
+    return tuple(kind_of), tuple(function for _, function in kinds.values())
+
+
+def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
+    used = [i in outputs for i in range(len(jaxpr.outvars))]
+    sliced, needed = partial_eval.dce_jaxpr(jaxpr, used)
+    wide = {i for row in wide_inputs for i in row}
+    places = [i for i, needs in enumerate(needed) if needs]
+    if any(i in wide and i not in mine for i in places):
+        raise _NotElementwise
+    # From `dce_jaxpr` outputs come in ascending order.
+    order = [sorted(outputs).index(i) for i in outputs]
+    sources = tuple(("row", mine[i]) if i in mine else ("other", i) for i in places)
+    widths = [i in mine for i in places]
+    key, out_wide = _check(sliced, widths, shape)
+    if not all(out_wide):
+        raise _NotElementwise
+
+    def function(rows: Sequence[jax.Array], others: Mapping[int, Any]) -> list[jax.Array]:
+        values = [rows[at] if kind == "row" else others[at] for kind, at in sources]
+        results = _run(sliced, values, shape, rows[0].shape)
+        return [results[i] for i in order]
+
+    return (key, sources, tuple(order)), function
+
+
+def _inner(eqn: Any) -> Any | None:
+    """The jaxpr of a call that only wraps it."""
+    if eqn.primitive.name in ("jit", "pjit", "closed_call"):
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in jx.CUSTOM_RULES:
+        return eqn.params["call_jaxpr"]
+    return None
+
+
+def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
+    """A key without shapes, and which outputs are wide; raises if elements are not alike."""
+    numbers: dict[Any, int] = {}
+    is_wide: dict[Any, bool] = {}
+
+    def define(v: Any, wide: bool) -> int:
+        numbers[v], is_wide[v] = len(numbers), wide
+        return numbers[v]
+
+    def read(a: Any):
+        if jx.is_literal(a):
+            return "literal", np.asarray(a.val).tobytes(), str(a.aval.dtype)
+        return numbers[a]
+
+    for v, wide in zip(jaxpr.invars, widths, strict=True):
+        define(v, wide)
+    body = []
+    for eqn in jaxpr.eqns:
+        operands = tuple(read(a) for a in eqn.invars)
+        flags = [not jx.is_literal(a) and is_wide[a] for a in eqn.invars]
+        name, inner = eqn.primitive.name, _inner(eqn)
+        if inner is not None:
+            params, out_flags = _check(_closed(inner), flags, shape)
+        elif not any(flags) and all(v.aval.shape == () for v in eqn.outvars):
+            params, out_flags = _params(eqn), [False] * len(eqn.outvars)
+        elif name == "broadcast_in_dim" and _fills(eqn, flags, shape):
+            params, out_flags = (), [True]
+        elif name in ELEMENTWISE | _OTHERS and _is_pointwise(eqn, flags, shape):
+            params, out_flags = _params(eqn), [True] * len(eqn.outvars)
+        else:
+            raise _NotElementwise
+        outs = tuple(define(v, w) for v, w in zip(eqn.outvars, out_flags, strict=True))
+        body.append((name, operands, params, outs, tuple(str(v.aval.dtype) for v in eqn.outvars)))
+    results = tuple(read(a) for a in jaxpr.outvars)
+    return (tuple(body), results), [not jx.is_literal(a) and is_wide[a] for a in jaxpr.outvars]
+
+
+def _closed(jaxpr: Any) -> Any:
+    if len(jx.constants(jaxpr)):
+        raise _NotElementwise
+    return jx.opened(jaxpr)
+
+
+def _params(eqn: Any) -> Hashable:
+    return tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
+
+
+def _fills(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bool:
+    """Whether a broadcast gives each element of a leaf the same number."""
+    return not any(flags) and eqn.invars[0].aval.shape == () and eqn.outvars[0].aval.shape == shape
+
+
+def _is_pointwise(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bool:
+    """Whether operands are leaves or numbers, and all results as large as a leaf."""
+    operands = zip(eqn.invars, flags, strict=True)
+    return all(wide or a.aval.shape == () for a, wide in operands) and all(
+        v.aval.shape == shape for v in eqn.outvars
+    )
+
+
+def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[int, ...]) -> list:
+    """Evaluates a jaxpr with arrays of another shape in place of a leaf's."""
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(a: Any) -> Any:
+        return a.val if jx.is_literal(a) else env[a]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(a) for a in eqn.invars]
+        inner = _inner(eqn)
+        if inner is not None:
+            results = _run(_closed(inner), operands, leaf, shape)
+        elif eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
+            results = [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]
+        else:
+            results = jx.bind(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(a) for a in jaxpr.outvars]

@@ -1,0 +1,302 @@
+"""Slices a traced update by group: what each group computes alone, and what all compute together.
+
+Groups may influence each other only through small values that are made of scalars. This is the
+part of cutting an optimizer that knows jaxprs; `optim.py` knows Optax.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatrain_jax._src.program import jaxpr as jx
+
+MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
+LARGE = 65536  # elements: values up to this size may be shared by all groups
+TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A pure function as a jaxpr.
+
+    Attributes:
+        jaxpr: Takes the constants, then its arguments.
+        consts: Values of the constants.
+        key: Equal for parts that compute the same.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    key: Hashable
+
+
+class Conflict(Exception):
+    """Groups depend on each other in a way that can't be cut.
+
+    Attributes:
+        reason: What happens, in words.
+        variables: Inputs that meet.
+    """
+
+    def __init__(self, reason: str, variables: Sequence[Any]):
+        """Keeps what an error message needs."""
+        super().__init__(reason)
+        self.reason, self.variables = reason, tuple(variables)
+
+
+class Slicer:
+    """Which group each value of a flat traced update belongs to, and closures over that.
+
+    Attributes:
+        group: Group of each variable, or MIXED, or NEUTRAL.
+        scalar: Variables that are made of scalars and small, so that other groups may see them.
+        late: Variables of one group that also need values of others.
+        varying: Neutral variables that depend on shared state or on the loss.
+        promoted: Variables of one group that other groups need.
+    """
+
+    def __init__(self, traced: jx.Traced, inputs: Mapping[Any, int], outputs: Sequence[int]):
+        """Labels all variables, given the group of each input and output or NEUTRAL.
+
+        Raises:
+            Conflict: large values of two groups meet.
+        """
+        self.jaxpr = traced.jaxpr
+        self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
+        self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
+        self.inputs = frozenset(inputs)
+        # Scalars of one group and of all may serve only this group or others, too. The former are
+        # the group's own, as the rest of its parameters, which the first labels can tell.
+        self.private: set[Any] = set()
+        self._label_all(inputs)
+        self.private = self._find_private(outputs)
+        if self.private:
+            self._label_all(inputs)
+
+    def _find_private(self, outputs: Sequence[int]) -> set:
+        """Junctions of one group's scalars with those of all that only this group needs."""
+        several = {MIXED, NEUTRAL}
+        uses: dict[Any, set[int]] = {}
+        for atom, owner in zip(self.jaxpr.outvars, outputs, strict=True):
+            for v in jx.variables([atom]):
+                uses.setdefault(v, set()).add(owner)
+        private = set()
+        for eqn in reversed(self.jaxpr.eqns):
+            home = {self.group[v] for v in eqn.outvars}
+            ins = jx.variables(eqn.invars)
+            if home == {MIXED}:
+                home = set().union(*(uses.get(v, set()) for v in eqn.outvars))
+                groups = {self.group[v] for v in ins} - several
+                if len(home) != 1 or groups and groups != home:
+                    home = several
+                elif groups and home.isdisjoint(several):
+                    private.update(eqn.outvars)
+            for v in ins:
+                uses.setdefault(v, set()).update(home)
+        return private
+
+    def _label_all(self, inputs: Mapping[Any, int]) -> None:
+        self.group: dict[Any, int] = dict.fromkeys(self.consts, NEUTRAL)
+        self.group.update(inputs)
+        self.scalar = {v for v in inputs if jx.num_elements(v.aval) == 1}
+        self.late: set[Any] = set()
+        self.varying = {v for v, g in inputs.items() if g == NEUTRAL}
+        self.junctions: set[Any] = set()
+        self.promoted: set[Any] = set()
+        for eqn in self.jaxpr.eqns:
+            self._label(eqn)
+
+    def _label(self, eqn) -> None:
+        ins = jx.variables(eqn.invars)
+        labelled = [v for v in ins if self.group[v] != NEUTRAL]
+        large = {self.group[v] for v in labelled if v not in self.scalar} - {MIXED}
+        groups = {self.group[v] for v in labelled} - {MIXED}
+        mixed = any(self.group[v] == MIXED for v in labelled)
+        from_scalars = all(v in self.scalar for v in labelled)
+        if len(large) > 1:
+            raise Conflict("arrays of several groups meet", self._meeting(ins))
+        if large:
+            group = next(iter(large))
+            self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
+        elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
+            group = next(iter(groups))
+        else:
+            group = MIXED if labelled else NEUTRAL
+        late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
+        junction = group == MIXED and bool(groups)
+        for v in eqn.outvars:
+            size = jx.num_elements(v.aval)
+            self.group[v] = group
+            if labelled and (size == 1 or from_scalars and size <= LARGE):
+                self.scalar.add(v)
+            if late:
+                self.late.add(v)
+            if junction:
+                self.junctions.add(v)
+                if v not in self.scalar:
+                    raise Conflict("arrays of several groups meet", self._meeting(ins))
+            if group == NEUTRAL and any(u in self.varying for u in ins):
+                self.varying.add(v)
+
+    def _meeting(self, operands) -> list:
+        """Inputs of different groups behind the operands of an equation, a few of each operand."""
+        found = []
+        for v in operands:
+            if self.group[v] != NEUTRAL:
+                found += sorted(self.sources([v]), key=self.jaxpr.invars.index)[:3]
+        return list(dict.fromkeys(found))
+
+    def sources(self, variables: Iterable[Any]) -> set:
+        """Inputs that belong to groups and that some variables depend on."""
+        seen, todo = set(), list(variables)
+        while todo:
+            v = todo.pop()
+            if v not in seen:
+                seen.add(v)
+                if v in self.producer:
+                    todo += jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
+        return {v for v in seen if v in self.inputs and self.group[v] != NEUTRAL}
+
+    def is_message(self, v: Any) -> bool:
+        """Whether a group's update takes a variable from outside rather than computing it."""
+        if v in self.promoted or v in self.junctions:
+            return True
+        if self.group[v] == MIXED or v in self.varying:
+            return v in self.inputs or jx.num_elements(v.aval) <= TINY
+        return False
+
+    def is_reduced(self, v: Any) -> bool:
+        """Whether the shared computation takes a variable from the group that owns it.
+
+        Raises:
+            Conflict: it is large, or it needs shared values that need this group first.
+        """
+        if self.group[v] < 0:
+            return False
+        if v not in self.scalar:
+            raise Conflict("shared state depends on arrays of one group", self._meeting([v]))
+        if v not in self.late:
+            return True
+        if self.is_entangled(v):
+            raise Conflict(
+                "scalars of all groups are needed to compute scalars of all groups again",
+                sorted(self.sources([v]), key=self.jaxpr.invars.index),
+            )
+        return False
+
+    def is_entangled(self, v: Any) -> bool:
+        """Whether a variable is made of arrays of its group and of values of other groups."""
+        if v not in self.late:
+            return False
+        operands = jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
+        return any(self.group[u] >= 0 and u not in self.scalar for u in operands)
+
+    def closure(
+        self, outputs: Sequence[Any], stop: Callable[[Any], bool]
+    ) -> tuple[list[Any], list[Any]]:
+        """Equations behind some outputs up to `stop`, and the variables at which it stopped.
+
+        Their order follows from the outputs alone, so that like groups get like parts.
+        """
+        eqns: list[Any] = []
+        stopped: dict[Any, None] = {}
+        present: set[int] = set()
+
+        def needed(atoms):
+            rows = []
+            for v in jx.variables(atoms):
+                if v in self.consts:
+                    continue
+                if stop(v):
+                    stopped.setdefault(v)
+                elif v in self.producer and self.producer[v] not in present:
+                    rows.append((self.producer[v], False))
+            return rows[::-1]
+
+        todo = needed(outputs)
+        while todo:
+            i, ready = todo.pop()
+            if i in present:
+                continue
+            if ready:
+                present.add(i)
+                eqns.append(self.jaxpr.eqns[i])
+            else:
+                todo.append((i, True))
+                todo += needed(self.jaxpr.eqns[i].invars)
+        return eqns, list(stopped)
+
+    def part(self, eqns: Sequence, arguments: Sequence, outputs: Sequence) -> Part:
+        """Makes a part of equations; its arguments are there even if nothing reads them."""
+        atoms = [a for e in eqns for a in e.invars] + list(outputs)
+        used = list(dict.fromkeys(v for v in jx.variables(atoms) if v in self.consts))
+        values = tuple(self.consts[v] for v in used)
+        jaxpr = jx.sub_jaxpr(self.jaxpr, eqns, [*used, *arguments], outputs)
+        return Part(jaxpr=jaxpr, consts=values, key=jx.structural_key(jaxpr, values))
+
+
+def influences(
+    jaxpr: Any, groups: Mapping[Any, int], tokens: Iterable[Any]
+) -> dict[Any, tuple[frozenset, frozenset]]:
+    """Which groups each variable belongs to directly, and which groups each token meets.
+
+    A token is a piece of state whose owner is to be found. It meets a group where an equation
+    takes both, or what was made of them, without a detour through a single number.
+
+    Returns:
+        For each variable the groups whose arrays it depends on, and, for tokens, those met.
+    """
+    owners: dict[Any, frozenset] = {v: frozenset((g,)) for v, g in groups.items() if g >= 0}
+    carried: dict[Any, frozenset] = {
+        v: frozenset((v,)) for v in tokens if jx.num_elements(v.aval) > 1
+    }
+    met: dict[Any, frozenset] = dict.fromkeys(tokens, frozenset())
+    nothing = frozenset()
+    for eqn in jaxpr.eqns:
+        ins = jx.variables(eqn.invars)
+        belongs = nothing.union(*(owners.get(v, nothing) for v in ins))
+        brought = nothing.union(*(carried.get(v, nothing) for v in ins))
+        if belongs:
+            for token in brought:
+                met[token] |= belongs
+            brought = nothing
+        for v in eqn.outvars:
+            if jx.num_elements(v.aval) > 1:
+                if belongs:
+                    owners[v] = belongs
+                if brought:
+                    carried[v] = brought
+    return {v: (owners.get(v, nothing), met.get(v, nothing)) for v in {*owners, *met}}
+
+
+def without_repeats(traced: jx.Traced) -> jx.Traced:
+    """Computes each tiny value once: Optax repeats, say, the learning rate for every parameter."""
+    same: dict[Any, Any] = {}
+    known: dict[Hashable, Sequence[Any]] = {}
+    eqns = []
+    for eqn in traced.jaxpr.eqns:
+        ins = [a if jx.is_literal(a) else same.get(a, a) for a in eqn.invars]
+        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=ins)
+        key = _repeat_key(eqn)
+        first = eqn.outvars if key is None else known.setdefault(key, eqn.outvars)
+        if first is eqn.outvars:
+            eqns.append(eqn)
+        else:
+            same.update(zip(eqn.outvars, first, strict=True))
+    outs = [a if jx.is_literal(a) else same.get(a, a) for a in traced.jaxpr.outvars]
+    jaxpr = jx.sub_jaxpr(traced.jaxpr, eqns, traced.jaxpr.invars, outs)
+    return dataclasses.replace(traced, jaxpr=jaxpr)
+
+
+def _repeat_key(eqn) -> Hashable | None:
+    small = all(jx.num_elements(v.aval) <= TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
+    if not small or eqn.effects:
+        return None
+    ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)
+    key = (eqn.primitive, ins, tuple(sorted(eqn.params.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,272 @@
+"""From an Optax transformation to a flat traced update: one array per leaf and piece of state.
+
+Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
+of a stacked parameter, and of the state that mirrors it, as an array of its own.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.index import (
+    Index,
+    index_of,
+    numbers,
+    remaining,
+    shown,
+    sliced_axes,
+)
+from megatrain_jax._src.program.inline import Inliner
+from megatrain_jax._src.program.loss.trace import assemble
+from megatrain_jax._src.program.optimizer.slicing import without_repeats
+from megatrain_jax._src.program.pieces import Pieces, Value, constant, piece, stack, stacked
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateLeaf:
+    """One array of optimizer state as it is stored.
+
+    Attributes:
+        name: Its path in Optax's state.
+        leaf: Its index in the flat state.
+        index: Which slice of the state leaf it is; `()` for all of it.
+        shape: Shape of this array, without the sliced axes.
+        dtype: Its dtype.
+    """
+
+    name: str
+    leaf: int
+    index: Index
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedOptimizer:
+    """The traced update and initialisation of a whole tree.
+
+    Attributes:
+        update: `(grads, params, state, loss) -> (new params, new state)`.
+        init: `params -> state`.
+        param_shapes: Shape of each parameter.
+        state_def: Tree structure of the state.
+        state_shapes: Shape and dtype of its leaves.
+        state_names: Their paths.
+        state_of: For each, the parameter whose path its own path ends with, if there is one.
+    """
+
+    update: jx.Traced
+    init: jx.Traced
+    param_shapes: tuple[tuple[int, ...], ...]
+    state_def: Any
+    state_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    state_names: tuple[str, ...]
+    state_of: tuple[int | None, ...]
+
+
+def trace_optimizer(
+    optimizer: Any, params_tree: Callable[[Sequence[Any]], Any], shapes: Shapes
+) -> TracedOptimizer:
+    """Traces the update of a whole tree, and its initialisation, on abstract arrays.
+
+    Raises:
+        ValueError: it can't be traced, it changes the form of its state or of a parameter, or it
+            has effects.
+    """
+    tx = optax.with_extra_args_support(optimizer)
+    init = _explained(lambda: jx.trace(lambda p: tx.init(params_tree(p)), list(shapes)))
+    state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
+
+    def update(grads, params, state, loss):
+        params = params_tree(params)
+        state = jax.tree.unflatten(init.out_tree, state)
+        updates, state = tx.update(params_tree(grads), state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    args = (list(shapes), list(shapes), list(state_shapes), loss)
+    traced = _explained(lambda: jx.trace(update, *args))
+    _check_results(traced, shapes, init.out_tree, state_shapes)
+    if fires(traced.jaxpr) or fires(init.jaxpr):
+        raise ValueError(
+            "optimizer has a print or a callback (jax.debug.print, io_callback), which can't be "
+            "kept where its update is cut by group: take it out, or print from loss_fn"
+        )
+    state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
+    owners = {tuple(path): i for path, i in params}
+    return TracedOptimizer(
+        update=jx.without_dead_code(traced),
+        init=jx.without_dead_code(init),
+        param_shapes=tuple(tuple(shape.shape) for shape in shapes),
+        state_def=init.out_tree,
+        state_shapes=state_shapes,
+        state_names=tuple(map(jax.tree_util.keystr, paths)),
+        state_of=tuple(_suffix_owner(tuple(path), owners) for path in paths),
+    )
+
+
+def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
+    """The parameter whose path is the longest suffix of a path."""
+    suffixes = (path[i:] for i in range(len(path) + 1))
+    return next((owners[s] for s in suffixes if s in owners), None)
+
+
+def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
+    try:
+        return trace()
+    except Exception as error:
+        raise ValueError(
+            "optimizer could not be traced: a streamed step gives it gradients, parameters, its "
+            "state and the loss (`value`), and no function of the parameters to evaluate again "
+            f"({type(error).__name__}: {error}). Line searches such as optax.lbfgs need one; use "
+            "optax.adamw or another transformation that takes gradients only"
+        ) from error
+
+
+def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
+    params_def, new_def = traced.out_tree.children()
+    if new_def != state_def:
+        raise ValueError(
+            f"optimizer changes the structure of its state from {state_def} to {new_def}"
+        )
+    outs = [jx.shape_of(a.aval) for a in traced.jaxpr.outvars]
+    names = [f"a parameter of shape {s.shape}" for s in shapes] + [
+        f"its state{jax.tree_util.keystr(path)}" for path, _ in
+        jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(state_def, range(len(state_shapes))))
+    ]  # fmt: skip
+    for name, new, old in zip(names, outs, [*shapes, *state_shapes], strict=True):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"optimizer turns {name} from {old.dtype}{list(old.shape)} into "
+                f"{new.dtype}{list(new.shape)}"
+            )
+
+
+class Form:
+    """How parameters and state are represented: whole, or as slices."""
+
+    def __init__(
+        self,
+        traced: TracedOptimizer,
+        leaves: Sequence[Leaf],
+        group_of: Sequence[int],
+        num_groups: int,
+    ):
+        """Splits state as the parameters are split whose paths its own paths end with."""
+        self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
+        self.group_of = tuple(group_of)
+        self.groups = jx.members(group_of, num_groups)
+        groups: list[dict[tuple[int, ...], int]] = [{} for _ in traced.param_shapes]
+        axes: list[tuple[int, ...]] = [()] * len(traced.param_shapes)
+        for leaf, group in zip(leaves, group_of, strict=True):
+            groups[leaf.parameter][numbers(leaf.index)] = group
+            axes[leaf.parameter] = sliced_axes(leaf.index)
+        self.tokens: list[StateLeaf] = []
+        self.likely: list[int | None] = []  # the group that owns a token, if its path tells
+        for j, shape in enumerate(traced.state_shapes):
+            p = traced.state_of[j]
+            found = None
+            if p is not None and axes[p]:
+                found = axes_within(traced.param_shapes[p], axes[p], shape.shape)
+            own = found or ()
+            for at in np.ndindex(*(shape.shape[a] for a in own)):
+                index = index_of(own, at)
+                name = traced.state_names[j] + shown(index)
+                self.tokens.append(
+                    StateLeaf(name=name, leaf=j, index=index, shape=remaining(shape.shape, own),
+                              dtype=shape.dtype)
+                )  # fmt: skip
+                self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
+
+    @staticmethod
+    def _only(groups: dict) -> int | None:
+        return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
+
+    def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of the master copy of each leaf."""
+        invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)
+            for leaf in self.leaves
+        ]
+
+    def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+        """The parameters from one array per leaf."""
+        return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
+
+    def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
+        """Undoes `params`."""
+        return [_take(params[leaf.parameter], leaf.index) for leaf in self.leaves]
+
+    def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
+        """The flat state from one array per token."""
+        values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
+        for token, array in zip(self.tokens, arrays, strict=True):
+            values[token.leaf][token.index] = Value(array)
+        return [stacked(slices) for slices in values]
+
+    def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
+        """Undoes `state`."""
+        return [_take(state[token.leaf], token.index) for token in self.tokens]
+
+
+def axes_within(
+    whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Where some axes of a parameter are in state that may lack others of its axes.
+
+    Of (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, those of
+    shape (3, 5) as axis 0.
+
+    Returns:
+        The axes, or None if the state can't be one that keeps them.
+    """
+    for kept in itertools.combinations(range(len(whole)), len(part)):
+        if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:
+            return tuple(kept.index(a) for a in axes)
+    return None
+
+
+def _take(value: Value | Pieces, index: Index) -> Any:
+    if not index:
+        return stack(value).array
+    return piece(value, sliced_axes(index), numbers(index)).array
+
+
+def flatten_update(form: Form) -> jx.Traced:
+    """`(grads, params, tokens, loss) -> (new params, new tokens)`, one array per leaf and token."""
+    source, n = form.traced.update, len(form.traced.param_shapes)
+
+    def flat(grads, params, tokens, loss):
+        args = [*form.params(grads), *form.params(params), *form.state(tokens), Value(loss)]
+        out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
+        return form.leaf_values(out[:n]), form.token_values(out[n:])
+
+    shapes = form.leaf_shapes()
+    tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in form.tokens]
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    return without_repeats(jx.without_dead_code(jx.trace(flat, shapes, shapes, tokens, loss)))
+
+
+def flatten_init(form: Form) -> jx.Traced:
+    """`params -> tokens`."""
+    source = form.traced.init
+
+    def flat(params):
+        args = [*map(constant, source.consts), *form.params(params)]
+        return form.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
+
+    return jx.without_dead_code(jx.trace(flat, form.leaf_shapes()))

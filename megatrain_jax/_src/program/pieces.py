@@ -1,0 +1,238 @@
+"""Values under a trace, and stacked ones as their slices: what stays apart and what mixes them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program import known
+from megatrain_jax._src.program.grid import ELEMENTWISE, moved
+from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
+
+FOLDS = {
+    "reduce_sum": jax.lax.add,
+    "reduce_max": jax.lax.max,
+    "reduce_min": jax.lax.min,
+    "reduce_prod": jax.lax.mul,
+    "reduce_and": jax.lax.bitwise_and,
+    "reduce_or": jax.lax.bitwise_or,
+}
+NOTHING: frozenset = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A traced value and the blocks whose parameters alone it depends on (None: on data as well).
+
+    `row` computes its slice along some axes, or gives None, if all slices are alike and it is
+    known how. `integers` are those that it holds, if it holds some that follow from nothing.
+    """
+
+    array: Any
+    blocks: frozenset | None = NOTHING
+    row: Callable[[tuple[int, ...]], Any] | None = dataclasses.field(default=None, compare=False)
+    integers: known.Known | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A stacked value as a grid of its slices along some axes, ascending."""
+
+    grid: np.ndarray
+    axes: tuple[int, ...]
+
+    @property
+    def blocks(self) -> frozenset | None:
+        """The blocks of all slices together."""
+        return join(self.grid.flat)
+
+
+def constant(value: Any) -> Value:
+    """A literal or a constant."""
+    return Value(value, integers=known.constant(value))
+
+
+def join(values: Sequence["Value | Pieces"] | Any) -> frozenset | None:
+    """The blocks that values depend on together, or None if one depends on data as well."""
+    blocks = [v.blocks for v in values]
+    known_blocks = [b for b in blocks if b is not None]
+    return NOTHING.union(*known_blocks) if len(known_blocks) == len(blocks) else None
+
+
+def rows(values: Sequence[Value]) -> Pieces:
+    """A value of these slices along axis 0."""
+    return Pieces(_grid((len(values),), values), (0,))
+
+
+def _grid(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
+    grid = np.empty(len(values), dtype=object)
+    grid[:] = values
+    return grid.reshape(shape)
+
+
+def _of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
+    return Pieces(grid, axes) if axes else grid.item()
+
+
+def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> Value:
+    """The slice of a value at these positions of these axes, which are ascending."""
+    if isinstance(value, Pieces):
+        own = dict(zip(axes, at, strict=True))
+        if not own.keys() >= set(value.axes):
+            return piece(stack(value), axes, at)
+        part = value.grid[tuple(own[a] for a in value.axes)]
+        inner = [(a - sum(b < a for b in value.axes), i) for a, i in own.items()
+                 if a not in value.axes]  # fmt: skip
+        return piece(part, *zip(*inner, strict=True)) if inner else part
+    if value.row is not None and (array := value.row(axes)) is not None:
+        return Value(array, value.blocks)
+    array = value.array
+    for a, i in zip(reversed(axes), reversed(at), strict=True):
+        array = jax.lax.index_in_dim(jax.numpy.asarray(array), i, a, keepdims=False)
+    integers = value.integers.row(at[0]) if value.integers is not None and axes == (0,) else None
+    return Value(array, value.blocks, integers=integers)
+
+
+def first(value: Value | Pieces, i: int) -> Value | Pieces:
+    """Slice `i` of a value along axis 0, which may be a stacked value itself."""
+    if isinstance(value, Pieces) and value.axes[0] == 0:
+        grid = value.grid[i : i + 1].reshape(value.grid.shape[1:])
+        return _of(grid, tuple(a - 1 for a in value.axes[1:]))
+    if isinstance(value, Pieces):
+        cells = [piece(part, (0,), (i,)) for part in value.grid.flat]
+        return Pieces(_grid(value.grid.shape, cells), tuple(a - 1 for a in value.axes))
+    return piece(value, (0,), (i,))
+
+
+def stack(value: Value | Pieces) -> Value:
+    """The whole array of a stacked value."""
+    if isinstance(value, Value):
+        return value
+    *outer, axis = value.axes
+    parts = []
+    for row in value.grid.reshape(-1, value.grid.shape[-1]):
+        inner = axis - len(outer)
+        expanded = [jax.lax.expand_dims(p.array, (inner,)) for p in row]
+        parts.append(Value(jax.lax.concatenate(expanded, inner), join(row)))
+    return stack(_of(_grid(value.grid.shape[:-1], parts), tuple(outer)))
+
+
+def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
+    """The equation applied slice by slice, or None if it mixes slices."""
+    name, operand = eqn.primitive.name, ins[0]
+    if name in ELEMENTWISE:
+        return _map(eqn, ins)
+    others = [v for v in ins[1:] if isinstance(v, Value)]
+    if not isinstance(operand, Pieces) or len(others) < len(ins) - 1:
+        return None
+    if name in FOLDS and not set(eqn.params["axes"]).isdisjoint(operand.axes):
+        return [_fold(eqn, operand)]
+
+    def integers(k: int) -> np.ndarray | None:
+        found = others[k - 1].integers
+        return None if found is None else found.value
+
+    found = moved(eqn, operand.grid, operand.axes, integers)
+    if found is None:
+        return None
+    if found[0].params is None:
+        return [_of(m.grid, m.axes) for m in found]
+    changed, taken = eqn.replace(params=found[0].params), [others[k - 1] for k in found[0].operands]
+    cells = [_bound(changed, [part, *taken]) for part in found[0].grid.flat]
+    return [
+        _of(_grid(m.grid.shape, column), m.axes)
+        for m, column in zip(found, zip(*cells, strict=True), strict=True)
+    ]
+
+
+def _bound(eqn, ins: Sequence[Value]) -> list[Value]:
+    blocks = join(ins)
+    return [Value(a, blocks) for a in jx.bind(eqn, [v.array for v in ins])]
+
+
+def together(values: Sequence[Value | Pieces]) -> tuple[int, ...]:
+    """The axes along which any of some values is sliced."""
+    return tuple(sorted({a for v in values if isinstance(v, Pieces) for a in v.axes}))
+
+
+def places(shape: Sequence[int], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All positions of some axes."""
+    return list(np.ndindex(*(shape[a] for a in axes)))
+
+
+def sliced(shape: Sequence[int], axes: tuple[int, ...], cells: Sequence[Value]) -> Pieces:
+    """A value of this shape from its slices at all positions of some axes."""
+    return Pieces(_grid([shape[a] for a in axes], cells), axes)
+
+
+def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
+    """A value from all its slices; the one of index `()` is the value."""
+    if () in slices:
+        return slices[()]
+    axes = sliced_axes(next(iter(slices)))
+    rows = sorted(((numbers(i), v) for i, v in slices.items()), key=lambda row: row[0])
+    shape = [n + 1 for n in rows[-1][0]]
+    return Pieces(_grid(shape, [value for _, value in rows]), axes)
+
+
+def _map(eqn, ins) -> list[Pieces]:
+    """Binds the equation once per slice; operands that aren't stacked are sliced or shared."""
+    axes, shape = together(ins), eqn.outvars[0].aval.shape
+    cells = []
+    for at in places(shape, axes):
+        row = [
+            v if isinstance(v, Value) and not a.aval.shape else piece(v, axes, at)
+            for v, a in zip(ins, eqn.invars, strict=True)
+        ]
+        cells.append(_bound(eqn, row))
+    return [sliced(shape, axes, column) for column in zip(*cells, strict=True)]
+
+
+def _fold(eqn, operand: Pieces) -> Value | Pieces:
+    """A reduction along sliced axes, and maybe others."""
+    reduced, axes = tuple(eqn.params["axes"]), operand.axes
+    within = tuple(d - sum(a < d for a in axes) for d in reduced if d not in axes)
+    parts = list(operand.grid.flat)
+    if within:
+        changed = eqn.replace(params={**eqn.params, "axes": within})
+        parts = [_bound(changed, [part])[0] for part in parts]
+    kept = tuple(k for k, a in enumerate(axes) if a not in reduced)
+    grid = np.moveaxis(_grid(operand.grid.shape, parts), kept, range(len(kept)))
+    shape = grid.shape[: len(kept)]
+    totals = []
+    for cells in grid.reshape(math.prod(shape), -1):
+        total = cells[0].array
+        for part in cells[1:]:
+            total = FOLDS[eqn.primitive.name](total, part.array)
+        totals.append(Value(total, join(cells)))
+    new = tuple(axes[k] - sum(d < axes[k] for d in reduced) for k in kept)
+    return _of(_grid(shape, totals), new)
+
+
+def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:
+    """How to compute one slice of a result whose slices are all alike."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "broadcast_in_dim" and params.get("sharding") is None and len(ins) == 1:
+        dims, shape = params["broadcast_dimensions"], params["shape"]
+
+        def filled(axes):
+            if any(a in dims for a in axes):
+                return None
+            new = tuple(d - sum(a < d for a in axes) for d in dims)
+            within = {"shape": remaining(shape, axes), "broadcast_dimensions": new}
+            return jx.bind(eqn.replace(params={**params, **within}), [ins[0].array])[0]
+
+        return filled
+    if name in ELEMENTWISE and len(eqn.outvars) == 1 and any(v.row for v in ins):
+        if all(v.row or not a.aval.shape for v, a in zip(ins, eqn.invars, strict=True)):
+
+            def computed(axes):
+                arrays = [v.row(axes) if v.row else v.array for v in ins]
+                return None if any(a is None for a in arrays) else jx.bind(eqn, arrays)[0]
+
+            return computed
+    return None

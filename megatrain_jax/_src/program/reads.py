@@ -1,0 +1,270 @@
+"""Walks a traced loss on what is known of its values: which slices of parameters are read when.
+
+Nothing is computed. A value that is only parameters, rearranged or changed element by element, has
+views of them; an equation on data that takes one is a read. For `x = tanh(x @ w[0])` and then
+`x = tanh(x @ w[1])` there are two reads, of positions 0 and 1 along axis 0 of `w`, and the second
+comes after the first; axes 1 and 2 of `w` are mixed by the product.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program import known
+from megatrain_jax._src.program.grid import ELEMENTWISE, REDUCTIONS, moved
+from megatrain_jax._src.program.loops import reads_by_counter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """Where the slices of a parameter along one of its axes are in a value.
+
+    Attributes:
+        parameter: The parameter.
+        axis: Its axis.
+        grid: The positions along that axis.
+        axes: The axes of the value that the grid's axes are.
+        plain: Whether the parameter was only changed element by element, and alone.
+    """
+
+    parameter: int
+    axis: int
+    grid: np.ndarray
+    axes: tuple[int, ...]
+    plain: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The parameter and its axis."""
+        return self.parameter, self.axis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trail:
+    """What is known of a value.
+
+    Attributes:
+        views: The slices of parameters in it.
+        parameters: The parameters it depends on; those of values that depend on data are left out.
+        before: The reads it comes after, one bit each.
+        of_data: Whether it depends on data.
+        integers: The integers it holds, if they follow from nothing.
+    """
+
+    views: tuple[View, ...] = ()
+    parameters: frozenset[int] = frozenset()
+    before: int = 0
+    of_data: bool = False
+    integers: known.Known | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Read:
+    """An equation on data that takes parameters.
+
+    Attributes:
+        positions: For each parameter, by axis, which one position it takes of those it is cut at.
+        before: The reads it comes after, one bit each.
+    """
+
+    positions: Mapping[int, Mapping[int, int]]
+    before: int
+
+
+class Reads:
+    """The reads of a loss.
+
+    Attributes:
+        reads: In order.
+        scans: For each scan over plain parameters along axis 0 these parameters.
+        mixed: Parameters and axes whose slices an equation takes together, with its name.
+        remade: Parameters whose slices are mixed in an array that a scan takes slice by slice.
+        looped: Parameters that a loop which stays one slices by its counter.
+    """
+
+    def __init__(self, traced: jx.Traced, num_parameters: int):
+        """Walks a loss whose inputs are constants, then parameters, then data."""
+        self.reads: list[Read] = []
+        self.scans: list[tuple[int, ...]] = []
+        self.mixed: dict[tuple[int, int], str] = {}
+        self.remade: set[int] = set()
+        self.looped: set[int] = set()
+        trails = [Trail(integers=known.constant(c)) for c in traced.consts]
+        inputs = traced.jaxpr.invars[len(traced.consts) :]
+        for p, v in enumerate(inputs):
+            trails.append(_parameter(p, v.aval.shape) if p < num_parameters else _DATA)
+        self._walk(traced.jaxpr, trails)
+
+    def _walk(self, jaxpr, trails: Sequence[Trail]) -> list[Trail]:
+        env = dict(zip(jaxpr.invars, trails, strict=True))
+        for eqn in jaxpr.eqns:
+            outs = self._eqn(eqn, [_literal(a) if jx.is_literal(a) else env[a] for a in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [_literal(a) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
+
+    def _call(self, jaxpr, ins):
+        opened = jx.opened(jaxpr)
+        consts = [Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
+        env = [*consts, *ins]
+        body = opened if not opened.constvars else jx.sub_jaxpr(
+            opened, opened.eqns, [*opened.constvars, *opened.invars], opened.outvars
+        )  # fmt: skip
+        return self._walk(body, env)
+
+    def _eqn(self, eqn, ins: list[Trail]) -> Sequence[Trail]:
+        name = eqn.primitive.name
+        if jx.called(eqn) is not None:
+            return self._call(eqn.params[jx.CALLS.get(name, "jaxpr")], ins)
+        if name == "cond" and ins[0].integers is not None:
+            branches = eqn.params["branches"]
+            which = int(np.clip(ins[0].integers.value, 0, len(branches) - 1))
+            return self._call(branches[which], ins[1:])
+        if name == "scan" and self._is_over_layers(eqn, ins):
+            return self._unrolled(eqn, ins)
+        if name == "scan":
+            for x in ins[sum(jx.scan_parts(eqn)) :]:
+                self.remade |= set() if x.of_data else x.parameters
+        if name in ("scan", "while"):
+            self._note_loop(eqn, ins)
+        return self._applied(eqn, ins)
+
+    def _is_candidate(self, view: View) -> bool:
+        """Whether it may still be taken slice by slice."""
+        return view.grid.size > 1 and (view.plain and not view.axis or view.key not in self.mixed)
+
+    def _is_over_layers(self, eqn, ins) -> bool:
+        num_consts, num_carry = jx.scan_parts(eqn)
+        xs = [v for x in ins[num_consts + num_carry :] for v in x.views if v.axes[:1] == (0,)]
+        scanned = [v.parameter for v in xs if v.plain and not v.axis]
+        if scanned and (leaves := tuple(dict.fromkeys(scanned))) not in self.scans:
+            self.scans.append(leaves)
+        return any(map(self._is_candidate, xs)) or self._takes_by_counter(eqn, ins)
+
+    def _takes_by_counter(self, eqn, ins) -> bool:
+        stacked = [any(map(self._is_candidate, x.views)) for x in ins]
+        return reads_by_counter(eqn, stacked, [x.integers is not None for x in ins])
+
+    def _note_loop(self, eqn, ins) -> None:
+        for k, x in enumerate(ins):
+            if any(map(self._is_candidate, x.views)):
+                alone = [j == k for j in range(len(ins))]
+                if reads_by_counter(eqn, alone, [y.integers is not None for y in ins]):
+                    self.looped |= x.parameters
+
+    def _unrolled(self, eqn, ins):
+        num_consts, num_carry = jx.scan_parts(eqn)
+        consts, xs = ins[:num_consts], ins[num_consts + num_carry :]
+        carry = ins[num_consts : num_consts + num_carry]
+        length = eqn.params["length"]
+        given = []
+        for i in range(length - 1, -1, -1) if eqn.params["reverse"] else range(length):
+            rows = [_row(x, i) for x in xs]
+            out = self._call(eqn.params["jaxpr"], [*consts, *carry, *rows])
+            carry = out[:num_carry]
+            given.append(out[num_carry:])
+        return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
+
+    def _together(self, trails: Sequence[Trail]) -> Trail:
+        for view in (v for x in trails for v in x.views):
+            self.mixed.setdefault(view.key, "scan")
+        return _joined(trails)
+
+    def _applied(self, eqn, ins: list[Trail]) -> list[Trail]:
+        joined = _joined(ins)
+        integers = known.results(eqn, [x.integers for x in ins])
+        views: list[list[View]] = [[] for _ in eqn.outvars]
+        taken: dict[int, dict[int, int]] = {}
+        if joined.of_data:
+            taken = {p: {} for x in ins if not x.of_data for p in sorted(x.parameters)}
+        for k, view in ((k, v) for k, x in enumerate(ins) for v in x.views):
+            if joined.of_data and view.grid.size == 1:
+                taken.setdefault(view.parameter, {})[view.axis] = view.grid.item()
+            elif (found := _moved(eqn, k, view, ins)) is not None:
+                for row, new in zip(views, found, strict=True):
+                    row += [] if new is None else [new]
+            elif view.grid.size == 1:
+                one = dataclasses.replace(view, grid=view.grid.reshape(()), axes=(), plain=False)
+                for row in views:
+                    row.append(one)
+            else:
+                self.mixed.setdefault(view.key, eqn.primitive.name)
+        before = joined.before
+        if taken:
+            self.reads.append(Read(positions=taken, before=before))
+            before |= 1 << len(self.reads) - 1
+        return [
+            dataclasses.replace(joined, views=tuple(row), before=before, integers=number)
+            for row, number in zip(views, integers, strict=True)
+        ]
+
+
+_DATA = Trail(of_data=True)
+
+
+def _parameter(p: int, shape: tuple[int, ...]) -> Trail:
+    views = [
+        View(parameter=p, axis=axis, grid=_positions(n), axes=(axis,), plain=True)
+        for axis, n in enumerate(shape)
+        if n > 1
+    ]
+    return Trail(views=tuple(views), parameters=frozenset((p,)))
+
+
+@functools.lru_cache
+def _positions(n: int) -> np.ndarray:
+    return np.arange(n)
+
+
+def _literal(atom: Any) -> Trail:
+    return Trail(integers=known.constant(atom.val))
+
+
+def _joined(trails: Sequence[Trail]) -> Trail:
+    of_data = any(x.of_data for x in trails)
+    before = 0
+    for x in trails:
+        before |= x.before
+    parameters: frozenset[int] = frozenset()
+    if not of_data:
+        parameters = parameters.union(*(x.parameters for x in trails))
+    return Trail(parameters=parameters, before=before, of_data=of_data)
+
+
+def _row(x: Trail, i: int) -> Trail:
+    """Slice `i` along axis 0."""
+    views = []
+    for view in x.views:
+        grid, axes = view.grid, view.axes
+        if axes[:1] == (0,):
+            grid, axes = np.asarray(grid[i]), axes[1:]
+        views.append(dataclasses.replace(view, grid=grid, axes=tuple(a - 1 for a in axes),
+                                         plain=False))  # fmt: skip
+    integers = None if x.integers is None else x.integers.row(i)
+    return dataclasses.replace(x, views=tuple(views), integers=integers)
+
+
+def _moved(eqn, k: int, view: View, ins: Sequence[Trail]) -> list[View | None] | None:
+    """Where a view of operand `k` is in each result; None if its slices are mixed or lost."""
+    name, aval = eqn.primitive.name, eqn.invars[k].aval
+    if name in ELEMENTWISE:
+        if any(v.aval.shape != aval.shape for v in eqn.outvars):
+            return None
+        alone = all(v.parameter == view.parameter for x in ins for v in x.views)
+        return [dataclasses.replace(view, plain=view.plain and alone) for _ in eqn.outvars]
+    if k or not view.axes:
+        return None
+    if name in REDUCTIONS and not set(eqn.params["axes"]).isdisjoint(view.axes):
+        return [None]
+
+    def integers(j: int) -> np.ndarray | None:
+        found = ins[j].integers
+        return None if found is None else found.value
+
+    found = moved(eqn, view.grid, view.axes, integers)
+    if found is None:
+        return None
+    return [dataclasses.replace(view, grid=m.grid, axes=m.axes, plain=False) for m in found]

@@ -1,0 +1,272 @@
+"""Finds stacked parameters: one array for all layers, which the loss takes layer by layer.
+
+A scan over plain parameters along axis 0 says so itself. Other slices, by hand, by a loop's
+counter, along another axis, are layers if every use of the parameter is such a slice, each layer
+is read after the one before, and a layer is more than what all of them share.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.index import Index, index_of, sliced_axes
+from megatrain_jax._src.program.reads import Reads
+
+# Less than this part of a model's parameters is worth no stages of its own.
+_SMALLEST = 1 / 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Parameters whose slices are the layers of one loop.
+
+    Attributes:
+        slices: For each parameter its slices, layer by layer.
+        layers: The number of each layer, as an index of the parameter that is read first.
+        named: The parameters that its name is made of: not those that only join a scan.
+        between: Other parameters that are read between its layers.
+        scanned: Whether a scan over the parameters themselves says that they are layers.
+    """
+
+    slices: Mapping[int, tuple[Index, ...]]
+    layers: tuple[Index, ...]
+    named: tuple[int, ...]
+    between: frozenset[int] = frozenset()
+    scanned: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """What was found in a loss.
+
+    Attributes:
+        stacks: Those that can be cut into layers.
+        mixed: Other parameters that are read layer by layer, and an operation that takes several
+            of these layers together.
+        partial: Parameters of whose layers only some are read.
+        remade: Parameters that a scan takes slices of in another array, made of them.
+        looped: Parameters that a loop which can't be unrolled slices by its counter.
+    """
+
+    stacks: tuple[Stack, ...]
+    mixed: Mapping[int, str]
+    partial: frozenset[int]
+    remade: frozenset[int]
+    looped: frozenset[int]
+
+    @property
+    def scanned(self) -> tuple[Stack, ...]:
+        """What scans over parameters take, and nothing else."""
+        return tuple(
+            dataclasses.replace(stack, slices={p: stack.slices[p] for p in stack.named})
+            for stack in self.stacks if stack.scanned
+        )  # fmt: skip
+
+
+def find_stacks(traced: jx.Traced, num_parameters: int) -> Stacks:
+    """Finds the stacks of a loss whose inputs are constants, then parameters, then data."""
+    finder = _Finder(traced, num_parameters)
+    stacks = finder.stacks()
+    cut = {p for stack in stacks for p in stack.slices}
+    mixed = {p: name for p, name in finder.mixed().items() if p not in cut}
+    return Stacks(
+        stacks=tuple(stacks),
+        mixed=mixed,
+        partial=frozenset(p for p in finder.partial() if p not in cut and p not in mixed),
+        remade=frozenset(finder.found.remade - cut - mixed.keys()),
+        looped=frozenset(finder.found.looped - cut),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sliced:
+    """A parameter that is read slice by slice.
+
+    Attributes:
+        parameter: The parameter.
+        order: Its slices in the order in which they are first read.
+        first: When that is, as the number of a read.
+        reads: All reads of each, one bit each.
+    """
+
+    parameter: int
+    order: tuple[Index, ...]
+    first: tuple[int, ...]
+    reads: tuple[int, ...]
+
+    def alternates_with(self, other: "_Sliced") -> bool:
+        """Whether both have as many slices, and are read in turn."""
+        if len(self.order) != len(other.order):
+            return False
+        rows = list(zip(self.first, other.first, strict=True))
+        return all(max(a) < min(b) for a, b in zip(rows, rows[1:], strict=False))
+
+
+class _Finder:
+    def __init__(self, traced: jx.Traced, num_parameters: int):
+        self.found = Reads(traced, num_parameters)
+        invars = traced.jaxpr.invars[len(traced.consts) :][:num_parameters]
+        self.shapes = [tuple(v.aval.shape) for v in invars]
+        self.sizes = [jx.num_elements(v.aval) for v in invars]
+        self.plain = {p for leaves in self.found.scans for p in leaves}
+        self.taken: list[list[tuple[int, Mapping[int, int]]]] = [[] for _ in self.shapes]
+        for r, read in enumerate(self.found.reads):
+            for p, at in read.positions.items():
+                self.taken[p].append((r, at))
+        self.sliced = {p: s for p in range(num_parameters) if (s := self._sliced(p)) is not None}
+
+    def _sliced(self, p: int) -> _Sliced | None:
+        """How a parameter is read, if it is by slices of axes that nothing mixes, all of them.
+
+        Of several choices of axes the most along which slices are read in turn: of an array of
+        shape (3, layers, ...) that holds queries, keys and values axis 1 alone.
+        """
+        taken = self.taken[p]
+        axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
+        counts = range(len(axes), 0, -1)
+        for chosen in itertools.chain(*(itertools.combinations(axes, n) for n in counts)):
+            sliced = self._along(p, chosen)
+            if sliced is not None and self._one_by_one(sliced):
+                return sliced
+        return next(filter(None, (self._along(p, axes[:n]) for n in counts)), None)
+
+    def _along(self, p: int, axes: Sequence[int]) -> _Sliced | None:
+        """The slices of a parameter along some axes, if all are read."""
+        rows: dict[tuple[int, ...], int] = {}
+        first: list[int] = []
+        for r, at in self.taken[p]:
+            if at.keys() >= set(axes):
+                place = tuple(at[axis] for axis in axes)
+                if place not in rows:
+                    first.append(r)
+                rows[place] = rows.get(place, 0) | 1 << r
+        if len(rows) < math.prod(self.shapes[p][axis] for axis in axes):
+            return None
+        order = tuple(index_of(axes, place) for place in rows)
+        return _Sliced(parameter=p, order=order, first=tuple(first), reads=tuple(rows.values()))
+
+    def _may_be_cut(self, p: int, axis: int) -> bool:
+        return (p, axis) not in self.found.mixed or axis == 0 and p in self.plain
+
+    def stacks(self) -> list[Stack]:
+        """All stacks: those of scans, joined by what is read in turn with them, then others."""
+        stacks = [self._scanned(leaves) for leaves in self.found.scans]
+        claimed = {p for stack in stacks for p in stack.slices}
+        rest = [s for p, s in sorted(self.sliced.items()) if p not in claimed]
+        for k, stack in enumerate(stacks):
+            lead = next((self.sliced[p] for p in stack.slices if p in self.sliced), None)
+            if lead is not None and set(lead.order) == set(stack.layers):
+                mine = [s for s in rest if s.alternates_with(lead)]
+                rest = [s for s in rest if s not in mine]
+                added = {s.parameter: _in_order(stack, lead, s) for s in mine}
+                stacks[k] = dataclasses.replace(stack, slices={**stack.slices, **added})
+        while rest:
+            lead = min(rest, key=lambda s: s.first)
+            group = [s for s in rest if s is lead or s.alternates_with(lead)]
+            rest = [s for s in rest if s not in group]
+            if (stack := self._layers(lead, group)) is not None:
+                stacks.append(stack)
+        return stacks
+
+    def _scanned(self, leaves: Sequence[int]) -> Stack:
+        """What one scan takes along axis 0; layer by layer, if it is all in groups of layers."""
+        known = [self.sliced[p] for p in leaves if p in self.sliced]
+        orders = {frozenset(s.order) for s in known}
+        grouped = len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_turn, known))
+        axes = sliced_axes(known[0].order[0]) if grouped else (0,)
+        if axes[0] != 0:
+            axes = (0,)
+        shape = [self.shapes[leaves[0]][axis] for axis in axes]
+        layers = tuple(index_of(axes, place) for place in np.ndindex(*shape))
+        slices = dict.fromkeys(leaves, layers)
+        return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
+
+    def _in_turn(self, one: _Sliced) -> bool:
+        """Whether each slice is read after the one before."""
+        pairs = zip(one.reads, one.reads[1:], strict=False)
+        return all(a & self._before(b) for a, b in pairs)
+
+    def _one_by_one(self, one: _Sliced) -> bool:
+        """Whether each slice is read after the one before, which is not read again."""
+        pairs = zip(one.reads, one.reads[1:], strict=False)
+        over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
+        return over and self._in_turn(one)
+
+    def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
+        """The stack of parameters that are read in turn, if these are layers."""
+        own = {s.parameter for s in group}
+        reads = [
+            functools.reduce(operator.or_, rows)
+            for rows in zip(*(s.reads for s in group), strict=True)
+        ]
+        before = [self._before(row) for row in reads]
+        gaps = []
+        for k in range(1, len(reads)):
+            if not before[k] & reads[k - 1]:
+                return None  # beside each other, as experts are, or query, key and value
+            gaps.append(self._parameters(before[k] & ~before[k - 1]) - own)
+        shared = set.intersection(*gaps)
+        size, whole = sum(self.sizes[p] for p in own), sum(self.sizes)
+        if size < _SMALLEST * whole or size / len(reads) < sum(self.sizes[p] for p in shared):
+            return None
+        return Stack(
+            slices={s.parameter: s.order for s in group},
+            layers=lead.order,
+            named=tuple(s.parameter for s in group),
+            between=frozenset().union(*gaps),
+        )
+
+    def mixed(self) -> dict[int, str]:
+        """Parameters whose slices are read one after another, but also together."""
+        found: dict[int, str] = {}
+        for (p, axis), name in self.found.mixed.items():
+            if self._some_in_turn(p, axis):
+                found.setdefault(p, name)
+        return found
+
+    def partial(self) -> list[int]:
+        """Parameters of whose slices some are read one after another, and others not at all."""
+        return [
+            p for p, shape in enumerate(self.shapes)
+            if p not in self.sliced and any(self._some_in_turn(p, a) for a in range(len(shape)))
+        ]  # fmt: skip
+
+    def _some_in_turn(self, p: int, axis: int) -> bool:
+        """Whether several slices along an axis are read, each after the one before."""
+        rows: dict[int, int] = {}
+        for r, at in self.taken[p]:
+            if axis in at:
+                rows[at[axis]] = rows.get(at[axis], 0) | 1 << r
+        reads = list(rows.values())
+        pairs = list(zip(reads, reads[1:], strict=False))
+        return bool(pairs) and all(a & self._before(b) for a, b in pairs)
+
+    def _before(self, reads: int) -> int:
+        return functools.reduce(operator.or_, (self.found.reads[r].before for r in _bits(reads)))
+
+    def _parameters(self, reads: int) -> set[int]:
+        return {p for r in _bits(reads) for p in self.found.reads[r].positions}
+
+
+def _bits(number: int) -> Iterator[int]:
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
+
+
+def _in_order(stack: Stack, lead: _Sliced, other: _Sliced) -> tuple[Index, ...]:
+    """Another parameter's slices in the order of a stack, of which `lead` is a part."""
+    partner = dict(zip(lead.order, other.order, strict=True))
+    return tuple(partner[index] for index in stack.slices[lead.parameter])

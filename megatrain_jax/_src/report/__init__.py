@@ -1,0 +1,1 @@
+"""What a run needs, as numbers and as a table."""

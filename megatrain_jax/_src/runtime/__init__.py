@@ -1,0 +1,1 @@
+"""What happens while a run trains: state, transfers, the engine, interrupts."""

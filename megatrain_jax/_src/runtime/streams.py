@@ -1,0 +1,86 @@
+"""Copies of slabs between host and device, both directions side by side.
+
+XLA's GPU client gives each copy between memory spaces the next of four streams in turn, whatever
+its direction (as profiles of JAX 0.11.2 show). A copy to the device whose turn comes behind a long
+copy to the host then waits for that, while its own direction of the link is idle. So each direction
+keeps to two of the four streams. Where it isn't its turn and the other direction has nothing to
+copy, the stream gets a copy of one number in the direction that is its own: one in the other
+direction would hold it up just as well.
+
+A call of `device_put` takes far longer in Python than an array in it. So copies are gathered until
+something needs them, and then those that go the same way and whose turns are neighbours share one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.state.pool import device, pinned
+
+Slabs = tuple[jax.Array, ...]
+Done = Callable[[Slabs], object]
+"""What takes the copies of slabs, which may not be there yet."""
+
+_INWARD = (True, True, False, False)
+
+
+class Copies:
+    """Gathers copies and dispatches them; nothing here waits."""
+
+    def __init__(self, platform: str):
+        """Starts with the first stream.
+
+        Args:
+            platform: What `jax.default_backend()` says; copies take streams in turn on a "gpu".
+        """
+        self._take_turns = platform == "gpu"
+        self._turn = 0
+        self.forget()
+        self._targets = {True: device(), False: pinned()}
+        number = jnp.zeros((), jnp.int32)
+        self._numbers = {
+            way: jax.device_put(number, self._targets[not way]) for way in (True, False)
+        }
+
+    def forget(self) -> None:
+        """Forgets what has been gathered and not dispatched."""
+        self._gathered: dict[bool, list[tuple[Slabs, Done]]] = {True: [], False: []}
+
+    def to_device(self, slabs: Slabs, done: Done) -> None:
+        """Gathers copies to the device."""
+        self._gathered[True].append((slabs, done))
+
+    def to_host(self, slabs: Slabs, done: Done) -> None:
+        """Gathers copies to pinned host memory."""
+        self._gathered[False].append((slabs, done))
+
+    @property
+    def fetching(self) -> bool:
+        """Whether a copy to the device has been gathered and not dispatched."""
+        return bool(self._gathered[True])
+
+    def dispatch(self) -> None:
+        """Dispatches what has been gathered; each direction keeps its order."""
+        gathered = self._gathered
+        self.forget()
+        slabs = {way: [x for slabs, _ in rows for x in slabs] for way, rows in gathered.items()}
+        copied = {way: iter(arrays) for way, arrays in self._copy(slabs).items()}
+        for way, rows in gathered.items():
+            for originals, done in rows:
+                done(tuple(islice(copied[way], len(originals))))
+
+    def _copy(self, slabs: dict[bool, list[jax.Array]]) -> Mapping[bool, Sequence[jax.Array]]:
+        if not self._take_turns:
+            return {way: jax.device_put(xs, self._targets[way]) for way, xs in slabs.items() if xs}
+        copied: dict[bool, list[jax.Array]] = {True: [], False: []}
+        while slabs[True] or slabs[False]:
+            way = _INWARD[self._turn]
+            run = _INWARD.index(way) + _INWARD.count(way) - self._turn
+            mine, slabs[way] = slabs[way][:run], slabs[way][run:]
+            passed = run - len(mine) if slabs[not way] else 0
+            arrays = jax.device_put([*mine, *[self._numbers[way]] * passed], self._targets[way])
+            copied[way] += arrays[: len(mine)]
+            self._turn = (self._turn + len(arrays)) % len(_INWARD)
+        return copied

@@ -1,0 +1,1 @@
+"""When: instructions, tasks, residency, clock and search; the standard library only."""

@@ -1,0 +1,80 @@
+"""Estimates when each record of a schedule happens, from a few rates.
+
+Four things work side by side: the driver, which dispatches; the device, which computes in order;
+and the two directions of the link. A copy to the device starts no earlier than what was dispatched
+to the device before it, since its memory is allocated in the order of the computations.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from megatrain_jax._src.schedule.tasks import Costs, PartKey
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """When each of the four is done with what it has been given, in seconds.
+
+    Attributes:
+        costs: The rates.
+        driver: When the driver can dispatch the next record.
+        device: When the device has computed everything.
+        inward: When everything has arrived on the device.
+        outward: When everything has left it.
+        arrived: When each part that was fetched is there.
+        computed: When each item has been computed.
+        landed: When each part that an item offloaded is in the host.
+    """
+
+    costs: Costs
+    driver: float = 0.0
+    device: float = 0.0
+    inward: float = 0.0
+    outward: float = 0.0
+    arrived: dict[PartKey, float] = field(default_factory=dict)
+    computed: dict[int, float] = field(default_factory=dict)
+    landed: dict[tuple[int, PartKey], float] = field(default_factory=dict)
+
+    def fetch(self, key: PartKey, size: int) -> None:
+        """Copies a part to the device."""
+        self._dispatch()
+        start = max(self.driver, self.inward, self.device)
+        self.inward = self.arrived[key] = start + size * self.costs.byte
+
+    def compute(self, touches: tuple[PartKey, ...], seconds: float, item: int) -> None:
+        """Computes on parts."""
+        self._dispatch()
+        self.device = self.computed[item] = self.over(touches, seconds)
+        for key in touches:
+            self.arrived.pop(key, None)
+
+    def over(self, touches: Iterable[PartKey], seconds: float) -> float:
+        """When something would be computed if it came next."""
+        ready = (self.arrived.get(key, 0.0) for key in touches)
+        return max(self.driver, self.device, *ready) + seconds
+
+    def offload(self, key: PartKey, size: int, item: int) -> None:
+        """Copies a part that was computed last to the host."""
+        self._dispatch()
+        start = max(self.driver, self.outward, self.device)
+        self.outward = self.landed[item, key] = start + size * self.costs.byte
+
+    def wait(self, item: int) -> None:
+        """Waits until an item has been computed."""
+        self.driver = max(self.driver, self.computed.pop(item, 0.0))
+
+    def land(self, item: int, key: PartKey) -> None:
+        """Waits until a part that an item offloaded is in the host."""
+        self.driver = max(self.driver, self.landed.pop((item, key), 0.0))
+
+    def next_lap(self, num_items: int) -> "Clock":
+        """This clock as the lap that follows one of `num_items` items sees it."""
+        return replace(
+            self,
+            arrived=dict(self.arrived),
+            computed={item - num_items: at for item, at in self.computed.items()},
+            landed={(item - num_items, key): at for (item, key), at in self.landed.items()},
+        )
+
+    def _dispatch(self) -> None:
+        self.driver += self.costs.dispatch

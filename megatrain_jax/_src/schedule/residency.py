@@ -1,0 +1,283 @@
+"""Lays down the records of a lap within a byte limit.
+
+Parts are fetched in the order of their use, as far ahead as the limit allows and the link needs to
+be busy, and stay as long as their next use lies within that reach. What an item has to have is made
+room for by waiting; what is further ahead is fetched into room that the clock says is free.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from megatrain_jax._src.schedule.clock import Clock
+from megatrain_jax._src.schedule.tasks import (
+    LASTING,
+    Item,
+    Op,
+    PartKey,
+    Record,
+    Step,
+    Use,
+    Workload,
+)
+
+_At = TypeVar("_At")
+
+
+@dataclass(kw_only=True)
+class Device:
+    """What is on the device while records are laid down, and how many bytes that is.
+
+    Attributes:
+        workload: The sizes.
+        limit: Bytes that may be on the device.
+        resident: Parts that stay.
+        clock: When things happen, as far as can be estimated.
+        present: Parts on the device that the engine may use.
+        dirty: Those whose host copy is not current.
+        reserved: Parts to come that have their room, and how many of each.
+        reserved_bytes: Bytes of that room.
+        used: By item, bytes that are free once it has been computed.
+        leaving: By item and part, in the order of their dispatch, bytes that are free once the
+            part has landed in the host.
+        num_bytes: Bytes on the device.
+        reach: How many uses, counted from the start of the lap at hand, have been fetched or have
+            their room.
+        records: What was laid down since the start of the lap.
+        ledger: Bytes on the device after each record.
+    """
+
+    workload: Workload
+    limit: int
+    resident: frozenset[PartKey]
+    clock: Clock
+    present: set[PartKey] = field(default_factory=set)
+    dirty: set[PartKey] = field(default_factory=set)
+    reserved: Counter[PartKey] = field(default_factory=Counter)
+    used: dict[int, int] = field(default_factory=dict)
+    leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    num_bytes: int = 0
+    reach: int = 0
+    records: list[Record] = field(default_factory=list)
+    ledger: list[int] = field(default_factory=list)
+
+    def next_lap(self, num_items: int, reach: int) -> "Device":
+        """This state as the lap that follows one of `num_items` items sees it."""
+        return replace(
+            self,
+            clock=self.clock.next_lap(num_items),
+            present=set(self.present),
+            dirty=set(self.dirty),
+            reserved=Counter(self.reserved),
+            used={item - num_items: size for item, size in self.used.items()},
+            leaving={(i - num_items, key): size for (i, key), size in self.leaving.items()},
+            reach=reach,
+            records=[],
+            ledger=[],
+        )
+
+    def joined(self, other: "Device") -> "Device":
+        """What either may hold, at the time of the other; the same parts are present in both."""
+        assert self.present == other.present and self.reserved == other.reserved
+        used = _largest(self.used, other.used)
+        leaving = _largest(self.leaving, other.leaving)
+        held = sum(map(self.workload.size, self.present))
+        return replace(
+            other,
+            dirty=self.dirty | other.dirty,
+            used=used,
+            leaving=leaving,
+            num_bytes=held + sum(used.values()) + sum(leaving.values()),
+        )
+
+    def holds_no_more_than(self, other: "Device") -> bool:
+        """Whether nothing more is dirty or on its way here."""
+        return (
+            self.dirty <= other.dirty
+            and all(size <= other.used.get(item, 0) for item, size in self.used.items())
+            and all(size <= other.leaving.get(at, 0) for at, size in self.leaving.items())
+        )
+
+    @property
+    def room(self) -> int:
+        """Bytes that nothing occupies or has been promised."""
+        return self.limit - self.num_bytes - self.reserved_bytes
+
+    # ---- records
+
+    def wait(self, item: int) -> None:
+        """Waits until an item has been computed."""
+        self.num_bytes -= self.used.pop(item)
+        self.clock.wait(item)
+        self._emit(Record(op=Op.WAIT, item=item))
+
+    def land(self, item: int, key: PartKey) -> None:
+        """Waits until a part that an item offloaded is in the host."""
+        self.num_bytes -= self.leaving.pop((item, key))
+        self.clock.land(item, key)
+        self._emit(Record(op=Op.LAND, group=key[1], part=key[0], item=item))
+
+    def fetch(self, key: PartKey, item: int) -> None:
+        """Brings a part before an item computes."""
+        self.present.add(key)
+        self._use_reservation(key)
+        self.num_bytes += self.workload.size(key)
+        self.clock.fetch(key, self.workload.size(key))
+        self._emit(Record(op=Op.FETCH, group=key[1], part=key[0], item=item))
+
+    def compute(self, step: Step, item: int) -> None:
+        """Computes one step of an item."""
+        for key in step.creates:
+            self.present.add(key)
+            self._use_reservation(key)
+            self.num_bytes += self.workload.size(key)
+        assert self.present.issuperset(step.touches)
+        self.dirty.update(step.dirties)
+        for key in step.kills:
+            self.present.discard(key)
+            self.dirty.discard(key)
+            # Its memory is free once the device has got there, which only a WAIT tells.
+            self.used[item] = self.used.get(item, 0) + self.workload.size(key)
+        self.clock.compute(step.touches, step.seconds, item)
+        self._emit(step.record)
+
+    def evict(self, key: PartKey, item: int) -> None:
+        """Drops a part after its last use in an item, to the host if that has no current copy."""
+        size = self.workload.size(key)
+        self.present.discard(key)
+        if key in self.dirty:
+            self.dirty.discard(key)
+            self.leaving[item, key] = size
+            self.clock.offload(key, size, item)
+            self._emit(Record(op=Op.OFFLOAD, group=key[1], part=key[0], item=item))
+        else:
+            self.used[item] = self.used.get(item, 0) + size
+            self._emit(Record(op=Op.RELEASE, group=key[1], part=key[0], item=item))
+
+    def reserve(self, key: PartKey) -> None:
+        """Promises room to a part that is to come."""
+        self.reserved[key] += 1
+        self.reserved_bytes += self.workload.size(key)
+
+    def _use_reservation(self, key: PartKey) -> None:
+        if key not in self.reserved:
+            return
+        self.reserved_bytes -= self.workload.size(key)
+        self.reserved[key] -= 1
+        if not self.reserved[key]:
+            del self.reserved[key]
+
+    def _emit(self, record: Record) -> None:
+        self.records.append(record)
+        # Two laps may leave different things; what the first waits are for never is all of them.
+        self.ledger.append(min(self.num_bytes, self.limit))
+
+    # ---- laps
+
+    def run(self, items: Sequence[Item], later: Iterable[Item], boundary: int) -> None:
+        """Lays down the records of items; on return, `boundary` uses of `later` have their room.
+
+        Args:
+            items: The items of a lap.
+            later: Those that follow.
+            boundary: How many of the uses in `later` are reached at the end, and no more.
+        """
+        line = [use for item in (*items, *later) for use in item.uses]
+        starts = [0]
+        for item in items:
+            starts.append(starts[-1] + len(item.uses))
+        line = line[: starts[-1] + boundary]
+        needs: dict[PartKey, list[int]] = {}
+        for at, use in enumerate(line):
+            if not use.creates:
+                needs.setdefault(use.key, []).append(at)
+        for number, item in enumerate(items):
+            last = number == len(items) - 1
+            early = boundary if last else items[number + 1].num_early
+            self._make_ready(number, item, line, starts[number + 1] + early)
+            if last:  # a first lap may not use all that stays
+                for key in sorted(key for key in self.resident - self.present if key[0] in LASTING):
+                    self.fetch(key, number)
+            for at, step in enumerate(item.steps):
+                self.compute(step, number)
+                for key in step.touches:
+                    if item.last_step[key] == at and key in self.present:
+                        if not self._is_needed(needs, key, starts[number + 1]):
+                            self.evict(key, number)
+
+    def run_to_rest(self, items: Sequence[Item]) -> None:
+        """Lays down the records of items after which nothing is on the device."""
+        self.resident = frozenset()
+        self.reserved.clear()
+        self.reserved_bytes = 0
+        uses = [use.key for item in items for use in item.uses]
+        here = (at for at, key in enumerate(uses) if key not in self.present)
+        self.reach = next(here, len(uses))
+        for key in sorted(self.present.difference(uses[: self.reach])):
+            self.evict(key, -1)
+        self.run(items, (), 0)
+        while self.used or self.leaving:
+            self._wait_for_oldest()
+        assert not self.present and not self.num_bytes
+
+    def _make_ready(self, number: int, item: Item, line: Sequence[Use], must: int) -> None:
+        """Fetches what the item and the start of the next one use, and what keeps the link busy.
+
+        The device always has the item before this one to compute while the driver waits here.
+        """
+        while self.room < 0:
+            self._wait_for_oldest()
+        for before in sorted(at for at in self.used if at < number - 1):
+            self.wait(before)
+        for at in [at for at in self.leaving if at[0] < number]:
+            if self.clock.landed.get(at, 0.0) <= self.clock.driver:
+                self.land(*at)
+        # What is fetched the next time can't come before this item is computed. More than keeps
+        # the link busy until then would only wait in line, where streams overtake one another.
+        seconds = sum(step.seconds for step in item.steps)
+        enough = self.clock.over((use.key for use in item.uses), seconds)
+        while self.reach < len(line):
+            use = line[self.reach]
+            size = self._missing(use)
+            while size > self.room and self.reach < must:
+                self._wait_for_oldest()
+            ahead = self.reach >= must and self._has_to_come(use)
+            if size > self.room or (ahead and self.clock.inward > enough):
+                break
+            if use.creates:
+                self.reserve(use.key)
+            elif self._has_to_come(use):
+                self.fetch(use.key, number)
+            self.reach += 1
+
+    def _missing(self, use: Use) -> int:
+        """Bytes that have to become free for a use."""
+        known = use.key in self.reserved or use.key in self.present
+        return 0 if known and not use.creates else self.workload.size(use.key)
+
+    def _has_to_come(self, use: Use) -> bool:
+        """Whether a use needs a copy; what has its room and doesn't last is still to be made."""
+        known = use.key in self.present or (use.key in self.reserved and use.key[0] not in LASTING)
+        return not use.creates and not known
+
+    def _wait_for_oldest(self) -> None:
+        oldest = min((*self.used, *(item for item, _ in self.leaving)), default=None)
+        assert oldest is not None, "the limit is below the least that a lap needs"
+        if oldest in self.used:
+            self.wait(oldest)
+        else:
+            self.land(*next(at for at in self.leaving if at[0] == oldest))
+
+    def _is_needed(self, needs: dict[PartKey, list[int]], key: PartKey, start: int) -> bool:
+        if key in self.resident:
+            return True
+        places = needs.get(key, [])
+        at = bisect_left(places, start)
+        return at < len(places) and places[at] < self.reach
+
+
+def _largest(one: dict[_At, int], other: dict[_At, int]) -> dict[_At, int]:
+    return {at: max(one.get(at, 0), other.get(at, 0)) for at in {**one, **other}}

@@ -1,0 +1,1 @@
+"""What has to be set before JAX starts."""

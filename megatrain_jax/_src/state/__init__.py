@@ -1,0 +1,1 @@
+"""Where: groups, layouts, the host pool, hardware."""

@@ -1,0 +1,164 @@
+"""Machines that a plan can be made for, and the rates that bound a step on them."""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.startup import allocator
+from megatrain_jax._src.state import pool
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One accelerator and its host, as far as a plan is concerned.
+
+    Attributes:
+        name: What the plan calls it.
+        host_bytes: Host memory that training may use; `None` if unknown.
+        typical_host_bytes: What plans count as host memory where `host_bytes` isn't given.
+        device_bytes: Memory of the accelerator; `None` if unknown.
+        device_share: Share of it that JAX may allocate; `None` for what `XLA_CLIENT_MEM_FRACTION`
+            says, which importing this library sets to 0.85.
+        link_bytes_per_s: Bytes a second between host and device, each way.
+        flops_per_s: Floating-point operations a second in bfloat16 matrix products.
+        memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
+            without it, what only moves bytes there counts as free.
+        sustained: Share of `flops_per_s` that a whole step reaches, all its operations counted.
+        source: Where the two rates come from; vendors' peaks are never reached.
+
+    Raises:
+        TypeError: If an attribute is of another type; bytes are integers.
+        ValueError: If a number is not positive, or `sustained` is above 1.
+
+    Examples:
+        A known card in a host with 256 GiB:
+
+        >>> import dataclasses
+        >>> machine = dataclasses.replace(RTX_4090, host_bytes=256 * 2**30)
+        >>> machine.name, machine.device_bytes // 2**30
+        ('NVIDIA GeForce RTX 4090', 24)
+    """
+
+    name: str
+    host_bytes: int | None = None
+    typical_host_bytes: int | None = None
+    device_bytes: int | None = None
+    device_share: float | None = None
+    link_bytes_per_s: float
+    flops_per_s: float
+    memory_bytes_per_s: float = math.inf
+    sustained: float = 0.7
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        """Checks that every rate can be divided by."""
+        for name in ("name", "source"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(checks.refused(name, "a str", value))
+        for name in ("host_bytes", "typical_host_bytes", "device_bytes"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
+        for name in ("link_bytes_per_s", "flops_per_s", "sustained"):
+            checks.number(name, getattr(self, name), above=0)
+        if self.memory_bytes_per_s != math.inf:
+            checks.number("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
+        if self.device_share is not None:
+            checks.number("device_share", self.device_share, above=0)
+        for name in ("sustained", "device_share"):
+            if (value := getattr(self, name)) is not None and value > 1:
+                raise ValueError(checks.refused(name, "a share of at most 1", value))
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Device memory that JAX may allocate; `None` if unknown."""
+        if self.device_bytes is None:
+            return None
+        share = allocator.fraction() if self.device_share is None else self.device_share
+        return int(share * self.device_bytes)
+
+    @property
+    def assumed_host_bytes(self) -> int | None:
+        """Host memory, if need be what is typical; `None` if unknown."""
+        return self.typical_host_bytes if self.host_bytes is None else self.host_bytes
+
+
+# Typical hosts: an eighth of a server with eight cards and 2 TiB (H200) or 1 TiB (A100), and a
+# desktop computer of the card's time.
+#
+# Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few
+# GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
+# reports 143771 MiB.
+H200 = Hardware(
+    name="NVIDIA H200",
+    typical_host_bytes=256 * _GIB,
+    device_bytes=143771 * 2**20,
+    link_bytes_per_s=47e9,
+    flops_per_s=730e12,
+    memory_bytes_per_s=4.8e12,
+    sustained=0.75,
+    source="measured",
+)
+# The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
+# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way.
+# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s.
+A100_80GB = Hardware(
+    name="NVIDIA A100 80GB",
+    typical_host_bytes=128 * _GIB,
+    device_bytes=80 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=312e12,
+    memory_bytes_per_s=2.0e12,
+    source="vendor peak",
+)
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s.
+RTX_3080 = Hardware(
+    name="NVIDIA GeForce RTX 3080",
+    typical_host_bytes=32 * _GIB,
+    device_bytes=10 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=59.5e12,
+    memory_bytes_per_s=760e9,
+    source="vendor peak",
+)
+# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s.
+RTX_4090 = Hardware(
+    name="NVIDIA GeForce RTX 4090",
+    typical_host_bytes=64 * _GIB,
+    device_bytes=24 * _GIB,
+    link_bytes_per_s=31.5e9,
+    flops_per_s=165.2e12,
+    memory_bytes_per_s=1008e9,
+    source="vendor peak",
+)
+
+_ASSUMED = "assumed, those of an A100"
+_BY_DEVICE_KIND = {
+    "NVIDIA H200": H200,
+    "NVIDIA A100-SXM4-80GB": A100_80GB,
+    "NVIDIA A100 80GB PCIe": A100_80GB,
+    "NVIDIA GeForce RTX 3080": RTX_3080,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+}
+
+
+def this_machine() -> Hardware | None:
+    """Looks up the first JAX device among the known cards; starts JAX's backend.
+
+    Returns:
+        The card with this machine's host memory and the device memory that JAX may use here; for a
+        GPU that is not known, rates of another one; `None` for what is no GPU.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return None
+    unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
+    card = _BY_DEVICE_KIND.get(device.device_kind, unknown)
+    # An allocator that takes memory as it needs it says 0.
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    share = 1.0 if limit else card.device_share
+    limit = limit or card.device_bytes
+    return replace(card, host_bytes=pool.total_bytes(), device_bytes=limit, device_share=share)

@@ -1,0 +1,1 @@
+"""The loop around steps: batches, records, evaluation, checkpoints."""

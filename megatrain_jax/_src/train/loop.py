@@ -1,0 +1,202 @@
+"""The training loop: steps in flight, their records, evaluation and checkpoints.
+
+The loop never waits for the step it has just dispatched: a step's metrics are read one step late,
+so that the driver always has the next one ready while the device computes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from megatrain_jax._src.adapt.adapters import EVALUATED
+from megatrain_jax._src.build.batches import batch_size
+from megatrain_jax._src.build.options import LoopOptions, eval_batches
+from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
+from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.source import Prefetch
+from megatrain_jax._src.trainer import Trainer
+
+Callback = Callable[[Trainer, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Save:
+    """When a run saves, if it does."""
+
+    series: Checkpoints | None
+    trainer: Trainer
+    position: Callable[[], dict[str, Any] | None]
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        return self.series is not None and self.series.is_due(step)
+
+    def now(self) -> None:
+        """Begins to save."""
+        assert self.series is not None
+        self.series.save(self.trainer, self.position())
+
+    def at_end(self) -> None:
+        """Saves the last step, if it is not saved yet, and waits until it is whole."""
+        if self.series is not None:
+            if self.series.saved != self.trainer.num_steps:
+                self.now()
+            self.series.finish(self.trainer)
+
+    def give_up(self) -> None:
+        """Waits for what is being written, where another error is on its way."""
+        if self.series is not None:
+            self.series.finish_quietly(self.trainer)
+
+    @property
+    def where(self) -> str:
+        """Where the last step is, for a message."""
+        return "" if self.series is None else f", saved in {self.series.folder}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A step that was dispatched and whose metrics were not read yet."""
+
+    step: int
+    metrics: dict[str, Any]
+    size: int
+    unit: str
+    began: float
+
+
+class Loop:
+    """The steps in flight and where their records go.
+
+    A signal takes effect between the pieces of work that belong together: a step and its place
+    among those in flight, a record and its place in the history. A body that is the user's own
+    and may hang (drawing a batch, an evaluation's too) gives way to a second one.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: LoopOptions,
+        save: Save,
+        bar: tqdm,
+        signals: Signals,
+    ):
+        """Starts with none in flight."""
+        self.trainer = trainer
+        self.options = options
+        self.save = save
+        self.callbacks = options.callbacks
+        self.bar = bar
+        self.signals = signals
+        self.pending: deque[_Pending] = deque()
+        self.unreported: deque[tuple[dict[str, Any], str]] = deque()
+
+    def run(self, batches: Prefetch) -> None:
+        """Trains until `batches` ends, and completes every record."""
+        for batch in batches:
+            began = time.perf_counter()
+            size, unit = batch_size(batch)
+            with deferred_interrupt():
+                metrics = self.trainer.step(batch)
+                step = self.trainer.num_steps
+                self.pending.append(
+                    _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
+                )
+            # Not cut off at once, which would kill a generator that the user wants to go on with.
+            with deferred_interrupt(insist=True):
+                batches.fill()
+            every = self.options.eval_every
+            due = every is not None and step % every == 0
+            evaluate = self.options.eval_data is not None and (due or batches.exhausted)
+            save = self.save.is_due(step)
+            self.complete(keep=0 if evaluate or save else 1, evaluate=evaluate)
+            if save:
+                with deferred_interrupt():
+                    self.save.now()
+            if self.signals.ending:  # a callback kept the `KeyboardInterrupt` to itself
+                raise KeyboardInterrupt
+        self.complete(keep=0)
+
+    def finish(self) -> None:
+        """Completes every record, without evaluating, and brings all state to rest on the host."""
+        try:
+            while self.pending:
+                with deferred_interrupt():
+                    self._read_oldest()
+        finally:
+            with deferred_interrupt():
+                self.trainer.flush()
+        self._report()
+
+    def complete(self, *, keep: int, evaluate: bool = False) -> None:
+        """Completes and reports the oldest records until only `keep` steps are unread.
+
+        Args:
+            keep: How many steps stay in flight.
+            evaluate: Whether to evaluate with the last one; then none may stay in flight.
+        """
+        assert not (evaluate and keep)
+        self._report()
+        while len(self.pending) > keep:
+            with deferred_interrupt():
+                record = self._read_oldest()
+            if evaluate and not self.pending:
+                record.update(self._evaluate())
+            self._report()
+
+    def _read_oldest(self) -> dict[str, Any]:
+        pending = self.pending[0]
+        try:
+            metrics = self.trainer.read(pending.metrics)
+        except FloatingPointError:
+            self.pending.clear()  # what was dispatched after that step did nothing
+            raise
+        self.pending.popleft()
+        following = self.pending[0].began if self.pending else time.perf_counter()
+        seconds = following - pending.began
+        record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}
+        self.trainer.history.append(record)
+        self.unreported.append((record, f"{pending.size / seconds:,.0f} {pending.unit}/s"))
+        return record
+
+    def _report(self) -> None:
+        """Shows complete records and hands them to the callbacks."""
+        while self.unreported:
+            record, rate = self.unreported.popleft()
+            skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
+            shown = f"loss {record['loss']:.4g}, {rate}{skipped}"
+            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.update()
+            for callback in self.callbacks:
+                self._call(callback, record)
+
+    def _call(self, callback: Callback, record: dict[str, Any]) -> None:
+        before = self.trainer.num_steps
+        try:
+            # One that stops the run does so again for the steps that were still in flight.
+            with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
+                callback(self.trainer, record)
+            if self.trainer.num_steps != before:
+                raise RuntimeError(
+                    f"a callback has moved the trainer from step {before} to "
+                    f"{self.trainer.num_steps} while it is trained. To step, restore or train by "
+                    "hand, end the run by raising KeyboardInterrupt, and go on with its result."
+                )
+        except Exception:
+            self.callbacks = ()  # the run ends with this error, and is not to meet it again
+            raise
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.options.eval_data is not None
+        batches = eval_batches(self.options.eval_data)
+        try:
+            means = self.trainer.evaluate(batches)
+        except Exception as error:
+            error.add_note("This was raised by the evaluation of `eval_data`.")
+            raise
+        return {EVALUATED + name: value for name, value in means.items()}

@@ -1,0 +1,158 @@
+"""One call of `fit` or `train`, from its first step to what it leaves behind, however it ends."""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.runtime.interrupt import Signals
+from megatrain_jax._src.train.loop import Loop, Save
+from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult
+from megatrain_jax._src.train.series import Checkpoints
+from megatrain_jax._src.train.source import Prefetch, Source, is_state
+from megatrain_jax._src.trainer import Trainer
+
+# What a process ends with that SIGTERM has ended: 128 and the signal's number.
+_TERMINATED = 143
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call of `fit` or `train`: a trainer, and where its data is.
+
+    Attributes:
+        trainer: The trainer.
+        source: The data.
+        first: How many batches of the data came before the run's first step.
+        counted_from: The trainer's step that `steps` are counted from.
+    """
+
+    trainer: Trainer
+    source: Source
+    first: int
+    counted_from: int
+
+    def train(
+        self,
+        batches: Iterable[Any],
+        options: LoopOptions,
+        series: Checkpoints | None,
+    ) -> FitResult:
+        """Trains on batches until they end or all steps were done, then saves the last one.
+
+        Whatever ends the run, the steps in flight are completed and the last one is saved before
+        the error is raised or, after SIGTERM, the process ends.
+        """
+        trainer = self.trainer
+        before, steps, progress = trainer.num_steps, options.steps, options.progress
+        left = None if steps is None else max(0, steps - (before - self.counted_from))
+        save = Save(series, trainer, lambda: self._position(before))
+        if left == 0:
+            return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
+        error: BaseException | None = None
+        with Signals() as signals, tqdm(total=left, unit="step", disable=not progress) as bar:
+            loop = Loop(trainer, options, save, bar, signals)
+            try:
+                some = batches if left is None else islice(batches, min(left, sys.maxsize))
+                loop.run(Prefetch(some, trainer.check_batch))
+            except BaseException as raised:
+                error = raised
+            signals.ending = True
+            insisted: KeyboardInterrupt | None = None
+            try:
+                error = _complete(loop, error)
+                if series is not None:
+                    bar.set_description("saving")
+                error = _saved(save, error, trained=trainer.num_steps > before)
+                bar.set_description()
+            except KeyboardInterrupt as third:
+                insisted = third
+        if interrupted := signals.came or isinstance(error, KeyboardInterrupt):
+            if progress or signals.came:
+                reason = f" by {signals.names}" if signals.came else ""
+                where = save.where if _is_quiet(error) and insisted is None else ""
+                tqdm.write(
+                    f"Interrupted{reason} after step {trainer.num_steps}{where}.", file=sys.stderr
+                )
+        elif error is None:
+            error = self._ran_out(steps, before)
+        if signals.terminates:
+            raise SystemExit(_TERMINATED) from error
+        if insisted is not None:
+            raise insisted
+        if not _is_quiet(error):
+            assert error is not None
+            raise error
+        signals.hand_on()
+        return FitResult(trainer=trainer, history=trainer.history, interrupted=interrupted)
+
+    def _ran_out(self, steps: int | None, before: int) -> DataRanOutError | None:
+        """The error of a run whose data ended too early."""
+        now = self.trainer.num_steps
+        if now == before and self.first == 0:
+            return DataRanOutError(EMPTY)
+        done = now - self.counted_from
+        if steps is None or done == steps:
+            return None
+        return DataRanOutError(
+            f"`data` ran out after {done} of `steps`={steps} batches. The steps done are kept: "
+            "this error's `.result` holds the trainer and the history. Pass `steps=None` to train "
+            "until the data ends, or data that repeats."
+        )
+
+    def _position(self, before: int) -> dict[str, Any] | None:
+        position = self.source.position(self.first + self.trainer.num_steps - before)
+        # How many batches were used before a trainer was trained on with, nobody knows.
+        return None if self.counted_from and not is_state(position) else position
+
+
+def _complete(loop: Loop, error: BaseException | None) -> BaseException | None:
+    """Completes the steps in flight; returns the error that the run ends with."""
+    try:
+        loop.finish()
+    except Exception as late:
+        return _joined(error, late)
+    return error
+
+
+def _saved(save: Save, error: BaseException | None, trained: bool) -> BaseException | None:
+    """Saves the last step, if there is where to; returns the error that the run ends with."""
+    if save.series is None:
+        return error
+    trainer = save.trainer
+    try:
+        if _is_quiet(error):
+            save.at_end()
+        elif trained:
+            save.at_end()
+            _note(error, f"Step {trainer.num_steps} is saved in {save.series.folder}.")
+        else:
+            save.give_up()
+            _note(error, f"No step was done, so nothing was saved in {save.series.folder}.")
+    except Exception as late:
+        save.give_up()
+        return _joined(error, late)
+    return error
+
+
+def _is_quiet(error: BaseException | None) -> bool:
+    """Whether a run that ends so returns its result."""
+    return error is None or isinstance(error, KeyboardInterrupt)
+
+
+def _joined(error: BaseException | None, late: Exception) -> BaseException:
+    """The first error, which knows of one that came while the run ended."""
+    if _is_quiet(error):
+        return late
+    assert error is not None
+    _note(error, f"While the run ended, there was one more error: {type(late).__name__}: {late}")
+    return error
+
+
+def _note(error: BaseException | None, text: str) -> None:
+    if error is not None and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)

@@ -1,0 +1,209 @@
+"""The checkpoints of one training run: one every so many steps, of which the newest are kept."""
+
+import os
+import warnings
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatrain_jax._src.checkpoint import folder, manifest
+from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.save import Saving
+from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.trainer import Trainer
+
+
+class Checkpoints:
+    """Saves to and resumes from a folder with one subfolder a step.
+
+    No other run can write to the folder until this is closed; it is a context manager.
+
+    Attributes:
+        folder: The folder.
+        every: Save after each step whose number this divides; None saves at a run's end only.
+        saved: The step of the newest checkpoint of this run; None before there is one.
+    """
+
+    def __init__(self, path: str | PathLike[str], every: int | None, keep: int):
+        """Makes the folder and removes what a process that died has left unfinished there.
+
+        Args:
+            path: The folder.
+            every: See above.
+            keep: How many checkpoints to keep.
+
+        Raises:
+            TypeError: If `path` is no path.
+            ValueError: If `path` is none that Orbax can write to and read from.
+            CheckpointError: If another run has the folder, or it can't be written.
+        """
+        self.folder = folder.local_path(path, "checkpoint_dir")
+        self.every, self._keep = every, keep
+        self._workspace = Workspace(self.folder / NAME, self.folder)
+        self.saved: int | None = None
+        self._saving: Saving | None = None
+        self._left_alone: set[int] = set()
+
+    def __enter__(self) -> "Checkpoints":
+        """Gives itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Lets others have the folder, once what is still being written is whole."""
+        self._workspace.release(run=True)
+
+    def resume(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Restores the newest checkpoint that is whole; newer ones are set aside.
+
+        Returns:
+            What was kept beside the arrays, where the data was among it; None if there is no
+            checkpoint.
+
+        Raises:
+            CheckpointError: If there are checkpoints, but none that this trainer can go on from, or
+                something else is where later ones would be.
+        """
+        refused: dict[int, CheckpointError] = {}
+        for step in reversed(folder.steps(self.folder)):
+            try:
+                facts = self._restore(trainer, step)
+            except CheckpointError as error:
+                refused[step] = error
+                continue
+            for number, error in refused.items():
+                self._set_aside(number, error, step)
+            self.begin(trainer)
+            return facts
+        if refused:
+            raise next(iter(refused.values()))
+        self.begin(trainer)
+        return None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Checks that nothing in the folder is in the way of the steps that a trainer will take.
+
+        Raises:
+            CheckpointError: If something there has the number of a later step.
+        """
+        start = trainer.num_steps
+        numbers = folder.numbered(self.folder)
+        strange = [n for n in numbers if not folder.has_manifest(self.folder / str(n))]
+        if later := [str(n) for n in numbers if n > start]:
+            raise CheckpointError(
+                f"this run starts from step {start}, but {self.folder} holds {', '.join(later)}, "
+                "which later checkpoints would have for names. Choose another folder or move what "
+                "is there; `fit(resume=True)` goes on from whole checkpoints of the same run"
+            )
+        for number in strange:
+            self._leave_alone(
+                number, f"it has no {folder.MANIFEST}, so it is no checkpoint of ours"
+            )
+        self.saved = start if start in numbers and start not in strange else None
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        return self.every is not None and step % self.every == 0
+
+    def save(self, trainer: Trainer, position: dict[str, Any] | None) -> None:
+        """Begins to save a trainer's state, once the save before is over.
+
+        Args:
+            trainer: The trainer; its history is complete.
+            position: Where the data is, as JSON; None if that is unknown.
+
+        Raises:
+            CheckpointError: If this or the save before could not be written.
+        """
+        self.finish(trainer)
+        path = self.folder / str(trainer.num_steps)
+        # A callback may have saved this step by itself; nothing else can be replaced.
+        if os.path.lexists(path) and (strange := _strange(path)):
+            raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
+        facts = {} if position is None else {"data": position}
+        self._saving = trainer.start_saving(path, facts, workspace=self._workspace)
+        self.saved = trainer.num_steps
+
+    def finish(self, trainer: Trainer) -> None:
+        """Waits for a save, then removes the oldest checkpoints.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        if self._saving is not None:
+            try:
+                self._saving.wait()
+            except CheckpointError:
+                self._saving = self.saved = None
+                raise
+            self._saving = None
+            self._remove_oldest()
+
+    def finish_quietly(self, trainer: Trainer) -> None:
+        """Does the same where another error is on its way."""
+        with suppress(CheckpointError, OSError):
+            self.finish(trainer)
+
+    def _restore(self, trainer: Trainer, step: int) -> dict[str, Any]:
+        path = self.folder / str(step)
+        if (found := manifest.read(path)["step"]) != step:
+            raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
+        facts = trainer.restore(path)
+        if "data" not in facts:
+            warnings.warn(
+                f"{path}, saved by hand or by `train`, doesn't say where `data` was: as many "
+                "batches as it has steps are skipped.",
+                stacklevel=4,
+            )
+            facts["data"] = {"batches": step}
+        return facts
+
+    def _set_aside(self, step: int, error: CheckpointError, resumed: int) -> None:
+        """Gives a checkpoint that was refused another name, so that steps go by number again."""
+        path, number = self.folder / str(step), 1
+        while os.path.lexists(aside := path.with_name(f"{step}.refused-{number}")):
+            number += 1
+        try:
+            path.rename(aside)
+            where = f"It is called {aside.name} now"
+        except OSError as reason:
+            where = f"It can't be renamed ({reason})"
+        warnings.warn(
+            f"{error} Resumed from step {resumed} instead. {where}.",
+            stacklevel=4,
+        )
+
+    def _remove_oldest(self) -> None:
+        """Removes all but the newest checkpoints; warns once of what can't be removed."""
+        assert self.saved is not None
+        steps = [s for s in folder.steps(self.folder) if s not in self._left_alone]
+        for step in [s for s in steps if s <= self.saved][: -self._keep]:
+            path = self.folder / str(step)
+            try:
+                if strange := _strange(path):
+                    self._leave_alone(step, f"megatrain_jax didn't make {strange}")
+                else:
+                    self._workspace.discard(path)
+            except (OSError, CheckpointError) as error:
+                self._leave_alone(step, f"{type(error).__name__}: {error}")
+
+    def _leave_alone(self, step: int, why: str) -> None:
+        self._left_alone.add(step)
+        warnings.warn(f"{self.folder / str(step)} is left alone: {why}", stacklevel=5)
+
+
+def _strange(path: Path) -> str:
+    """What is strange about a checkpoint, so that it must not be deleted; nothing if all is ours.
+
+    Raises:
+        CheckpointError: If it is no checkpoint of this library.
+    """
+    if path.is_symlink():
+        return "that symbolic link"
+    return ", ".join(manifest.strangers(path)[:3])

@@ -1,0 +1,149 @@
+"""Batches on their way to the device: drawn from the user's data, and put there early."""
+
+import base64
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from tqdm.auto import tqdm
+
+# A step or two may be drawn ahead of the one that is saved.
+_STATES_KEPT = 4
+_END = object()
+
+
+class Source(Iterator[Any]):
+    """The user's iterator, and how to get back to where it was.
+
+    An iterator with `get_state` and `set_state`, as Grain's have them, is asked for its state
+    after each batch; of any other one the batches are counted.
+
+    Attributes:
+        count: How many batches it gave since the data's start.
+    """
+
+    def __init__(self, data: Iterable[Any]):
+        """Starts iterating; draws nothing yet."""
+        self._iterator: Any = iter(data)
+        self.count = 0
+        self._states: dict[int, Any] = {}
+
+    def __next__(self) -> Any:
+        """Gives the next batch."""
+        batch = next(self._iterator)
+        self.count += 1
+        if hasattr(self._iterator, "get_state"):
+            self._states[self.count] = self._iterator.get_state()
+            self._states.pop(self.count - _STATES_KEPT, None)
+        return batch
+
+    def position(self, count: int) -> dict[str, Any]:
+        """Where the data was after `count` batches, one of the last few, as JSON."""
+        state = self._states.get(count)
+        if isinstance(state, bytes):
+            return {"batches": count, "bytes": base64.b64encode(state).decode()}
+        return {"batches": count, "state": state}
+
+    def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
+        """Goes to where the data was, by its state or by skipping batches.
+
+        Raises:
+            ValueError: If the data ends before.
+        """
+        state = position.get("state")
+        if "bytes" in position:
+            state = base64.b64decode(position["bytes"])
+        if state is not None and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(state)
+            self.count = position["batches"]
+            return
+        skipped = range(self.count, position["batches"])
+        for _ in tqdm(skipped, "skipping batches", unit="batch", disable=not progress):
+            if next(self, _END) is _END:
+                raise ValueError(
+                    f"`data` gave {self.count} batches, but {position['batches']} were used before "
+                    "the checkpoint: it is other data, or shorter"
+                )
+
+
+def is_state(position: Mapping[str, Any]) -> bool:
+    """Whether a position is the iterator's own state, not a number of batches."""
+    return position.get("state") is not None or "bytes" in position
+
+
+class Prefetch(Iterator[Any]):
+    """Iterates over `data` with the next batches already on the device.
+
+    Call `fill` once a step has been dispatched: what the iterable does to make the next batch,
+    and the batch's way to the device, then hide under that step. Batches are put there with an
+    explicit `jax.device_put`, which `jax.transfer_guard` permits.
+
+    It draws from the iterable only on `fill` and on `next`, never beyond `depth` batches ahead.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        check: Callable[[Any], None],
+        depth: int = 1,
+    ):
+        """Starts iterating; draws nothing yet.
+
+        Args:
+            data: An iterable of batches.
+            check: Raises a `TypeError` or `ValueError` if a batch, which is on the host yet, is
+                wrong.
+            depth: How many batches `fill` draws ahead.
+
+        Raises:
+            ValueError: If `depth` is less than 1.
+        """
+        if depth < 1:
+            raise ValueError(f"`depth` must be at least 1, but is {depth}")
+        self._source = iter(data)
+        self._depth = depth
+        self._ready: deque[Any] = deque()
+        self._check = check
+        self._drawn = 0
+
+    def fill(self) -> None:
+        """Draws batches until `depth` of them are ready or the data has ended.
+
+        Raises:
+            TypeError: If a batch is of a wrong kind.
+            ValueError: If a batch is wrong.
+        """
+        while len(self._ready) < self._depth:
+            try:
+                batch = next(self._source)
+            except StopIteration:
+                return
+            self._drawn += 1
+            with numbered(self._drawn):
+                self._check(batch)
+            self._ready.append(jax.device_put(batch))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no batch is ready; after `fill`, whether the data has ended."""
+        return not self._ready
+
+    def __next__(self) -> Any:
+        """Gives the oldest batch that is ready, drawing one if none is."""
+        if not self._ready:
+            self.fill()
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+
+@contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """Tells with an error which batch of `data` it was about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(f"This was batch {number} of `data` (counted from 1).")
+        raise

@@ -1,0 +1,20 @@
+"""Conversations and plain text as packed batches: files in, NumPy arrays out.
+
+It needs more than the rest of the library, and is imported on its own:
+``from megatrain_jax import data``.
+"""
+
+try:
+    import grain  # noqa: F401
+    import pyarrow  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as caught:
+    raise ImportError(
+        f'`megatrain_jax.data` needs {caught.name}: pip install "megatrain-jax[finetune]"'
+    ) from caught
+
+from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.load import chat, text
+from megatrain_jax._src.data.report import DataError, Summary
+
+__all__ = ["DataError", "Dataset", "Summary", "chat", "text"]

@@ -1,1 +1,0 @@
-"""Where state lives: layouts, the pinned-host pool, the store, the plan."""

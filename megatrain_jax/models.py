@@ -1,0 +1,31 @@
+"""Open-weights language models as Flax modules: built, loaded, saved.
+
+    pretrained = models.load_pretrained("folder/of/a/checkpoint")
+    result = mt.fit(
+        pretrained.model, models.next_token_loss, data, optimizer, params=pretrained.params
+    )
+    models.save_pretrained(result.trainer, "folder/of/the/result")
+
+A user of the core's public names only. Loading needs `pip install "megatrain-jax[finetune]"`.
+"""
+
+from megatrain_jax._src.models.causal_attention import attention
+from megatrain_jax._src.models.config import DecoderConfig
+from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.export import save_pretrained
+from megatrain_jax._src.models.loss import next_token_loss
+from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
+from megatrain_jax._src.models.rotary import Rope
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Experts",
+    "Pretrained",
+    "Rope",
+    "attention",
+    "load_pretrained",
+    "next_token_loss",
+    "save_pretrained",
+]

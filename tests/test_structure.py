@@ -1,0 +1,100 @@
+"""The house rules that a reader relies on: which room imports which, and that all stays small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "megatrain_jax" / "_src"
+# From the ground up: a room imports from those in the lines above its own, and from itself.
+FLOORS = (
+    "common startup",
+    "schedule program",
+    "program/optimizer program/loss",
+    "state adapt",
+    "kernels",
+    "build",
+    "report runtime",
+    "checkpoint",
+    "history",
+    "trainer",
+    "train planning",
+    "fit losses",
+    "data models",
+)
+FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}
+# To be mended; a file that holds the rules has no place here.
+TOO_HIGH = {"build/run_spec.py", "kernels/cache.py", "program/optimizer/trace.py"}
+TOO_LONG = {
+    "adapt/adapters.py",
+    "build/run_spec.py",
+    "kernels/cache.py",
+    "program/jaxpr.py",
+    "program/loss/stages.py",
+    "runtime/engine.py",
+    "schedule/tasks.py",
+    "trainer.py",
+}
+FILES = sorted(SOURCES.rglob("*.py"))
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 60
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(SOURCES))
+
+
+def room_of(file: str) -> str:
+    """The room a file is in; the files beside the rooms are rooms of their own."""
+    parts = Path(file).with_suffix("").parts
+    return max(("/".join(parts[:n]) for n in (1, 2) if "/".join(parts[:n]) in FLOOR_OF), key=len)
+
+
+def imported(path: Path) -> set[str]:
+    """The files of the library that a file imports from."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{path} imports by a relative path"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    inside = {n.removeprefix("megatrain_jax._src.") for n in names if n.startswith("megatrain_jax")}
+    return {f for name in inside if (SOURCES / (f := name.replace(".", "/") + ".py")).exists()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_a_room_imports_from_rooms_below_it(path: Path):
+    if path.name == "__init__.py":
+        assert not imported(path)
+        return
+    mine = room_of(short(path))
+    others = {f for f in imported(path) if room_of(f) != mine}
+    assert bool({f for f in others if FLOOR_OF[room_of(f)] >= FLOOR_OF[mine]}) == (
+        short(path) in TOO_HIGH
+    )
+
+
+def test_schedules_need_nothing_but_the_standard_library():
+    for path in (SOURCES / "schedule").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "import jax" not in text and "import numpy" not in text, path
+
+
+@pytest.mark.parametrize("room", ["data", "models"])
+def test_what_is_built_on_the_library_uses_its_public_names(room: str):
+    for path in (SOURCES / room).glob("*.py"):
+        rooms = {room_of(file) for file in imported(path)}
+        assert rooms <= {room, "common", "losses"}, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_files_and_functions_stay_small(path: Path):
+    text = path.read_text(encoding="utf-8")
+    lengths = [len(text.splitlines()) - MOST_LINES]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[bool(ast.get_docstring(node)) :] or node.body
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1
+            lengths.append(lines - MOST_LINES_OF_A_FUNCTION)
+    assert (max(lengths) > 0) == (short(path) in TOO_LONG)
