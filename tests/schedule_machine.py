@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.tasks import Op, PartKey, Record, Workload
+from megatrain_jax._src.schedule.tasks import Instruction, Op, PartKey, Workload
 from workloads import MOVES, WAITS
 
 
 @dataclass(kw_only=True)
 class Machine:
-    """Runs records on version numbers.
+    """Runs instructions on version numbers.
 
     The version of masters and optimizer state is the number of their updates, that of a gradient
     the lap that made it and the stages summed into it, that of a value or residuals the run that
@@ -25,16 +25,16 @@ class Machine:
     truth: dict[PartKey, Any] = field(default_factory=dict)  # as if nothing ever moved
     host: dict[PartKey, Any] = field(default_factory=dict)
     device: dict[PartKey, Any] = field(default_factory=dict)
-    used: dict[int, int] = field(default_factory=dict)  # free once the item has been computed
+    used: dict[int, int] = field(default_factory=dict)  # free once the task has been computed
     leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)  # free once landed
     kind: str = ""
     lap: int = 0
     runs: int = 0
-    last_read: dict[int, Record] = field(default_factory=dict)  # of the lap at hand, by value
+    last_read: dict[int, Instruction] = field(default_factory=dict)  # of the lap at hand, by value
     kept: frozenset[int] = frozenset()  # stages of the lap at hand that keep residuals
-    begun: int = 0  # number of the first item of this lap
-    item: int = -1  # the last item seen
-    computing: int = -1  # the last item that computed
+    begun: int = 0  # number of the first task of this lap
+    task: int = -1  # the last task seen
+    computing: int = -1  # the last task that computed
     staged: bool = False  # its stage has been computed
     fetched: dict[PartKey, int] = field(default_factory=dict)
     reduced: dict[int, int] = field(default_factory=dict)
@@ -56,108 +56,110 @@ class Machine:
         self.workload = replace(self.workload, kept=schedule.kept)
         self.kept = schedule.kept if kind in ("cold", "steady") else frozenset()
         self.last_read = {
-            i: record
-            for record in getattr(schedule, kind)
-            if record.stage is not None
-            for i in self.values(self.workload.reads, record.stage)
+            i: instruction
+            for instruction in getattr(schedule, kind)
+            if instruction.stage is not None
+            for i in self.values(self.workload.reads, instruction.stage)
         }
-        for record, promised in zip(getattr(schedule, kind), schedule.ledger[kind], strict=True):
-            assert record.item is not None
-            self.item = max(self.item, self.begun + record.item)
-            if record.op in MOVES:
-                self.move(record, self.begun + record.item, exact)
+        for instruction, promised in zip(
+            getattr(schedule, kind), schedule.ledger[kind], strict=True
+        ):
+            assert instruction.task is not None
+            self.task = max(self.task, self.begun + instruction.task)
+            if instruction.op in MOVES:
+                self.move(instruction, self.begun + instruction.task, exact)
             else:
-                self.compute(record, self.begun + record.item)
+                self.compute(instruction, self.begun + instruction.task)
             held = sum(self.workload.size(key) for key in self.device)
             actual = held + sum(self.used.values()) + sum(self.leaving.values())
             assert actual == promised if exact else actual <= promised
             assert promised <= schedule.peak_bytes
         assert not any(key[0] in "AR" for key in (*self.truth, *self.device, *self.host))
         if kind in ("cold", "steady"):
-            self.begun += schedule.num_items
+            self.begun += schedule.num_tasks
             self.check_end_of_lap()
         else:
             self.check_rest()
-            self.begun, self.item, self.computing = 0, -1, -1
+            self.begun, self.task, self.computing = 0, -1, -1
             self.fetched.clear()
 
     def values(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
         return table[stage] if table else ()
 
-    def move(self, record: Record, item: int, exact: bool) -> None:
-        key = (str(record.part), -1 if record.group is None else record.group)
-        if record.op in WAITS:
-            assert item <= self.computing, "waits for what was not dispatched"
-            waits = record.op is Op.WAIT
-            freed = self.used.pop(item, 0) if waits else self.leaving.pop((item, key), 0)
+    def move(self, instruction: Instruction, task: int, exact: bool) -> None:
+        key = (str(instruction.part), -1 if instruction.group is None else instruction.group)
+        if instruction.op in WAITS:
+            assert task <= self.computing, "waits for what was not dispatched"
+            waits = instruction.op is Op.WAIT
+            freed = self.used.pop(task, 0) if waits else self.leaving.pop((task, key), 0)
             assert freed or not exact, "nothing to wait for"
             return
         assert self.workload.size(key) and key[0] != "R"
-        if record.op is Op.FETCH:
+        if instruction.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"
-            assert self.computing < item, "an item fetches before it computes"
+            assert self.computing < task, "a task fetches before it computes"
             self.device[key] = self.host[key]
-            # What the first item needs after a rest can't have been fetched ahead.
-            ahead = self.kind == "steady" or item > self.begun
-            self.fetched[key] = item if ahead else item - 1
+            # What the first task needs after a rest can't have been fetched ahead.
+            ahead = self.kind == "steady" or task > self.begun
+            self.fetched[key] = task if ahead else task - 1
             return
-        assert item == self.computing, "evictions follow the op they wait for"
-        if record.op is Op.RELEASE:
+        assert task == self.computing, "evictions follow the op they wait for"
+        if instruction.op is Op.RELEASE:
             assert self.host[key] == self.device[key], "a changed part is dropped"
         self.host[key] = self.device.pop(key)
-        if record.op is Op.RELEASE:
-            self.free(key, item)
+        if instruction.op is Op.RELEASE:
+            self.free(key, task)
         else:
-            self.leaving[item, key] = self.workload.size(key)
+            self.leaving[task, key] = self.workload.size(key)
 
-    def free(self, key: PartKey, item: int) -> None:
-        self.used[item] = self.used.get(item, 0) + self.workload.size(key)
+    def free(self, key: PartKey, task: int) -> None:
+        self.used[task] = self.used.get(task, 0) + self.workload.size(key)
 
-    def compute(self, record: Record, item: int) -> None:
-        assert item >= self.computing
-        self.staged = record.stage is not None or (self.staged and item == self.computing)
-        self.computing = item
-        group = -1 if record.group is None else record.group
-        if record.stage is not None:
-            for owner in set(self.workload.stages[record.stage]):
+    def compute(self, instruction: Instruction, task: int) -> None:
+        assert task >= self.computing
+        self.staged = instruction.stage is not None or (self.staged and task == self.computing)
+        self.computing = task
+        group = -1 if instruction.group is None else instruction.group
+        if instruction.stage is not None:
+            for owner in set(self.workload.stages[instruction.stage]):
                 self.read("P", owner, stage=True)
                 updates = self.lap - (self.kind in ("cold", "steady"))
                 assert self.truth["P", owner] == updates, "a stage reads the last step's masters"
-                if record.op is Op.BACKWARD:
-                    self.add_gradient(owner, record.stage)
-            for i in self.values(self.workload.reads, record.stage):
+                if instruction.op is Op.BACKWARD:
+                    self.add_gradient(owner, instruction.stage)
+            for i in self.values(self.workload.reads, instruction.stage):
                 self.read("A", i, stage=True)
                 assert self.truth["A", i] == self.runs, "a stage reads what this run made"
-            if record.op is Op.FORWARD:
-                for i in self.values(self.workload.makes, record.stage):
+            if instruction.op is Op.FORWARD:
+                for i in self.values(self.workload.makes, instruction.stage):
                     assert ("A", i) not in self.truth
                     self.write("A", i, self.runs)
-            if record.stage in self.kept:
-                if record.op is Op.FORWARD:
-                    assert ("R", record.stage) not in self.truth
-                    self.write("R", record.stage, self.runs)
+            if instruction.stage in self.kept:
+                if instruction.op is Op.FORWARD:
+                    assert ("R", instruction.stage) not in self.truth
+                    self.write("R", instruction.stage, self.runs)
                 else:
-                    self.read("R", record.stage, stage=True)
-                    self.consume(("R", record.stage))
-            for i in self.values(self.workload.reads, record.stage):
-                if self.last_read[i] is record:
+                    self.read("R", instruction.stage, stage=True)
+                    self.consume(("R", instruction.stage))
+            for i in self.values(self.workload.reads, instruction.stage):
+                if self.last_read[i] is instruction:
                     self.consume(("A", i))
-        elif record.op is Op.ZEROS:
+        elif instruction.op is Op.ZEROS:
             assert ("G", group) not in self.truth
             self.write("G", group, (self.lap, frozenset()))
-        elif record.op is Op.REDUCE:
+        elif instruction.op is Op.REDUCE:
             assert self.workload.deferred
             for part in self.workload.reduce_reads:
                 self.read(part, group)
             self.reduce(group)
-        elif record.op is Op.COMBINE:
+        elif instruction.op is Op.COMBINE:
             assert self.combined == self.lap - 1
             self.combined = self.lap
             if self.workload.deferred:
                 assert all(self.reduced[group] == self.lap for group in self.groups)
         else:
-            assert record.op is Op.UPDATE
+            assert instruction.op is Op.UPDATE
             self.update(group)
 
     def read(self, part: str, group: int, stage: bool = False) -> None:
@@ -228,7 +230,7 @@ class Machine:
 
 
 def run_everything(workload: Workload, schedule: Schedule) -> None:
-    """Laps in all orders in which a trainer can run them."""
+    """TaskLists in all orders in which a trainer can run them."""
     machine = Machine(workload=workload)
     machine.run("evaluation", schedule, exact=True)
     machine.run("cold", schedule, exact=True)

@@ -404,7 +404,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
         wait(group)
         assert not saving._left[group], "it is on disk before its new arrays come"
 
-    engine.moves.before_replacing = watched
+    engine.transfers.before_replacing = watched
     obeyed, obey = [], engine.obey
     monkeypatch.setattr(engine, "obey", lambda r, s: (obeyed.append(r.op), obey(r, s)))
     trainer.step(case.batch(1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax._src.runtime.streams import Copies
+from megatrain_jax._src.runtime.streams import Streams
 from megatrain_jax._src.state.pool import device, pinned
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer, train
@@ -16,7 +16,7 @@ from zoo import CASES
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
-    copies, rng, put = Copies("gpu"), random.Random(seed), jax.device_put
+    copies, rng, put = Streams("gpu"), random.Random(seed), jax.device_put
     dispatched, calls, arrived = [], [], {"device": [], "pinned_host": []}
 
     def watched(xs, sharding):
@@ -54,7 +54,7 @@ def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
 
 
 def test_both_directions_share_turns(monkeypatch):
-    copies, put, calls = Copies("gpu"), jax.device_put, []
+    copies, put, calls = Streams("gpu"), jax.device_put, []
     there, here = (put(jnp.arange(8.0), kind()) for kind in (pinned, device))
     monkeypatch.setattr(jax, "device_put", lambda xs, s: calls.append(len(xs)) or put(xs, s))
     copies.to_host((here,), list)
@@ -72,7 +72,7 @@ def test_both_directions_share_turns(monkeypatch):
 
 
 def test_without_turns_only_slabs_are_copied(monkeypatch):
-    copies, dispatched = Copies("cpu"), []
+    copies, dispatched = Streams("cpu"), []
     slab, put = jax.device_put(jnp.arange(8.0), pinned()), jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda xs, s: dispatched.append(len(xs)) or put(xs, s))
     copies.to_device((slab, slab), lambda slabs: copies.to_host(slabs, list))

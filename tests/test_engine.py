@@ -100,9 +100,9 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     seen = {"cold": [], "steady": [], "flush": []}
     obey, lap, values = engine.obey, "cold", 0
 
-    def watched(record, step):
+    def watched(instruction, step):
         nonlocal values
-        obey(record, step)
+        obey(instruction, step)
         value_bytes = values_on_device(trainer, step)
         values = max(values, value_bytes)
         seen[lap].append(state_on_device(trainer) + value_bytes - base)
@@ -123,7 +123,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     assert values >= max(trainer._job.first.workload.values.values())
     assert state_on_device(trainer) + values_on_device(trainer, None) == base
     assert bool(schedule.kept) == (which == 3)
-    moved = {record.part for record in schedule.steady if record.op is Op.OFFLOAD}
+    moved = {instruction.part for instruction in schedule.steady if instruction.op is Op.OFFLOAD}
     assert moved if which == 0 else which == 1 or not moved
 
 

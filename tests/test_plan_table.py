@@ -27,7 +27,7 @@ Op = enum.Enum("Op", ["FETCH", "OFFLOAD", "FORWARD"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Instruction:
     op: Op
     group: int | None = None
     part: str | None = None
@@ -40,12 +40,12 @@ def small_plan(**changes):
         "num_parameters": [1, 1, 1, 1, 2],
         "templates": [0, 1, 1, 1, 2],
         "stage_flops": [1, 10, 10, 10, 20],
-        "records": [
-            Record(op=Op.FETCH, group=0, part="P"),
-            Record(op=Op.FORWARD),
-            Record(op=Op.FETCH, group=4, part="O"),
-            Record(op=Op.OFFLOAD, group=4, part="P"),
-            Record(op=Op.OFFLOAD, group=4, part="G"),
+        "instructions": [
+            Instruction(op=Op.FETCH, group=0, part="P"),
+            Instruction(op=Op.FORWARD),
+            Instruction(op=Op.FETCH, group=4, part="O"),
+            Instruction(op=Op.OFFLOAD, group=4, part="P"),
+            Instruction(op=Op.OFFLOAD, group=4, part="G"),
         ],
         "deferred": False,
         "device_state_bytes": 60,
@@ -125,10 +125,10 @@ def test_bound_is_neither_within_a_tenth(ratio, bound):
 
 
 def test_both_directions_of_the_link_count():
-    out = [Record(op=Op.OFFLOAD, group=4, part="O")] * 10
-    plan = small_plan(hardware=BALANCED, records=out)
+    out = [Instruction(op=Op.OFFLOAD, group=4, part="O")] * 10
+    plan = small_plan(hardware=BALANCED, instructions=out)
     assert (plan.bytes_in, plan.bytes_out, plan.bound) == (0, 160, "link")
-    assert small_plan(hardware=BALANCED, records=[]).bound == "compute"
+    assert small_plan(hardware=BALANCED, instructions=[]).bound == "compute"
 
 
 def test_without_hardware_nothing_is_claimed():
@@ -160,7 +160,7 @@ def big_plan(**changes):
         "stage_flops": [0] + [10**12] * 37,
         "seconds_per_step": 1.25,
         "microbatches": 4,
-        "records": [Record(op=Op.FETCH, group=i, part="P") for i in range(38)],
+        "instructions": [Instruction(op=Op.FETCH, group=i, part="P") for i in range(38)],
         "deferred": True,
         "device_state_bytes": 12 * GIB,
         "device_other_bytes": 5 * GIB,

@@ -78,18 +78,18 @@ def test_what_saves_the_most_for_its_bytes_is_kept_first():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_computing_never_waits_for_room(seed):
-    """The device always has an item to compute while the driver waits."""
+    """The device always has a task to compute while the driver waits."""
     workload = random_workload(seed)
     smallest = plan_schedule(workload, None).smallest_bytes
     for budget in (smallest, smallest + random.Random(seed).randint(1, 200)):
         schedule = plan_schedule(workload, budget)
         computed = -1
-        for record in schedule.steady:
-            assert record.item is not None
-            if record.op not in MOVES:
-                computed = record.item
-            elif record.op is Op.WAIT or (record.op is Op.LAND and workload.costs.byte):
-                assert record.item < computed
+        for instruction in schedule.steady:
+            assert instruction.task is not None
+            if instruction.op not in MOVES:
+                computed = instruction.task
+            elif instruction.op is Op.WAIT or (instruction.op is Op.LAND and workload.costs.byte):
+                assert instruction.task < computed
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -98,27 +98,27 @@ def test_nothing_moves_once_everything_is_resident(seed):
     without = plan_schedule(replace(workload, residuals=()), 10**9)
     assert without.peak_bytes <= without.all_resident_bytes
     whole = plan_schedule(workload, 10**9)
-    assert not COPIES & {record.op for record in whole.steady}
-    # It waits once for each item that consumes gradients or values, and for no other.
+    assert not COPIES & {instruction.op for instruction in whole.steady}
+    # It waits once for each task that consumes gradients or values, and for no other.
     waits, consumers, last_read = [], set(), {}
-    for record in whole.steady:
-        assert record.item is not None
-        if record.op in WAITS:
-            waits.append(record.item % whole.num_items)
-        elif record.op is Op.UPDATE and workload.size(("G", record.group or 0)):
-            consumers.add(record.item)
-        elif record.stage is not None:
-            last_read.update(dict.fromkeys(workload.reads[record.stage], record.item))
-            if record.op is Op.BACKWARD and record.stage in whole.kept:
-                consumers.add(record.item)
+    for instruction in whole.steady:
+        assert instruction.task is not None
+        if instruction.op in WAITS:
+            waits.append(instruction.task % whole.num_tasks)
+        elif instruction.op is Op.UPDATE and workload.size(("G", instruction.group or 0)):
+            consumers.add(instruction.task)
+        elif instruction.stage is not None:
+            last_read.update(dict.fromkeys(workload.reads[instruction.stage], instruction.task))
+            if instruction.op is Op.BACKWARD and instruction.stage in whole.kept:
+                consumers.add(instruction.task)
     assert sorted(waits) == sorted(consumers.union(last_read.values()))
-    cold = [record for record in whole.cold if record.op is Op.FETCH]
-    assert len(cold) == len({(record.part, record.group) for record in cold})
+    cold = [instruction for instruction in whole.cold if instruction.op is Op.FETCH]
+    assert len(cold) == len({(instruction.part, instruction.group) for instruction in cold})
 
 
 def test_immediate_step_by_hand():
     schedule = plan_schedule(chain(4), None)
-    assert schedule.num_items == 7 and schedule.smallest_bytes == 36
+    assert schedule.num_tasks == 7 and schedule.smallest_bytes == 36
     forward = [
         *("WAIT -2", "FETCH P2", "FORWARD 0", "OFFLOAD P0"),
         *("WAIT -1", "LAND P1", "LAND O1", "FETCH P3", "FETCH O3", "FORWARD 1", "RELEASE P1"),
@@ -298,10 +298,10 @@ def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
     schedule = plan_schedule(workload, plan_schedule(workload, None).smallest_bytes + room)
     fetched: list[int] = []
     between = []
-    for record in schedule.steady:
-        if record.op is Op.FETCH:
-            fetched.append(workload.size((str(record.part), record.group or 0)))
-        elif record.op is Op.BACKWARD:
+    for instruction in schedule.steady:
+        if instruction.op is Op.FETCH:
+            fetched.append(workload.size((str(instruction.part), instruction.group or 0)))
+        elif instruction.op is Op.BACKWARD:
             between.append(sum(fetched[:-1]))  # the last may be larger and is due later
             fetched = []
     # The head's state leaves and makes room for many blocks, but while a block's backward computes

@@ -107,8 +107,8 @@ def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(
     frozen = job.grouping.frozen
     assert len(frozen) == len(job.grouping.names) - 1
     schedule = job.first.schedule
-    for records in (schedule.cold, schedule.steady, schedule.flush):
-        ops = {(r.op, r.part) for r in records if r.group in frozen and r.part != "A"}
+    for instructions in (schedule.cold, schedule.steady, schedule.flush):
+        ops = {(r.op, r.part) for r in instructions if r.group in frozen and r.part != "A"}
         assert ops <= {(Op.FETCH, "P"), (Op.RELEASE, "P")}
     backwards = {r.stage for r in schedule.steady if r.op is Op.BACKWARD}
     first = next(s for s, b in enumerate(job.first.stages) if b.trained)

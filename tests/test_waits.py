@@ -6,7 +6,7 @@ import pytest
 
 from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.kernels.cache import Templates
-from megatrain_jax._src.runtime.transfers import Moves
+from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.tasks import WAITS, Op
 from megatrain_jax._src.state.pool import device
 from optimizers import OPTIMIZERS
@@ -16,27 +16,27 @@ from zoo import CASES
 COMPUTING = {Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE}
 
 
-def leaving(platform: str) -> Moves:
+def leaving(platform: str) -> Transfers:
     """Moves whose device has not made what it offloads."""
-    moves, late = Moves(platform), SlowDevice()
+    transfers, late = Transfers(platform), SlowDevice()
     for _ in range(10):
         late(jnp.zeros(1))  # it has other work to do first
     for n in range(3):
-        moves.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device())),)
-        moves.move(Op.OFFLOAD, ("P", n), 5, [])
-    return moves
+        transfers.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device())),)
+        transfers.move(Op.OFFLOAD, ("P", n), 5, [])
+    return transfers
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_lands_or_rests_is_in_the_host(platform):
-    moves = leaving(platform)
-    moves.dispatch()
-    moves.wait_landed(5, ("P", 1))
-    assert are_ready(moves.host["P", 1])
-    moves = leaving(platform)
-    moves.rest()
-    assert are_ready(x for slabs in moves.host.values() for x in slabs)
-    assert [float(moves.host["P", n][0][0]) for n in range(3)] == [0.0, 1.0, 2.0]
+    transfers = leaving(platform)
+    transfers.dispatch()
+    transfers.wait_landed(5, ("P", 1))
+    assert are_ready(transfers.host["P", 1])
+    transfers = leaving(platform)
+    transfers.rest()
+    assert are_ready(x for slabs in transfers.host.values() for x in slabs)
+    assert [float(transfers.host["P", n][0][0]) for n in range(3)] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
@@ -46,7 +46,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
     trainer.step(case.batch(0))
     trainer.flush()
     late, engine, get, obey = SlowDevice(), trainer._engine, Templates.get, trainer._engine.obey
-    made: dict[int, list[jax.Array]] = {}  # by item, what it computed last
+    made: dict[int, list[jax.Array]] = {}  # by task, what it computed last
     now, num_late = -1, {op: 0 for op in WAITS}
 
     def slow(self, key, *args, **options):
@@ -59,19 +59,19 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
 
         return run if key[0] in ("forward", "backward", "reduce", "update") else function
 
-    def watched(record, step):
+    def watched(instruction, step):
         nonlocal now
-        item = engine._begun + (record.item or 0)
-        now = item if record.op in COMPUTING else now
-        key = record.part, record.group
-        waits_for, is_there = made.get(item, []), is_computed
-        if record.op is Op.LAND:
+        task = engine._begun + (instruction.task or 0)
+        now = task if instruction.op in COMPUTING else now
+        key = instruction.part, instruction.group
+        waits_for, is_there = made.get(task, []), is_computed
+        if instruction.op is Op.LAND:
             waits_for, is_there = engine.host.get(key, ()), are_ready
         was_late = not is_there(waits_for)
-        obey(record, step)
-        if record.op in WAITS:
-            num_late[record.op] += was_late
-            assert is_there(waits_for), record
+        obey(instruction, step)
+        if instruction.op in WAITS:
+            num_late[instruction.op] += was_late
+            assert is_there(waits_for), instruction
 
     engine._found.clear()
     monkeypatch.setattr(Templates, "get", slow)

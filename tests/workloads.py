@@ -1,9 +1,9 @@
-"""What schedules are made for in tests, and how their records read."""
+"""What schedules are made for in tests, and how their instructions read."""
 
 import random
 from dataclasses import replace
 
-from megatrain_jax._src.schedule.tasks import WAITS, Costs, Op, Record, Workload
+from megatrain_jax._src.schedule.tasks import WAITS, Costs, Instruction, Op, Workload
 
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
 MOVES = COPIES | WAITS
@@ -85,18 +85,22 @@ def costs(num_stages: int, num_groups: int, **changes) -> Costs:
     return replace(plain, **changes)
 
 
-def spell(records: tuple[Record, ...]) -> list[str]:
+def spell(instructions: tuple[Instruction, ...]) -> list[str]:
     """Records as words such as "FETCH P0", "FORWARD 0", "WAIT -1" and "LAND P2"."""
     words = []
-    for record in records:
-        numbers = (record.stage, record.group, record.item if record.op is Op.WAIT else None)
+    for instruction in instructions:
+        numbers = (
+            instruction.stage,
+            instruction.group,
+            instruction.task if instruction.op is Op.WAIT else None,
+        )
         number = next((str(number) for number in numbers if number is not None), "")
-        words.append(f"{record.op.name} {record.part or ''}{number}".strip())
+        words.append(f"{instruction.op.name} {instruction.part or ''}{number}".strip())
     return words
 
 
-def computing(records: tuple[Record, ...]) -> list[str]:
-    return spell(tuple(record for record in records if record.op not in MOVES))
+def computing(instructions: tuple[Instruction, ...]) -> list[str]:
+    return spell(tuple(instruction for instruction in instructions if instruction.op not in MOVES))
 
 
 def decoder(**changes) -> Workload:

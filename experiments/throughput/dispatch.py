@@ -7,27 +7,27 @@ import jax
 from decoder import Batch
 
 import megatrain_jax as mt
-from megatrain_jax._src.schedule.tasks import WAITS, Record
+from megatrain_jax._src.schedule.tasks import WAITS, Instruction
 
 
 def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
     """Returns what Python needs to dispatch the last of some steps, without what it waits.
 
     XLA's GPU client has 32 computations in flight at most, and has a call wait until there are
-    fewer again. So what was dispatched is over before each record here.
+    fewer again. So what was dispatched is over before each instruction here.
     """
     engine = trainer._engine
     obey, waited = engine.obey, 0.0
 
-    def timed(record: Record, step: Any) -> None:
+    def timed(instruction: Instruction, step: Any) -> None:
         nonlocal waited
-        start, waits = time.perf_counter(), record.op in WAITS
+        start, waits = time.perf_counter(), instruction.op in WAITS
         jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
         if waits:
-            obey(record, step)
+            obey(instruction, step)
         waited += time.perf_counter() - start
         if not waits:
-            obey(record, step)
+            obey(instruction, step)
 
     engine.obey, seconds = timed, 0.0
     for batch in batches:

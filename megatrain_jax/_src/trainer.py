@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
-from megatrain_jax._src.build.bound_step import StepPlan
+from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.options import (
     DeviceBudget,
     OnNonfinite,
@@ -167,7 +167,7 @@ class Trainer:
             initialise(job, self._engine, initial, bar.update)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        self._plans: dict[Hashable, StepPlan] = {job.first.key: job.first}
+        self._plans: dict[Hashable, BoundStep] = {job.first.key: job.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
         self._max_skipped, self._skipped_in_row = options.max_skipped, 0
@@ -490,7 +490,7 @@ class Trainer:
             desc=what, total=num_groups, unit="group", disable=not self._progress, leave=False
         )
 
-    def _step_plan(self, batch, *, train: bool, loss_fn) -> StepPlan:
+    def _step_plan(self, batch, *, train: bool, loss_fn) -> BoundStep:
         key = (batch_key(batch), train, loss_fn)
         if key not in self._plans:
             self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)

@@ -18,11 +18,11 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.schedule.search import Schedule, plan_schedule
-from megatrain_jax._src.schedule.tasks import Costs, Op, Record, Workload
+from megatrain_jax._src.schedule.tasks import Costs, Instruction, Op, Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
 
-# What Python needs for one record, measured on the host of an H200.
+# What Python needs for one instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
 # Bytes of a value that is worth a copy; smaller ones stay where they are and aren't counted.
 _SMALL = 256
@@ -63,7 +63,7 @@ class BoundStage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class StepPlan:
+class BoundStep:
     """One step of one batch shape; no two are equal.
 
     Attributes:
@@ -74,7 +74,7 @@ class StepPlan:
         metrics: Names of the metrics that the loss returns.
         workload: What the schedule was made for.
         schedule: What moves when.
-        last_read: For each record kind and stage, the values that nothing reads afterwards.
+        last_read: For each instruction kind and stage, the values that nothing reads afterwards.
     """
 
     key: Hashable
@@ -107,7 +107,7 @@ class StepPlan:
         return {k: i for k, i in enumerate(new) if i not in early}
 
 
-def plan_step(
+def bind_step(
     key: Hashable,
     program: Program,
     grouping: Grouping,
@@ -120,7 +120,7 @@ def plan_step(
     device_budget: int | None,
     hardware: Hardware,
     training: bool = True,
-) -> StepPlan:
+) -> BoundStep:
     """Binds a program to groups and schedules it for a machine."""
     stages = program.stages
     fused = training and program.outputs[0] in stages[-1].outputs
@@ -144,8 +144,8 @@ def plan_step(
         costs=_costs(bound, sizes, microbatches, hardware),
     )
     schedule = plan_schedule(workload, device_budget)
-    records = schedule.cold if training else schedule.evaluation
-    return StepPlan(
+    instructions = schedule.cold if training else schedule.evaluation
+    return BoundStep(
         key=key,
         program=program,
         stages=bound,
@@ -153,7 +153,7 @@ def plan_step(
         metrics=metrics,
         workload=workload,
         schedule=schedule,
-        last_read=_last_reads(records, stages, program),
+        last_read=_last_reads(instructions, stages, program),
     )
 
 
@@ -292,13 +292,13 @@ def _bind(
     return tuple(bound[::-1])
 
 
-def _last_reads(records: Sequence[Record], stages, program: Program):
-    """For each computing record the values it is the last to read."""
+def _last_reads(instructions: Sequence[Instruction], stages, program: Program):
+    """For each computing instruction the values it is the last to read."""
     last: dict[int, tuple[Op, int]] = {}
-    for record in records:
-        if record.op in (Op.FORWARD, Op.BACKWARD) and record.stage is not None:
-            for i in stages[record.stage].inputs:
-                last[i] = (record.op, record.stage)
+    for instruction in instructions:
+        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:
+            for i in stages[instruction.stage].inputs:
+                last[i] = (instruction.op, instruction.stage)
     out: dict[tuple[Op, int], list[int]] = {}
     lasting = set(program.outputs)
     for i, at in last.items():

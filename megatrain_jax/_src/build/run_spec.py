@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.adapt.model_kinds import chosen, path_name
-from megatrain_jax._src.build.bound_step import StepPlan, plan_step
+from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.kernels.cache import Templates, compile_ahead, estimate_ahead
@@ -34,8 +34,8 @@ from megatrain_jax._src.schedule.tasks import Op
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
 
-# The driver waits for an item before it dispatches the second one after it.
-_ITEMS_IN_FLIGHT = 3
+# The driver waits for a task before it dispatches the second one after it.
+_TASKS_IN_FLIGHT = 3
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
 _RESERVED = 0.05
@@ -79,18 +79,18 @@ class Job:
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
     optimizer: OptimizerCut
-    first: StepPlan
+    first: BoundStep
 
     def step_plan(
         self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
-    ) -> StepPlan:
+    ) -> BoundStep:
         """Traces, cuts and schedules a step for another batch shape, or an evaluation."""
         loss_fn = loss_fn or self.loss_fn
         microbatches = self.microbatches
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
             microbatches = 1
         traced = _trace(self.adapted, loss_fn, self.precision, batch, microbatches, train)
-        return _plan_step(
+        return _bind_step(
             (batch_key(batch), train, loss_fn),
             cut_loss(traced, self.leaves),
             traced,
@@ -167,7 +167,7 @@ class Job:
             microbatches=step.microbatches,
             optimizer_flops=sum(flops[part.key] for part in parts),
             seconds_per_step=step.schedule.seconds,
-            records=step.schedule.steady,
+            instructions=step.schedule.steady,
             deferred=step.workload.deferred,
             device_state_bytes=step.schedule.peak_bytes,
             device_other_bytes=_other_bytes(step),
@@ -234,7 +234,7 @@ def make_job(
         )
         for g, (rows, state) in enumerate(zip(grouping.leaves, cut.state, strict=True))
     )
-    first = _plan_step(
+    first = _bind_step(
         (batch_key(sample_batch), True, loss_fn),
         program,
         traced,
@@ -351,20 +351,20 @@ def fit_to_device(job: Job, templates: Templates, device_bytes: int | None, *, h
     return fitted
 
 
-def _other_bytes(step: StepPlan) -> int:
+def _other_bytes(step: BoundStep) -> int:
     """Bytes of the values that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.values.keys()
     times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
     return sum(n * jx.num_bytes(step.program.values[i]) for i, n in times.items())
 
 
-def _in_flight_bytes(step: StepPlan) -> int:
+def _in_flight_bytes(step: BoundStep) -> int:
     """Most host bytes that are both old copies still being read and new ones being written."""
     sizes = step.workload.sizes
     lasting = (r for r in step.schedule.steady if r.op is Op.OFFLOAD and r.part in ("P", "O"))
     groups = {r.group for r in lasting if r.group is not None}
     moving = sorted((sizes[g]["P"] + sizes[g]["O"] for g in groups), reverse=True)
-    return sum(moving[:_ITEMS_IN_FLIGHT])
+    return sum(moving[:_TASKS_IN_FLIGHT])
 
 
 def exact_dtypes(job: Job) -> list[DTypeLike | None]:
@@ -398,8 +398,8 @@ def _trace(adapted, loss_fn, precision, batch, microbatches, train) -> TracedLos
     return trace_loss(loss, compute, adapted.variable_shapes, part)
 
 
-def _plan_step(key, program, traced, grouping, layouts, cut: OptimizerCut, **options) -> StepPlan:
-    return plan_step(
+def _bind_step(key, program, traced, grouping, layouts, cut: OptimizerCut, **options) -> BoundStep:
+    return bind_step(
         key,
         program,
         grouping,

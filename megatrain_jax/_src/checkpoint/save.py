@@ -100,7 +100,7 @@ class Saving:
             else:
                 workspace.share()
             self._workspace = workspace
-            engine.moves.before_replacing = self.wait_for
+            engine.transfers.before_replacing = self.wait_for
             self._thread.start()
 
     def wait_for(self, group: int) -> None:

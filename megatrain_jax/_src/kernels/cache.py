@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.build.bound_step import BoundStage, StepPlan
+from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
 from megatrain_jax._src.kernels import stages as template
 from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.kernels.liveness import temporary_bytes
@@ -92,7 +92,7 @@ class Templates:
 
 
 def compile_ahead(
-    templates: Templates, plan: StepPlan, layouts: Sequence[GroupLayout], cut: OptimizerCut
+    templates: Templates, plan: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
 ) -> int:
     """Compiles what a step runs and asks how much memory that needs besides state and activations.
 
@@ -109,7 +109,7 @@ def compile_ahead(
 
 
 def estimate_ahead(
-    templates: Templates, plan: StepPlan, layouts: Sequence[GroupLayout], cut: OptimizerCut
+    templates: Templates, plan: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
 ) -> int:
     """Estimates what `compile_ahead` would say, on shapes alone: for a device that isn't here."""
     calls = dict(_calls(templates, plan, layouts, cut, None))
@@ -121,7 +121,7 @@ def estimate_ahead(
 
 def _calls(
     templates: Templates,
-    plan: StepPlan,
+    plan: BoundStep,
     layouts: Sequence[GroupLayout],
     cut: OptimizerCut,
     sharding: Any,

@@ -10,7 +10,7 @@ from megatrain_jax._src.state.hardware import Hardware
 
 
 class Move(Protocol):
-    """What a plan reads of a schedule's record; records of other ops may have `None` here."""
+    """What a plan reads of an instruction; those of other ops may have `None` here."""
 
     @property
     def op(self) -> Any:
@@ -42,7 +42,7 @@ def make_plan(
     microbatches: int = 1,
     optimizer_flops: int = 0,
     seconds_per_step: float | None = None,
-    records: Iterable[Move],
+    instructions: Iterable[Move],
     deferred: bool,
     device_state_bytes: int,
     device_other_bytes: int,
@@ -80,7 +80,7 @@ def make_plan(
         microbatches: Microbatches of a step.
         optimizer_flops: Operations of one update of all groups.
         seconds_per_step: The schedule's own estimate for `hardware`.
-        records: The schedule's records for one steady step.
+        instructions: The schedule's instructions for one steady step.
         deferred: Whether updates wait for the next step.
         device_state_bytes: Most device memory that the schedule gives to state and activations.
         device_other_bytes: Estimate of the values between stages that it doesn't count.
@@ -96,7 +96,7 @@ def make_plan(
     Returns:
         The plan.
     """
-    bytes_in, bytes_out, waiting_bytes = _moved(records, sizes, values or {})
+    bytes_in, bytes_out, waiting_bytes = _moved(instructions, sizes, values or {})
     state = [size["P"] + size["O"] for size in sizes]
     peak = sum(state) + waiting_bytes + in_flight_bytes
     process = hardware and pool.process_bytes(peak, largest_slab_bytes, hardware.assumed_host_bytes)
@@ -137,12 +137,12 @@ def make_plan(
 
 
 def _moved(
-    records: Iterable[Move], sizes: Sequence[Mapping[str, int]], values: Mapping[int, int]
+    instructions: Iterable[Move], sizes: Sequence[Mapping[str, int]], values: Mapping[int, int]
 ) -> tuple[int, int, int]:
     """Returns bytes in, bytes out, and bytes of gradients and values that wait in the host."""
     moved, waiting = {"FETCH": 0, "OFFLOAD": 0}, {}
-    for record in records:
-        name, group, part = record.op.name, record.group, record.part
+    for instruction in instructions:
+        name, group, part = instruction.op.name, instruction.group, instruction.part
         if name in moved and group is not None and part is not None:
             size = values[group] if part == "A" else sizes[group][part]
             moved[name] += size

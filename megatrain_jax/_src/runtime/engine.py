@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.build.bound_step import BoundStage, StepPlan
+from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
 from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.runtime.transfers import Moves
+from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.tasks import WAITS, Op, Record
+from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.pool import device, pinned
 
@@ -28,7 +28,7 @@ class _Step:
     Residuals are by stage, and have one entry a microbatch, too.
     """
 
-    plan: StepPlan
+    plan: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
     residuals: dict[int, list[list[jax.Array]]] = dataclasses.field(default_factory=dict)
@@ -64,8 +64,8 @@ class Engine:
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = templates
-        self.moves = Moves(jax.default_backend())
-        self.host, self.on_device = self.moves.host, self.moves.on_device
+        self.transfers = Transfers(jax.default_backend())
+        self.host, self.on_device = self.transfers.host, self.transfers.on_device
         self.variables: list[jax.Array] = []
         self.globals: list[jax.Array] = []
         self.messages: list[jax.Array] = []
@@ -75,19 +75,19 @@ class Engine:
         self.key = jax.device_put(key, pinned())
         self._true = jax.device_put(jnp.array(True), device())
         self._combined_ok = self.ok  # of the step whose updates are pending
-        self._found: dict[tuple[Op, int, StepPlan | None], Callable] = {}
+        self._found: dict[tuple[Op, int, BoundStep | None], Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
-        self._running: Schedule | None = None  # of the laps since the state was last at rest
-        self._begun = 0  # items of those laps
+        self._running: Schedule | None = None  # of the lists since the state was last at rest
+        self._begun = 0  # tasks of those lists
 
     # ---- whole steps
 
-    def train(self, plan: StepPlan, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def train(self, plan: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
         schedule = plan.schedule
         if self._running is not None and self._running != schedule:
             self.flush()
-        records = schedule.steady if self._running is not None else schedule.cold
+        instructions = schedule.steady if self._running is not None else schedule.cold
         self._wake()
         if self.optimizer.skips:
             self.ok = self._true
@@ -96,10 +96,10 @@ class Engine:
         step, seed, self.variables = self._begin(plan, batch)
         for cotangents in step.cotangents:
             cotangents[plan.program.outputs[0]] = seed
-        for record in records:
-            self.obey(record, step)
-        self.moves.dispatch()
-        self._begun += schedule.num_items
+        for instruction in instructions:
+            self.obey(instruction, step)
+        self.transfers.dispatch()
+        self._begun += schedule.num_tasks
         new = list(self.variables)
         for k, i in plan.late_state.items():
             new[k] = step.rows[0][i]
@@ -112,17 +112,17 @@ class Engine:
         metrics, self.step = end(self._means(step), step.squares, self.step)
         return metrics
 
-    def evaluate(self, plan: StepPlan, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def evaluate(self, plan: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Computes the loss and metrics of one batch; changes nothing, also where it fails."""
         self.flush()
         self._wake()
         try:
             step, _, _ = self._begin(plan, batch)
-            for record in plan.schedule.evaluation:
-                self.obey(record, step)
+            for instruction in plan.schedule.evaluation:
+                self.obey(instruction, step)
             means = self._means(step, weighted=True)
         except BaseException:
-            self.moves.abandon()
+            self.transfers.abandon()
             raise
         finally:
             self._rest()
@@ -131,8 +131,8 @@ class Engine:
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory."""
         if self._running is not None:
-            for record in self._running.flush:
-                self.obey(record, None)
+            for instruction in self._running.flush:
+                self.obey(instruction, None)
             self._rest()
 
     def recover(self) -> None:
@@ -142,7 +142,7 @@ class Engine:
 
     def drop(self) -> None:
         """Drops all slabs and what runs, also of a step that was cut off, to be filled anew."""
-        self.moves.abandon()
+        self.transfers.abandon()
         self.host.clear()
         self._tokens.clear()
         self._running, self._begun = None, 0
@@ -154,7 +154,7 @@ class Engine:
         self.step = jax.device_put(jnp.array(step, jnp.int32), pinned())
 
     def _rest(self) -> None:
-        self.moves.rest()
+        self.transfers.rest()
         self._running, self._begun = None, 0
         self._tokens.clear()
         self._move_small(pinned())
@@ -170,7 +170,7 @@ class Engine:
         self.variables, self.globals, self.ok, self.step, self.key = moved
 
     def _begin(
-        self, plan: StepPlan, batch: Sequence[jax.Array]
+        self, plan: BoundStep, batch: Sequence[jax.Array]
     ) -> tuple[_Step, jax.Array, list[jax.Array]]:
         begin = self.templates.get(
             ("begin", plan.key),
@@ -196,61 +196,63 @@ class Engine:
             step.means = means([[row[i] for i in ids] for row in step.rows])
         return step.means
 
-    # ---- records
+    # ---- instructions
 
-    def obey(self, record: Record, step: _Step | None) -> None:
-        """Carries out one record of the schedule.
+    def obey(self, instruction: Instruction, step: _Step | None) -> None:
+        """Carries out one instruction of the schedule.
 
         What moves is gathered until something is computed. A wait would hold up what is to be
         fetched, but not what is to leave: that has others to leave before it.
         """
-        item = self._begun + (record.item or 0)
-        waits = record.op in WAITS
-        if record.part is not None and not waits:
+        task = self._begun + (instruction.task or 0)
+        waits = instruction.op in WAITS
+        if instruction.part is not None and not waits:
             rows = [] if step is None else step.rows
-            self.moves.move(record.op, (record.part, _known(record.group)), item, rows)
+            self.transfers.move(
+                instruction.op, (instruction.part, _known(instruction.group)), task, rows
+            )
             return
-        if not waits or self.moves.fetching:
-            self.moves.dispatch()
-        if record.op is Op.WAIT:
-            self._wait(item)
-        elif record.op is Op.LAND:
-            self._wait(item)  # a part can land while its item still computes with it
-            self.moves.wait_landed(item, (str(record.part), _known(record.group)))
-        elif record.op is Op.UPDATE:
-            self._update(step, _known(record.group), item)
-        elif record.op is Op.ZEROS:
-            self._zeros(_known(record.group))
+        if not waits or self.transfers.fetching:
+            self.transfers.dispatch()
+        if instruction.op is Op.WAIT:
+            self._wait(task)
+        elif instruction.op is Op.LAND:
+            self._wait(task)  # a part can land while its task still computes with it
+            self.transfers.wait_landed(task, (str(instruction.part), _known(instruction.group)))
+        elif instruction.op is Op.UPDATE:
+            self._update(step, _known(instruction.group), task)
+        elif instruction.op is Op.ZEROS:
+            self._zeros(_known(instruction.group))
         elif step is None:
-            raise AssertionError(f"{record} outside a step")
-        elif record.op is Op.COMBINE:
+            raise AssertionError(f"{instruction} outside a step")
+        elif instruction.op is Op.COMBINE:
             self._combine(step)
-        elif record.op is Op.REDUCE:
-            self._reduce(step, _known(record.group), item)
+        elif instruction.op is Op.REDUCE:
+            self._reduce(step, _known(instruction.group), task)
         else:
-            stage = _known(record.stage)
-            compute = self._forward if record.op is Op.FORWARD else self._backward
-            compute(step, stage, item)
-            for i in step.plan.last_read.get((record.op, stage), ()):
+            stage = _known(instruction.stage)
+            compute = self._forward if instruction.op is Op.FORWARD else self._backward
+            compute(step, stage, task)
+            for i in step.plan.last_read.get((instruction.op, stage), ()):
                 self.host.pop(("A", i), None)
                 for row in step.rows:
                     row.pop(i, None)
 
-    def _wait(self, item: int) -> None:
-        token = self._tokens.get(item)
+    def _wait(self, task: int) -> None:
+        token = self._tokens.get(task)
         if token is not None and not token.is_deleted():
             token.block_until_ready()
-        # The device works in order: what came before this item is over, too.
-        self._tokens = {i: token for i, token in self._tokens.items() if i > item}
+        # The device works in order: what came before this task is over, too.
+        self._tokens = {i: token for i, token in self._tokens.items() if i > task}
 
-    def _find(self, op: Op, number: int, plan: StepPlan | None = None) -> Callable:
-        """The function of a stage's or group's record; templates' keys take long to hash."""
+    def _find(self, op: Op, number: int, plan: BoundStep | None = None) -> Callable:
+        """The function of a stage's or group's instruction; templates' keys take long to hash."""
         key = op, number, plan
         if key not in self._found:
             self._found[key] = self._look_up(op, number, plan)
         return self._found[key]
 
-    def _look_up(self, op: Op, number: int, plan: StepPlan | None) -> Callable:
+    def _look_up(self, op: Op, number: int, plan: BoundStep | None) -> Callable:
         templates = self.templates
         if plan is None:
             get = templates.reduce if op is Op.REDUCE else templates.update
@@ -265,7 +267,7 @@ class Engine:
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
         return [self.on_device["P", g][0] for g in bound.groups]
 
-    def _forward(self, step: _Step, number: int, item: int) -> None:
+    def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
         run = self._find(Op.FORWARD, number, step.plan)
         if keeps := number in step.plan.schedule.kept:
@@ -275,9 +277,9 @@ class Engine:
             if keeps:
                 outputs, residuals = outputs
                 step.residuals[number].append(residuals)
-            self._keep(step, bound, row, outputs, item)
+            self._keep(step, bound, row, outputs, task)
 
-    def _backward(self, step: _Step, number: int, item: int) -> None:
+    def _backward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
         stage, mode = bound.stage, bound.mode
         assert mode is not None
@@ -297,18 +299,18 @@ class Engine:
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.on_device["G", g] = (gradient,)
-            self._tokens[item] = (back or gradients)[0]
+            self._tokens[task] = (back or gradients)[0]
             if mode.give_outputs:
-                self._keep(step, bound, row, outputs, item)
+                self._keep(step, bound, row, outputs, task)
             self._send(bound, cotangents, back)
 
-    def _keep(self, step: _Step, bound: BoundStage, row, outputs, item: int) -> None:
+    def _keep(self, step: _Step, bound: BoundStage, row, outputs, task: int) -> None:
         plan = step.plan
         kept = plan.kept if row is step.rows[0] else plan.kept - plan.kept_once
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
             if i in kept:
                 row[i] = value
-        self._tokens[item] = outputs[0]
+        self._tokens[task] = outputs[0]
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
         active = [i for i, a in zip(bound.stage.inputs, bound.stage.active, strict=True) if a]
@@ -329,7 +331,7 @@ class Engine:
         )
         self.on_device["G", group] = (make(),)
 
-    def _reduce(self, step: _Step, group: int, item: int) -> None:
+    def _reduce(self, step: _Step, group: int, task: int) -> None:
         run, reads = self._find(Op.REDUCE, group), self.optimizer.reduce_reads
         (gradient,) = self.on_device["G", group]
         masters = self.on_device["P", group][0] if "P" in reads else None
@@ -338,7 +340,7 @@ class Engine:
         scalars, *measured = run(gradient, masters, state, loss, self.globals, self.ok)
         step.scalars[group] = scalars
         self._note(step, group, *measured)
-        self._tokens[item] = measured[0]
+        self._tokens[task] = measured[0]
 
     def _note(self, step: _Step, group: int, square: jax.Array, ok: jax.Array) -> None:
         """What is known of a group's gradient: its squared norm, and whether all was finite."""
@@ -357,7 +359,7 @@ class Engine:
         self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
         self._combined_ok = self.ok
 
-    def _update(self, step: _Step | None, group: int, item: int) -> None:
+    def _update(self, step: _Step | None, group: int, task: int) -> None:
         cut, run = self.optimizer, self._find(Op.UPDATE, group)
         (masters,) = self.on_device.pop(("P", group))
         state = self.on_device.pop(("O", group), ())
@@ -371,7 +373,7 @@ class Engine:
         if step is not None and not cut.deferred:
             self._note(step, group, *measured)
         self.on_device["P", group] = (masters,)
-        self._tokens[item] = masters
+        self._tokens[task] = masters
         if state:
             self.on_device["O", group] = tuple(state)
 

@@ -26,7 +26,7 @@ Done = Callable[[Slabs], object]
 _INWARD = (True, True, False, False)
 
 
-class Copies:
+class Streams:
     """Gathers copies and dispatches them; nothing here waits."""
 
     def __init__(self, platform: str):

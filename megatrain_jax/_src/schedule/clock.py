@@ -1,4 +1,4 @@
-"""Estimates when each record of a schedule happens, from a few rates.
+"""Estimates when each instruction of a schedule happens, from a few rates.
 
 Four things work side by side: the driver, which dispatches; the device, which computes in order;
 and the two directions of the link. A copy to the device starts no earlier than what was dispatched
@@ -17,13 +17,13 @@ class Clock:
 
     Attributes:
         costs: The rates.
-        driver: When the driver can dispatch the next record.
+        driver: When the driver can dispatch the next instruction.
         device: When the device has computed everything.
         inward: When everything has arrived on the device.
         outward: When everything has left it.
         arrived: When each part that was fetched is there.
-        computed: When each item has been computed.
-        landed: When each part that an item offloaded is in the host.
+        computed: When each task has been computed.
+        landed: When each part that a task offloaded is in the host.
     """
 
     costs: Costs
@@ -41,10 +41,10 @@ class Clock:
         start = max(self.driver, self.inward, self.device)
         self.inward = self.arrived[key] = start + size * self.costs.byte
 
-    def compute(self, touches: tuple[PartKey, ...], seconds: float, item: int) -> None:
+    def compute(self, touches: tuple[PartKey, ...], seconds: float, task: int) -> None:
         """Computes on parts."""
         self._dispatch()
-        self.device = self.computed[item] = self.over(touches, seconds)
+        self.device = self.computed[task] = self.over(touches, seconds)
         for key in touches:
             self.arrived.pop(key, None)
 
@@ -53,27 +53,27 @@ class Clock:
         ready = (self.arrived.get(key, 0.0) for key in touches)
         return max(self.driver, self.device, *ready) + seconds
 
-    def offload(self, key: PartKey, size: int, item: int) -> None:
+    def offload(self, key: PartKey, size: int, task: int) -> None:
         """Copies a part that was computed last to the host."""
         self._dispatch()
         start = max(self.driver, self.outward, self.device)
-        self.outward = self.landed[item, key] = start + size * self.costs.byte
+        self.outward = self.landed[task, key] = start + size * self.costs.byte
 
-    def wait(self, item: int) -> None:
-        """Waits until an item has been computed."""
-        self.driver = max(self.driver, self.computed.pop(item, 0.0))
+    def wait(self, task: int) -> None:
+        """Waits until a task has been computed."""
+        self.driver = max(self.driver, self.computed.pop(task, 0.0))
 
-    def land(self, item: int, key: PartKey) -> None:
-        """Waits until a part that an item offloaded is in the host."""
-        self.driver = max(self.driver, self.landed.pop((item, key), 0.0))
+    def land(self, task: int, key: PartKey) -> None:
+        """Waits until a part that a task offloaded is in the host."""
+        self.driver = max(self.driver, self.landed.pop((task, key), 0.0))
 
-    def next_lap(self, num_items: int) -> "Clock":
-        """This clock as the lap that follows one of `num_items` items sees it."""
+    def next_lap(self, num_tasks: int) -> "Clock":
+        """This clock as the lap that follows one of `num_tasks` tasks sees it."""
         return replace(
             self,
             arrived=dict(self.arrived),
-            computed={item - num_items: at for item, at in self.computed.items()},
-            landed={(item - num_items, key): at for (item, key), at in self.landed.items()},
+            computed={task - num_tasks: at for task, at in self.computed.items()},
+            landed={(task - num_tasks, key): at for (task, key), at in self.landed.items()},
         )
 
     def _dispatch(self) -> None:

@@ -1,7 +1,7 @@
-"""Lays down the records of a lap within a byte limit.
+"""Lays down the instructions of a lap within a byte limit.
 
 Parts are fetched in the order of their use, as far ahead as the limit allows and the link needs to
-be busy, and stay as long as their next use lies within that reach. What an item has to have is made
+be busy, and stay as long as their next use lies within that reach. What a task has to have is made
 room for by waiting; what is further ahead is fetched into room that the clock says is free.
 """
 
@@ -14,11 +14,11 @@ from typing import TypeVar
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.tasks import (
     LASTING,
-    Item,
+    Computation,
+    Instruction,
     Op,
     PartKey,
-    Record,
-    Step,
+    Task,
     Use,
     Workload,
 )
@@ -27,8 +27,8 @@ _At = TypeVar("_At")
 
 
 @dataclass(kw_only=True)
-class Device:
-    """What is on the device while records are laid down, and how many bytes that is.
+class Residency:
+    """What is on the device while instructions are laid down, and how many bytes that is.
 
     Attributes:
         workload: The sizes.
@@ -39,14 +39,14 @@ class Device:
         dirty: Those whose host copy is not current.
         reserved: Parts to come that have their room, and how many of each.
         reserved_bytes: Bytes of that room.
-        used: By item, bytes that are free once it has been computed.
-        leaving: By item and part, in the order of their dispatch, bytes that are free once the
+        used: By task, bytes that are free once it has been computed.
+        leaving: By task and part, in the order of their dispatch, bytes that are free once the
             part has landed in the host.
         num_bytes: Bytes on the device.
         reach: How many uses, counted from the start of the lap at hand, have been fetched or have
             their room.
-        records: What was laid down since the start of the lap.
-        ledger: Bytes on the device after each record.
+        instructions: What was laid down since the start of the lap.
+        ledger: Bytes on the device after each instruction.
     """
 
     workload: Workload
@@ -61,25 +61,25 @@ class Device:
     reserved_bytes: int = 0
     num_bytes: int = 0
     reach: int = 0
-    records: list[Record] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
     ledger: list[int] = field(default_factory=list)
 
-    def next_lap(self, num_items: int, reach: int) -> "Device":
-        """This state as the lap that follows one of `num_items` items sees it."""
+    def next_lap(self, num_tasks: int, reach: int) -> "Residency":
+        """This state as the lap that follows one of `num_tasks` tasks sees it."""
         return replace(
             self,
-            clock=self.clock.next_lap(num_items),
+            clock=self.clock.next_lap(num_tasks),
             present=set(self.present),
             dirty=set(self.dirty),
             reserved=Counter(self.reserved),
-            used={item - num_items: size for item, size in self.used.items()},
-            leaving={(i - num_items, key): size for (i, key), size in self.leaving.items()},
+            used={task - num_tasks: size for task, size in self.used.items()},
+            leaving={(i - num_tasks, key): size for (i, key), size in self.leaving.items()},
             reach=reach,
-            records=[],
+            instructions=[],
             ledger=[],
         )
 
-    def joined(self, other: "Device") -> "Device":
+    def joined(self, other: "Residency") -> "Residency":
         """What either may hold, at the time of the other; the same parts are present in both."""
         assert self.present == other.present and self.reserved == other.reserved
         used = _largest(self.used, other.used)
@@ -93,11 +93,11 @@ class Device:
             num_bytes=held + sum(used.values()) + sum(leaving.values()),
         )
 
-    def holds_no_more_than(self, other: "Device") -> bool:
+    def holds_no_more_than(self, other: "Residency") -> bool:
         """Whether nothing more is dirty or on its way here."""
         return (
             self.dirty <= other.dirty
-            and all(size <= other.used.get(item, 0) for item, size in self.used.items())
+            and all(size <= other.used.get(task, 0) for task, size in self.used.items())
             and all(size <= other.leaving.get(at, 0) for at, size in self.leaving.items())
         )
 
@@ -106,30 +106,30 @@ class Device:
         """Bytes that nothing occupies or has been promised."""
         return self.limit - self.num_bytes - self.reserved_bytes
 
-    # ---- records
+    # ---- instructions
 
-    def wait(self, item: int) -> None:
-        """Waits until an item has been computed."""
-        self.num_bytes -= self.used.pop(item)
-        self.clock.wait(item)
-        self._emit(Record(op=Op.WAIT, item=item))
+    def wait(self, task: int) -> None:
+        """Waits until a task has been computed."""
+        self.num_bytes -= self.used.pop(task)
+        self.clock.wait(task)
+        self._emit(Instruction(op=Op.WAIT, task=task))
 
-    def land(self, item: int, key: PartKey) -> None:
-        """Waits until a part that an item offloaded is in the host."""
-        self.num_bytes -= self.leaving.pop((item, key))
-        self.clock.land(item, key)
-        self._emit(Record(op=Op.LAND, group=key[1], part=key[0], item=item))
+    def land(self, task: int, key: PartKey) -> None:
+        """Waits until a part that a task offloaded is in the host."""
+        self.num_bytes -= self.leaving.pop((task, key))
+        self.clock.land(task, key)
+        self._emit(Instruction(op=Op.LAND, group=key[1], part=key[0], task=task))
 
-    def fetch(self, key: PartKey, item: int) -> None:
-        """Brings a part before an item computes."""
+    def fetch(self, key: PartKey, task: int) -> None:
+        """Brings a part before a task computes."""
         self.present.add(key)
         self._use_reservation(key)
         self.num_bytes += self.workload.size(key)
         self.clock.fetch(key, self.workload.size(key))
-        self._emit(Record(op=Op.FETCH, group=key[1], part=key[0], item=item))
+        self._emit(Instruction(op=Op.FETCH, group=key[1], part=key[0], task=task))
 
-    def compute(self, step: Step, item: int) -> None:
-        """Computes one step of an item."""
+    def compute(self, step: Computation, task: int) -> None:
+        """Computes one step of a task."""
         for key in step.creates:
             self.present.add(key)
             self._use_reservation(key)
@@ -140,22 +140,22 @@ class Device:
             self.present.discard(key)
             self.dirty.discard(key)
             # Its memory is free once the device has got there, which only a WAIT tells.
-            self.used[item] = self.used.get(item, 0) + self.workload.size(key)
-        self.clock.compute(step.touches, step.seconds, item)
-        self._emit(step.record)
+            self.used[task] = self.used.get(task, 0) + self.workload.size(key)
+        self.clock.compute(step.touches, step.seconds, task)
+        self._emit(step.instruction)
 
-    def evict(self, key: PartKey, item: int) -> None:
-        """Drops a part after its last use in an item, to the host if that has no current copy."""
+    def evict(self, key: PartKey, task: int) -> None:
+        """Drops a part after its last use in a task, to the host if that has no current copy."""
         size = self.workload.size(key)
         self.present.discard(key)
         if key in self.dirty:
             self.dirty.discard(key)
-            self.leaving[item, key] = size
-            self.clock.offload(key, size, item)
-            self._emit(Record(op=Op.OFFLOAD, group=key[1], part=key[0], item=item))
+            self.leaving[task, key] = size
+            self.clock.offload(key, size, task)
+            self._emit(Instruction(op=Op.OFFLOAD, group=key[1], part=key[0], task=task))
         else:
-            self.used[item] = self.used.get(item, 0) + size
-            self._emit(Record(op=Op.RELEASE, group=key[1], part=key[0], item=item))
+            self.used[task] = self.used.get(task, 0) + size
+            self._emit(Instruction(op=Op.RELEASE, group=key[1], part=key[0], task=task))
 
     def reserve(self, key: PartKey) -> None:
         """Promises room to a part that is to come."""
@@ -170,63 +170,63 @@ class Device:
         if not self.reserved[key]:
             del self.reserved[key]
 
-    def _emit(self, record: Record) -> None:
-        self.records.append(record)
-        # Two laps may leave different things; what the first waits are for never is all of them.
+    def _emit(self, instruction: Instruction) -> None:
+        self.instructions.append(instruction)
+        # Two lists may leave different things; what the first waits are for never is all of them.
         self.ledger.append(min(self.num_bytes, self.limit))
 
-    # ---- laps
+    # ---- lists
 
-    def run(self, items: Sequence[Item], later: Iterable[Item], boundary: int) -> None:
-        """Lays down the records of items; on return, `boundary` uses of `later` have their room.
+    def run(self, tasks: Sequence[Task], later: Iterable[Task], boundary: int) -> None:
+        """Lays down what tasks need; on return, `boundary` uses of `later` have their room.
 
         Args:
-            items: The items of a lap.
+            tasks: The tasks of a lap.
             later: Those that follow.
             boundary: How many of the uses in `later` are reached at the end, and no more.
         """
-        line = [use for item in (*items, *later) for use in item.uses]
+        line = [use for task in (*tasks, *later) for use in task.uses]
         starts = [0]
-        for item in items:
-            starts.append(starts[-1] + len(item.uses))
+        for task in tasks:
+            starts.append(starts[-1] + len(task.uses))
         line = line[: starts[-1] + boundary]
         needs: dict[PartKey, list[int]] = {}
         for at, use in enumerate(line):
             if not use.creates:
                 needs.setdefault(use.key, []).append(at)
-        for number, item in enumerate(items):
-            last = number == len(items) - 1
-            early = boundary if last else items[number + 1].num_early
-            self._make_ready(number, item, line, starts[number + 1] + early)
+        for number, task in enumerate(tasks):
+            last = number == len(tasks) - 1
+            early = boundary if last else tasks[number + 1].num_early
+            self._make_ready(number, task, line, starts[number + 1] + early)
             if last:  # a first lap may not use all that stays
                 for key in sorted(key for key in self.resident - self.present if key[0] in LASTING):
                     self.fetch(key, number)
-            for at, step in enumerate(item.steps):
+            for at, step in enumerate(task.steps):
                 self.compute(step, number)
                 for key in step.touches:
-                    if item.last_step[key] == at and key in self.present:
+                    if task.last_step[key] == at and key in self.present:
                         if not self._is_needed(needs, key, starts[number + 1]):
                             self.evict(key, number)
 
-    def run_to_rest(self, items: Sequence[Item]) -> None:
-        """Lays down the records of items after which nothing is on the device."""
+    def run_to_rest(self, tasks: Sequence[Task]) -> None:
+        """Lays down the instructions of tasks after which nothing is on the device."""
         self.resident = frozenset()
         self.reserved.clear()
         self.reserved_bytes = 0
-        uses = [use.key for item in items for use in item.uses]
+        uses = [use.key for task in tasks for use in task.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.reach = next(here, len(uses))
         for key in sorted(self.present.difference(uses[: self.reach])):
             self.evict(key, -1)
-        self.run(items, (), 0)
+        self.run(tasks, (), 0)
         while self.used or self.leaving:
             self._wait_for_oldest()
         assert not self.present and not self.num_bytes
 
-    def _make_ready(self, number: int, item: Item, line: Sequence[Use], must: int) -> None:
-        """Fetches what the item and the start of the next one use, and what keeps the link busy.
+    def _make_ready(self, number: int, task: Task, line: Sequence[Use], must: int) -> None:
+        """Fetches what the task and the start of the next one use, and what keeps the link busy.
 
-        The device always has the item before this one to compute while the driver waits here.
+        The device always has the task before this one to compute while the driver waits here.
         """
         while self.room < 0:
             self._wait_for_oldest()
@@ -235,10 +235,10 @@ class Device:
         for at in [at for at in self.leaving if at[0] < number]:
             if self.clock.landed.get(at, 0.0) <= self.clock.driver:
                 self.land(*at)
-        # What is fetched the next time can't come before this item is computed. More than keeps
+        # What is fetched the next time can't come before this task is computed. More than keeps
         # the link busy until then would only wait in line, where streams overtake one another.
-        seconds = sum(step.seconds for step in item.steps)
-        enough = self.clock.over((use.key for use in item.uses), seconds)
+        seconds = sum(step.seconds for step in task.steps)
+        enough = self.clock.over((use.key for use in task.uses), seconds)
         while self.reach < len(line):
             use = line[self.reach]
             size = self._missing(use)
@@ -264,7 +264,7 @@ class Device:
         return not use.creates and not known
 
     def _wait_for_oldest(self) -> None:
-        oldest = min((*self.used, *(item for item, _ in self.leaving)), default=None)
+        oldest = min((*self.used, *(task for task, _ in self.leaving)), default=None)
         assert oldest is not None, "the limit is below the least that a lap needs"
         if oldest in self.used:
             self.wait(oldest)

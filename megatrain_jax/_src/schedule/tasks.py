@@ -1,6 +1,6 @@
-"""What one training step computes, as plain data: records, and the items they form.
+"""What one training step computes, as plain data: instructions, and the tasks they form.
 
-An item is a stage's forward or backward with the small work that goes with it. This says which
+A task is a stage's forward or backward with the small work that goes with it. This says which
 parts of which groups, and which values between stages, each touches; the schedule decides from
 that what moves when.
 """
@@ -23,13 +23,13 @@ PASSING = "AR"
 
 
 class Op(enum.Enum):
-    """What a record asks of the engine."""
+    """What an instruction asks of the engine."""
 
     FETCH = "fetch"  # host -> device; both copies are current afterwards
     OFFLOAD = "offload"  # device -> host, then drop the device copy
     RELEASE = "release"  # drop a device copy whose host copy is current
-    WAIT = "wait"  # block until an item has been computed
-    LAND = "land"  # block until what an item offloaded is in the host
+    WAIT = "wait"  # block until a task has been computed
+    LAND = "land"  # block until what a task offloaded is in the host
     FORWARD = "forward"
     BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
     ZEROS = "zeros"  # create a group's gradient, all zero
@@ -39,28 +39,28 @@ class Op(enum.Enum):
 
 
 WAITS = frozenset({Op.WAIT, Op.LAND})
-"""The records in which the driver waits for the device."""
+"""The instructions in which the driver waits for the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class Instruction:
     """One thing for the engine to do.
 
     Attributes:
         op: What to do.
         stage: The stage of a FORWARD or BACKWARD.
-        group: The group of every record but FORWARD, BACKWARD, COMBINE and WAIT; with part "A" the
-            id of a value.
+        group: The group of every instruction but FORWARD, BACKWARD, COMBINE and WAIT; with part
+            "A" the id of a value.
         part: "P", "O", "G" or "A" of a FETCH, OFFLOAD, RELEASE or LAND.
-        item: The item of its lap this record belongs to; for WAIT and LAND the item to wait for,
-            where negative numbers count back from the end of the lap before (-1 is its last item).
+        task: The task of its lap this instruction belongs to; for WAIT and LAND the task to wait
+            for, where negative numbers count back from the end of the lap before (-1 is its last).
     """
 
     op: Op
     stage: int | None = None
     group: int | None = None
     part: str | None = None
-    item: int | None = None
+    task: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Costs:
         recompute: For each stage, by how much its backward is shorter if its residuals are kept;
             nothing unless given.
         byte: One byte over the link, in either direction.
-        dispatch: What the driver needs to dispatch one record.
+        dispatch: What the driver needs to dispatch one instruction.
     """
 
     forward: tuple[float, ...]
@@ -146,10 +146,10 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One computing record, what it does to parts and values, and how long it takes."""
+class Computation:
+    """One computing instruction, what it does to parts and values, and how long it takes."""
 
-    record: Record
+    instruction: Instruction
     touches: tuple[PartKey, ...]
     creates: tuple[PartKey, ...]
     dirties: tuple[PartKey, ...]
@@ -159,14 +159,14 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """An item uses a part, which either exists before the item or is created by it."""
+    """A task uses a part, which either exists before the task or is created by it."""
 
     key: PartKey
     creates: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class Task:
     """Steps between which nothing is fetched.
 
     Attributes:
@@ -177,92 +177,94 @@ class Item:
         last_step: The last of the steps that touches a part.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Computation, ...]
     uses: tuple[Use, ...]
     num_early: int
     last_step: dict[PartKey, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Laps:
-    """The items of every kind of lap: the same for every budget."""
+class TaskLists:
+    """The tasks of every kind of lap: the same for every budget."""
 
     workload: Workload
-    cold: tuple[Item, ...]
-    steady: tuple[Item, ...]
-    flush: tuple[Item, ...]
-    evaluation: tuple[Item, ...]
+    cold: tuple[Task, ...]
+    steady: tuple[Task, ...]
+    flush: tuple[Task, ...]
+    evaluation: tuple[Task, ...]
 
 
-def build_laps(workload: Workload) -> Laps:
-    """Lists the items of every kind of lap of a workload."""
+def build_task_lists(workload: Workload) -> TaskLists:
+    """Lists the tasks of every kind of lap of a workload."""
     lap = _deferred_lap(workload) if workload.deferred else _immediate_lap(workload)
     pending = Op.UPDATE if workload.deferred else None
-    # The first lap has nothing to apply; items left empty keep its numbering that of all laps.
-    first = [[record for record in item if record.op is not pending] for item in lap]
-    at_rest = [[record for record in item if record.op is pending] for item in lap]
-    forward = [[Record(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
+    # The first lap has nothing to apply; tasks left empty keep its numbering that of all lists.
+    first = [[instruction for instruction in task if instruction.op is not pending] for task in lap]
+    at_rest = [[instruction for instruction in task if instruction.op is pending] for task in lap]
+    forward = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
     made: set[PartKey] = set()
-    cold = _as_items(workload, first, made)
+    cold = _as_tasks(workload, first, made)
     waiting = set(made)
-    steady = _as_items(workload, lap, made)
+    steady = _as_tasks(workload, lap, made)
     assert made == waiting, "a lap leaves the gradients that the next one starts from"
-    flush = _as_items(workload, list(filter(None, at_rest)), waiting)
+    flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
-    evaluation = _as_items(replace(workload, kept=frozenset()), forward, set())
-    return Laps(workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation)
+    evaluation = _as_tasks(replace(workload, kept=frozenset()), forward, set())
+    return TaskLists(
+        workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation
+    )
 
 
-def _immediate_lap(workload: Workload) -> list[list[Record]]:
-    """Each group is updated in the item that completes its gradient."""
+def _immediate_lap(workload: Workload) -> list[list[Instruction]]:
+    """Each group is updated in the task that completes its gradient."""
     stages = range(len(workload.stages) - workload.fused_last)
-    items = [[Record(op=Op.FORWARD, stage=stage)] for stage in stages]
-    combine = [Record(op=Op.COMBINE)]
-    for item, complete in gradient_items(workload):
+    tasks = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in stages]
+    combine = [Instruction(op=Op.COMBINE)]
+    for task, complete in gradient_tasks(workload):
         if complete:
-            item.extend(combine)
+            task.extend(combine)
             combine = []
-        items.append([*item, *_for_each(complete, Op.UPDATE)])
-    items[-1].extend(combine)
-    return items
+        tasks.append([*task, *_for_each(complete, Op.UPDATE)])
+    tasks[-1].extend(combine)
+    return tasks
 
 
-def _deferred_lap(workload: Workload) -> list[list[Record]]:
+def _deferred_lap(workload: Workload) -> list[list[Instruction]]:
     """Each group is updated before its first use in the next lap."""
     unused = _unused_groups(workload)
     pending = set(_trained_groups(workload)).difference(unused)
-    items = [_for_each([group], Op.UPDATE) for group in unused]
+    tasks = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
         fresh = sorted(pending.intersection(groups))
         pending.difference_update(fresh)
-        items.append([*_for_each(fresh, Op.UPDATE), Record(op=Op.FORWARD, stage=stage)])
-    updates = items.pop()[:-1] if workload.fused_last else []
-    for item, complete in gradient_items(workload):
-        items.append([*updates, *item, *_for_each(complete, Op.REDUCE)])
+        tasks.append([*_for_each(fresh, Op.UPDATE), Instruction(op=Op.FORWARD, stage=stage)])
+    updates = tasks.pop()[:-1] if workload.fused_last else []
+    for task, complete in gradient_tasks(workload):
+        tasks.append([*updates, *task, *_for_each(complete, Op.REDUCE)])
         updates = []
-    items[-1].append(Record(op=Op.COMBINE))
-    return items
+    tasks[-1].append(Instruction(op=Op.COMBINE))
+    return tasks
 
 
-def _for_each(groups: Iterable[int], op: Op) -> list[Record]:
-    return [Record(op=op, group=group) for group in groups]
+def _for_each(groups: Iterable[int], op: Op) -> list[Instruction]:
+    return [Instruction(op=op, group=group) for group in groups]
 
 
-def gradient_items(workload: Workload) -> list[tuple[list[Record], list[int]]]:
-    """The items that make gradients, each with the groups whose gradients it completes."""
+def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int]]]:
+    """The tasks that make gradients, each with the groups whose gradients it completes."""
     stages = [stage for stage, reached in enumerate(workload.backward) if reached]
     trained = [[g for g in groups if g not in workload.frozen] for groups in workload.stages]
     latest = {group: stage for stage in stages for group in trained[stage]}
     earliest = {group: stage for stage in reversed(stages) for group in trained[stage]}
-    items = []
+    tasks = []
     for stage in reversed(stages):
         groups = dict.fromkeys(trained[stage])
         begun = [group for group in groups if latest[group] == stage and workload.accumulate]
         complete = [group for group in groups if earliest[group] == stage]
-        backward = Record(op=Op.BACKWARD, stage=stage)
-        items.append(([*_for_each(begun, Op.ZEROS), backward], complete))
-    items.extend((_for_each([group], Op.ZEROS), [group]) for group in _unused_groups(workload))
-    return items
+        backward = Instruction(op=Op.BACKWARD, stage=stage)
+        tasks.append(([*_for_each(begun, Op.ZEROS), backward], complete))
+    tasks.extend((_for_each([group], Op.ZEROS), [group]) for group in _unused_groups(workload))
+    return tasks
 
 
 def _unused_groups(workload: Workload) -> list[int]:
@@ -276,31 +278,33 @@ def _trained_groups(workload: Workload) -> list[int]:
     return [group for group in range(len(workload.sizes)) if group not in workload.frozen]
 
 
-def _as_items(
-    workload: Workload, lap: Sequence[Sequence[Record]], made: set[PartKey]
-) -> tuple[Item, ...]:
-    """Derives what a lap's items need; `made` holds what exists of gradients and values."""
-    last_read: dict[int, Record] = {}
-    for record in chain.from_iterable(lap):
-        last_read.update(dict.fromkeys(_reads(workload, record), record))
-    items = []
-    for number, records in enumerate(lap):
+def _as_tasks(
+    workload: Workload, lap: Sequence[Sequence[Instruction]], made: set[PartKey]
+) -> tuple[Task, ...]:
+    """Derives what a lap's tasks need; `made` holds what exists of gradients and values."""
+    last_read: dict[int, Instruction] = {}
+    for instruction in chain.from_iterable(lap):
+        last_read.update(dict.fromkeys(_reads(workload, instruction), instruction))
+    tasks = []
+    for number, instructions in enumerate(lap):
         steps = []
-        for record in records:
-            done = [i for i in _reads(workload, record) if last_read[i] is record]
-            steps.append(_as_step(workload, replace(record, item=number), done, made))
+        for instruction in instructions:
+            done = [i for i in _reads(workload, instruction) if last_read[i] is instruction]
+            steps.append(_as_step(workload, replace(instruction, task=number), done, made))
             made.update(steps[-1].creates)
             made.difference_update(steps[-1].kills)
-        items.append(_as_item(workload, steps))
-    return tuple(items)
+        tasks.append(_as_task(workload, steps))
+    return tuple(tasks)
 
 
-def _reads(workload: Workload, record: Record) -> Sequence[int]:
-    return () if record.stage is None or not workload.reads else workload.reads[record.stage]
+def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
+    return (
+        () if instruction.stage is None or not workload.reads else workload.reads[instruction.stage]
+    )
 
 
-def _as_item(workload: Workload, steps: Sequence[Step]) -> Item:
-    stages = [at for at, step in enumerate(steps) if step.record.stage is not None]
+def _as_task(workload: Workload, steps: Sequence[Computation]) -> Task:
+    stages = [at for at, step in enumerate(steps) if step.instruction.stage is not None]
     stage = max(stages, default=len(steps) - 1)
     early: dict[PartKey, None] = {}
     late: dict[PartKey, None] = {}
@@ -314,7 +318,7 @@ def _as_item(workload: Workload, steps: Sequence[Step]) -> Item:
     # What can't arrive while the stage computes would hold up what follows.
     seconds = sum(steps[at].seconds for at in stages)
     hidden = sum(map(workload.size, late)) * workload.costs.byte <= seconds
-    return Item(
+    return Task(
         steps=tuple(steps),
         uses=(
             *(Use(key=key, creates=False) for key in (*early, *late)),
@@ -325,45 +329,51 @@ def _as_item(workload: Workload, steps: Sequence[Step]) -> Item:
     )
 
 
-def _as_step(workload: Workload, record: Record, done: Iterable[int], made: set[PartKey]) -> Step:
-    """What a record touches; `done` are values that it is the last to read."""
-    groups = (record.group,) if record.stage is None else workload.stages[record.stage]
+def _as_step(
+    workload: Workload, instruction: Instruction, done: Iterable[int], made: set[PartKey]
+) -> Computation:
+    """What an instruction touches; `done` are values that it is the last to read."""
+    groups = (
+        (instruction.group,) if instruction.stage is None else workload.stages[instruction.stage]
+    )
 
     def keys(parts: Iterable[str]) -> tuple[PartKey, ...]:
         pairs = ((part, group) for group in groups if group is not None for part in parts)
         return tuple(key for key in dict.fromkeys(pairs) if workload.size(key))
 
-    makes = record.op in (Op.BACKWARD, Op.ZEROS)
+    makes = instruction.op in (Op.BACKWARD, Op.ZEROS)
     new = tuple(key for key in keys("G") if makes and key not in made)
-    assert record.op is not Op.ZEROS or new == keys("G"), "zeros would lose a gradient"
-    updates = record.op is Op.UPDATE
+    assert instruction.op is not Op.ZEROS or new == keys("G"), "zeros would lose a gradient"
+    updates = instruction.op is Op.UPDATE
     touches = {Op.FORWARD: "P", Op.BACKWARD: "PG", Op.ZEROS: "G", Op.COMBINE: "", Op.UPDATE: "POG"}
     touches[Op.REDUCE] = "".join(("G", *sorted(workload.reduce_reads)))
-    read = tuple(("A", i) for i in dict.fromkeys(_reads(workload, record)))
+    read = tuple(("A", i) for i in dict.fromkeys(_reads(workload, instruction)))
     given: tuple[PartKey, ...] = ()
-    if record.op is Op.FORWARD and record.stage is not None and workload.makes:
-        given = tuple(("A", i) for i in workload.makes[record.stage])
+    if instruction.op is Op.FORWARD and instruction.stage is not None and workload.makes:
+        given = tuple(("A", i) for i in workload.makes[instruction.stage])
     used: tuple[PartKey, ...] = ()
-    if record.stage in workload.kept:
-        residuals = (("R", record.stage),)
-        given, used = ((*given, *residuals), ()) if record.op is Op.FORWARD else (given, residuals)
-    return Step(
-        record=record,
-        touches=(*keys(touches[record.op]), *read, *used, *given),
+    if instruction.stage in workload.kept:
+        residuals = (("R", instruction.stage),)
+        given, used = (
+            ((*given, *residuals), ()) if instruction.op is Op.FORWARD else (given, residuals)
+        )
+    return Computation(
+        instruction=instruction,
+        touches=(*keys(touches[instruction.op]), *read, *used, *given),
         creates=(*new, *given),
         dirties=(*keys("G" if makes else "PO" if updates else ()), *given),
         kills=(*keys("G" if updates else ()), *(("A", i) for i in dict.fromkeys(done)), *used),
-        seconds=_seconds(workload, record),
+        seconds=_seconds(workload, instruction),
     )
 
 
-def _seconds(workload: Workload, record: Record) -> float:
+def _seconds(workload: Workload, instruction: Instruction) -> float:
     costs = workload.costs
-    if record.stage is not None:
-        if record.op is Op.FORWARD:
-            return costs.forward[record.stage]
-        saved = costs.recompute[record.stage] if record.stage in workload.kept else 0.0
-        return costs.backward[record.stage] - saved
-    if record.op is Op.UPDATE and record.group is not None:
-        return costs.update[record.group]
+    if instruction.stage is not None:
+        if instruction.op is Op.FORWARD:
+            return costs.forward[instruction.stage]
+        saved = costs.recompute[instruction.stage] if instruction.stage in workload.kept else 0.0
+        return costs.backward[instruction.stage] - saved
+    if instruction.op is Op.UPDATE and instruction.group is not None:
+        return costs.update[instruction.group]
     return 0.0
