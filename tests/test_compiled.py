@@ -20,7 +20,7 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 def compile_all(trainer):
     engine, job = trainer._engine, trainer._job
-    return compile_ahead(engine.templates, job.first, job.layouts, job.optimizer)
+    return compile_ahead(engine.templates, job.first, job.layouts, job.optimizer, engine.placement)
 
 
 def compiled_names(caplog):

@@ -33,6 +33,7 @@ from megatrain_jax._src.schedule.search import plan_schedule
 from megatrain_jax._src.schedule.tasks import Op
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
+from megatrain_jax._src.state.placement import Placement
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
@@ -332,22 +333,29 @@ def _cut_optimizer(
     )
 
 
-def fit_to_device(job: Job, templates: Templates, device_bytes: int | None, *, here: bool) -> Job:
+def fit_to_device(
+    job: Job, templates: Templates, device_bytes: int | None, placement: Placement | None
+) -> Job:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
     Args:
         job: The job, planned without knowledge of its functions' memory.
         templates: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
-        here: Whether the device is here, so that they are compiled for it; else it is estimated.
+        placement: Of the run, for which they are compiled; None if the device isn't here, so that
+            what they need is estimated.
     """
-    ahead = compile_ahead if here else estimate_ahead
-    needed = ahead(templates, job.first, job.layouts, job.optimizer)
-    fitted = job.with_temporaries(needed, device_bytes, not here)
+
+    def needed_by(step: BoundStep) -> int:
+        what = templates, step, job.layouts, job.optimizer
+        return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
+
+    needed, estimated = needed_by(job.first), placement is None
+    fitted = job.with_temporaries(needed, device_bytes, estimated)
     if fitted.first.schedule.kept != job.first.schedule.kept:  # that takes other functions
-        more = ahead(templates, fitted.first, job.layouts, job.optimizer)
+        more = needed_by(fitted.first)
         if more > needed:
-            fitted = job.with_temporaries(more, device_bytes, not here)
+            fitted = job.with_temporaries(more, device_bytes, estimated)
     return fitted
 
 
