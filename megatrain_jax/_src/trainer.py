@@ -38,11 +38,12 @@ from megatrain_jax._src.history import History, as_json, weighted_means
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.report.plan import Plan, check_device
 from megatrain_jax._src.report.plan_warning import warn_of
-from megatrain_jax._src.runtime import store
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.initialise import initialise
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.runtime.views import optimizer_state, parameters
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import this_machine
 from megatrain_jax._src.state.placement import default_device, on_one_device
@@ -133,7 +134,7 @@ class Trainer:
             MemoryError: If host memory or the device's is too small.
         """
         hardware, templates = this_machine(), Templates()
-        self._placement = placement = on_one_device(default_device())
+        placement = on_one_device(default_device())
         options = RunOptions(
             microbatches=microbatches,
             precision=precision,
@@ -163,10 +164,9 @@ class Trainer:
             bar.set_description("reserving host memory")
             pool.reserve(placement, spec.host_bytes_needed, spec.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(
-                spec.layouts, spec.optimizer, templates, placement, jax.random.key(options.seed)
-            )
-            initialise(spec, self._engine, initial, bar.update)
+            self._store = Store(spec.layouts, placement, jax.random.key(options.seed))
+            initialise(spec, self._store, templates, initial, bar.update)
+            self._engine = Engine(self._store, spec.optimizer, templates)
         self._spec = spec
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
         self._plans: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
@@ -202,13 +202,13 @@ class Trainer:
             self.read(self._in_flight[0])
         with deferred_interrupt():
             self._check_whole()
-            arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
+            arrays = jax.device_put(jax.tree.leaves(batch), self._store.placement.batches)
             self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
             metrics = StepMetrics(self._engine.train(plan, arrays))
             self._lost = self._partial = None
             self.num_steps += 1
             metrics.step = self.num_steps
-            metrics.healthy, metrics.group_ok = self._engine.ok, self._engine.group_ok
+            metrics.healthy, metrics.group_ok = self._store.ok, self._engine.group_ok
             self._in_flight.append(metrics)
         return metrics
 
@@ -328,7 +328,7 @@ class Trainer:
             self._spec.adapted.check_batch(batch)
             plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
             with deferred_interrupt():
-                arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
+                arrays = jax.device_put(jax.tree.leaves(batch), self._store.placement.batches)
                 rows.append(self._engine.evaluate(plan, arrays))
                 sizes.append(arrays[0].shape[0])
         if not rows:
@@ -360,13 +360,13 @@ class Trainer:
         parameter stacked over layers, which the store keeps layer by layer, is a copy.
         """
         self.flush()
-        return self._spec.adapted.params_tree(store.parameters(self._spec, self._engine))
+        return self._spec.adapted.params_tree(parameters(self._spec, self._store))
 
     @property
     def opt_state(self) -> Any:
         """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
         self.flush()
-        return store.optimizer_state(self._spec, self._engine)
+        return optimizer_state(self._spec, self._store)
 
     @property
     def model(self) -> Any:
@@ -375,8 +375,8 @@ class Trainer:
         They share memory with the store, as those of `params` do.
         """
         self.flush()
-        variables = store.on_host(self._engine.variables, self._placement)
-        return self._spec.adapted.rebuild(store.parameters(self._spec, self._engine), variables)
+        variables = self._store.on_host(self._store.variables)
+        return self._spec.adapted.rebuild(parameters(self._spec, self._store), variables)
 
     @property
     def plan(self) -> Plan:
@@ -433,9 +433,7 @@ class Trainer:
             "history": as_json(self.history),  # as it is now
             **(facts or {}),
         }
-        self._saving = Saving(
-            path, self._spec, self._engine, entries, about, params_only, workspace
-        )
+        self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
         return self._saving
 
     def wait_for_saving(self) -> None:
@@ -480,7 +478,8 @@ class Trainer:
         self._in_flight.clear()
         with deferred_interrupt(), self._bar("restoring", len(self._spec.layouts)) as bar:
             self._lost = f"{path} could not be restored to its end"
-            load(path, facts.get("arrays"), self._spec, self._engine, entries, bar.update)
+            self._engine.abandon()
+            load(path, facts.get("arrays"), self._spec, self._store, entries, bar.update)
             self._lost = None
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])

@@ -61,16 +61,17 @@ class Layout:
             parts.append(jnp.zeros(self.size - end, dtype))
         return jnp.concatenate(parts)
 
-    def views(self, slab: jax.Array | np.ndarray) -> list[np.ndarray]:
-        """The leaves of a slab in host memory, as arrays that share its memory.
+    def view(self, slab: jax.Array | np.ndarray, i: int) -> np.ndarray:
+        """Leaf `i` of a slab in host memory, as an array that shares its memory.
 
-        Those of a JAX array are read-only.
+        That of a JAX array is read-only.
         """
-        flat = np.asarray(slab)
-        return [
-            flat[start : start + math.prod(shape)].reshape(shape)
-            for shape, start in zip(self.shapes, self.offsets, strict=True)
-        ]
+        shape, start = self.shapes[i], self.offsets[i]
+        return np.asarray(slab)[start : start + math.prod(shape)].reshape(shape)
+
+    def views(self, slab: jax.Array | np.ndarray) -> list[np.ndarray]:
+        """All leaves of a slab in host memory; see `view`."""
+        return [self.view(slab, i) for i in range(len(self.shapes))]
 
 
 def layout_of(shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) -> Layout:
