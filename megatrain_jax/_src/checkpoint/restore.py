@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import verify
 from megatrain_jax._src.checkpoint.contents import (
@@ -53,7 +53,7 @@ def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
 def load(
     path: Path,
     known: Mapping[str, str] | None,
-    job: Job,
+    spec: RunSpec,
     engine: Engine,
     entries: Sequence[Entry],
     done: Callable[[], object],
@@ -65,9 +65,9 @@ def load(
     Args:
         path: The checkpoint.
         known: Checksums of its arrays; None if it has none.
-        job: What the store holds.
+        spec: What the store holds.
         engine: The store.
-        entries: All arrays of the job's checkpoints.
+        entries: All arrays of the run's checkpoints.
         done: Called after each group.
 
     Raises:
@@ -76,7 +76,7 @@ def load(
     """
     engine.drop()
     try:
-        _fill(path, known, job, engine, entries, done)
+        _fill(path, known, spec, engine, entries, done)
     except Exception as error:
         # Whoever holds the error would else hold arrays, too, and need their room.
         traceback.clear_frames(error.__traceback__)
@@ -89,7 +89,7 @@ def load(
 def _fill(
     path: Path,
     known: Mapping[str, str] | None,
-    job: Job,
+    spec: RunSpec,
     engine: Engine,
     entries: Sequence[Entry],
     done: Callable[[], object],
@@ -112,7 +112,7 @@ def _fill(
                 slices[place] = jax.device_put(row, pool.pinned())
             jax.block_until_ready(list(slices.values()))
             checked.result()
-        slabs = _slabs(job)
+        slabs = _slabs(spec)
         coming = reader.submit(read, slabs[0])
         for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
             values = _filled(slab, coming.result(), slices)
@@ -142,10 +142,10 @@ class _Slab:
     places: tuple[Place, ...]
 
 
-def _slabs(job: Job) -> list[_Slab]:
+def _slabs(spec: RunSpec) -> list[_Slab]:
     """All slabs, group by group, masters first."""
     found = []
-    for g, layout in enumerate(job.layouts):
+    for g, layout in enumerate(spec.layouts):
         masters = "P", layout.master, range(len(layout.master.shapes))
         state = [
             ("O", slab, [i for i, (at, _) in enumerate(layout.state.places) if at == s])
