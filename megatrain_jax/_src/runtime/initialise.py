@@ -46,7 +46,7 @@ def _unstacked(spec: RunSpec, initial: Initial) -> dict[int, jax.Array]:
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
-            dtype = spec.precision.stored(spec.leaves[i].trainable)
+            dtype = spec.precision.stored(spec.leaves[i].is_trainable)
             slices[i] = jax.device_put(whole[selector(index)].astype(dtype), pool.pinned())
         jax.block_until_ready(list(slices.values()))
     return slices
