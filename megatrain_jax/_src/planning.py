@@ -89,4 +89,4 @@ def plan(
     adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
     usable = None if hardware is None else hardware.usable_bytes
-    return fit_to_device(spec, Templates(), usable, here=False).plan(hardware)
+    return fit_to_device(spec, Templates(), usable, None).plan(hardware)

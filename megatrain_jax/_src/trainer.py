@@ -45,6 +45,7 @@ from megatrain_jax._src.runtime.initialise import initialise
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import this_machine
+from megatrain_jax._src.state.placement import default_device, on_one_device
 
 _DEFAULT_PRECISION = Precision()
 _END = object()
@@ -132,6 +133,7 @@ class Trainer:
             MemoryError: If host memory or the device's is too small.
         """
         hardware, templates = this_machine(), Templates()
+        self._placement = placement = on_one_device(default_device())
         options = RunOptions(
             microbatches=microbatches,
             precision=precision,
@@ -155,14 +157,14 @@ class Trainer:
             del params
         with self._bar("compiling", len(spec.layouts)) as bar:
             if hardware is not None:
-                free = pool.free_device_bytes()
-                spec = fit_to_device(spec, templates, free, here=True)
+                free = pool.free_device_bytes(placement)
+                spec = fit_to_device(spec, templates, free, placement)
                 check_device(spec.plan(hardware), free)
             bar.set_description("reserving host memory")
-            pool.reserve(spec.host_bytes_needed, spec.largest_slab_bytes)
+            pool.reserve(placement, spec.host_bytes_needed, spec.largest_slab_bytes)
             bar.set_description("initialising")
             self._engine = Engine(
-                spec.layouts, spec.optimizer, templates, jax.random.key(options.seed)
+                spec.layouts, spec.optimizer, templates, placement, jax.random.key(options.seed)
             )
             initialise(spec, self._engine, initial, bar.update)
         self._spec = spec
@@ -200,7 +202,7 @@ class Trainer:
             self.read(self._in_flight[0])
         with deferred_interrupt():
             self._check_whole()
-            arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+            arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
             self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
             metrics = StepMetrics(self._engine.train(plan, arrays))
             self._lost = self._partial = None
@@ -326,7 +328,7 @@ class Trainer:
             self._spec.adapted.check_batch(batch)
             plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
             with deferred_interrupt():
-                arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+                arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
                 rows.append(self._engine.evaluate(plan, arrays))
                 sizes.append(arrays[0].shape[0])
         if not rows:
@@ -373,7 +375,7 @@ class Trainer:
         They share memory with the store, as those of `params` do.
         """
         self.flush()
-        variables = store.on_host(self._engine.variables)
+        variables = store.on_host(self._engine.variables, self._placement)
         return self._spec.adapted.rebuild(store.parameters(self._spec, self._engine), variables)
 
     @property

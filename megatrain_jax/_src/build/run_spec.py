@@ -33,6 +33,7 @@ from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.tasks import Op
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
+from megatrain_jax._src.state.placement import Placement
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
@@ -335,7 +336,7 @@ def _cut_optimizer(
 
 
 def fit_to_device(
-    spec: RunSpec, templates: Templates, device_bytes: int | None, *, here: bool
+    spec: RunSpec, templates: Templates, device_bytes: int | None, placement: Placement | None
 ) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
@@ -343,15 +344,20 @@ def fit_to_device(
         spec: The run, planned without knowledge of its functions' memory.
         templates: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
-        here: Whether the device is here, so that they are compiled for it; else it is estimated.
+        placement: Of the run, for which they are compiled; None if the device isn't here, so that
+            what they need is estimated.
     """
-    ahead = compile_ahead if here else estimate_ahead
-    needed = ahead(templates, spec.first, spec.layouts, spec.optimizer)
-    fitted = spec.with_temporaries(needed, device_bytes, not here)
+
+    def needed_by(step: BoundStep) -> int:
+        what = templates, step, spec.layouts, spec.optimizer
+        return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
+
+    needed, estimated = needed_by(spec.first), placement is None
+    fitted = spec.with_temporaries(needed, device_bytes, estimated)
     if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
-        more = ahead(templates, fitted.first, spec.layouts, spec.optimizer)
+        more = needed_by(fitted.first)
         if more > needed:
-            fitted = spec.with_temporaries(more, device_bytes, not here)
+            fitted = spec.with_temporaries(more, device_bytes, estimated)
     return fitted
 
 
