@@ -14,7 +14,7 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.adapt.model_kinds import chosen, path_name
+from megatrain_jax._src.adapt.model_kinds import path_name, trainable_mask
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
@@ -160,7 +160,7 @@ class RunSpec:
             templates=[template_of.get(g, "-") for g in range(len(sizes))],
             stage_flops=[count_flops(bound.stage.jaxpr) for bound in step.stages],
             backward=step.workload.backward,
-            learned=[bound.stage.learned_share for bound in step.stages],
+            learned=[bound.stage.trainable_share for bound in step.stages],
             frozen=self.grouping.frozen,
             fused_last=step.workload.fused_last,
             kept=step.schedule.kept,
@@ -224,7 +224,7 @@ def make_run_spec(
     hardware = options.hardware or H200  # some machine has to be assumed to order a step
     budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
-    trained = chosen(options.trainable, adapted.paths)
+    trained = trainable_mask(options.trainable, adapted.paths)
     leaves, program, grouping, cut = _cut(adapted, traced, optimizer, trained, options)
     layouts = tuple(
         layout_group(
@@ -322,7 +322,9 @@ def _cut_optimizer(
     def params_tree(arrays: Sequence[Any]) -> Any:
         return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
 
-    rows = [(leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.trainable]
+    rows = [
+        (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
+    ]
     return cut_optimizer(
         optimizer,
         params_tree,
@@ -378,7 +380,7 @@ def _in_flight_bytes(step: BoundStep) -> int:
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
     """For each parameter the dtype of its master; None where `precision.frozen` may round it."""
     rounds = spec.precision.frozen is not None
-    trained = {leaf.parameter: leaf.trainable for leaf in spec.leaves}
+    trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
     return [
         None if rounds and not trained[p] else spec.precision.master
         for p in range(len(spec.adapted.paths))

@@ -48,7 +48,7 @@ class Templates:
         stage, binding, residuals = bound.stage, bound.binding, bound.residuals
         assert residuals is not None
         return self.get(
-            ("forward keeping", bound.key, stage.learned, stage.active, stage.seeded),
+            ("forward keeping", bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
             lambda: template.forward_keeping(stage, binding, residuals),
         )
 
@@ -157,7 +157,13 @@ def _calls(
         kept = None
         if number in plan.schedule.kept and bound.residuals is not None:
             kept = [shape(aval) for aval in bound.residuals.avals]
-            key = "forward keeping", bound.key, stage.learned, stage.active, stage.seeded
+            key = (
+                "forward keeping",
+                bound.key,
+                stage.is_trainable,
+                stage.active,
+                stage.has_cotangent,
+            )
             yield key, (templates.forward_keeping(bound), [masters, inputs], 0)
         elif mode is None or not mode.give_outputs:
             yield ("forward", bound.key), (templates.forward(bound), [masters, inputs], 0)
