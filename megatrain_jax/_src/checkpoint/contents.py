@@ -5,6 +5,7 @@ without this library.
 """
 
 import dataclasses
+import enum
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,12 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, joined, numbers
 from megatrain_jax._src.runtime.engine import Engine
 
 Path = tuple[str, ...]
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
-_VARIABLES, _SMALL, _RUN = "V", "S", "R"
+
+
+class Small(enum.Enum):
+    """The lists of arrays that are in no group."""
+
+    VARIABLES = enum.auto()  # of the model, beside its parameters
+    OPTIMIZER = enum.auto()  # what all groups share: counts, keys, hyperparameters
+    RUN = enum.auto()  # the seed's key and the number of the next step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,15 +36,17 @@ class Place:
     """Where an array of the store lives.
 
     Attributes:
-        part: "P" masters or "O" optimizer state of a group; "V" variables, "S" small state of the
-            optimizer, "R" the run's own.
-        group: Its group; None for what is in no group.
-        position: Its position among the leaves of its group's part, or in its list.
+        holder: Masters or optimizer state of a group, or a list of small arrays.
+        position: Its position among the holder's leaves.
     """
 
-    part: str
-    group: int | None
+    holder: Key | Small
     position: int
+
+    @property
+    def group(self) -> int | None:
+        """Its group; None for what is in no group."""
+        return self.holder.owner if isinstance(self.holder, Key) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +98,7 @@ def _parameters(job: Job) -> Iterable[Entry]:
         for position, i in enumerate(rows):
             leaf = job.leaves[i]
             dtypes[leaf.parameter] = job.layouts[g].master.dtype
-            place = Place(part="P", group=g, position=position)
+            place = Place(holder=Key(Kind.MASTERS, g), position=position)
             places[leaf.parameter].append((leaf.index, place))
     for p, (path, shape) in enumerate(zip(job.adapted.paths, job.adapted.shapes, strict=True)):
         yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
@@ -98,10 +109,10 @@ def _state(job: Job) -> Iterable[Entry]:
     places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
-            place = Place(part="O", group=g, position=position)
+            place = Place(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
             places[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
-        place = Place(part=_SMALL, group=None, position=position)
+        place = Place(holder=Small.OPTIMIZER, position=position)
         places[leaf.leaf].append((leaf.index, place))
     tree = jax.tree.unflatten(cut.state_def, cut.state_shapes)
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -113,7 +124,7 @@ def _state(job: Job) -> Iterable[Entry]:
 def _variables(job: Job) -> Iterable[Entry]:
     shapes = zip(job.adapted.variable_paths, job.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
-        place = Place(part=_VARIABLES, group=None, position=position)
+        place = Place(holder=Small.VARIABLES, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
 
 
@@ -121,7 +132,7 @@ def _run() -> Iterable[Entry]:
     """The seed's key and the number of the next step."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
-        place = Place(part=_RUN, group=None, position=position)
+        place = Place(holder=Small.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
@@ -149,36 +160,36 @@ def rows_of(job: Job, engine: Engine, entries: Iterable[Entry]) -> list[tuple[En
         engine: The store; at rest.
         entries: Which arrays.
     """
-    views: dict[tuple[str, int], list[np.ndarray]] = {}
+    views: dict[Key, list[np.ndarray]] = {}
     small = small_arrays(engine)
 
     def array(place: Place) -> np.ndarray:
-        part, g = place.part, place.group
-        if g is None:
-            return as_data(small[part][place.position])
-        if (part, g) not in views:
-            layout, slabs = job.layouts[g], engine.host.get((part, g), ())
-            views[part, g] = (
-                layout.master.views(slabs[0]) if part == "P" else layout.state.views(slabs)
-            )
-        return views[part, g][place.position]
+        key = place.holder
+        if isinstance(key, Small):
+            return as_data(small[key][place.position])
+        if key not in views:
+            layout, slabs = job.layouts[key.owner], engine.host.get(key, ())
+            is_master = key.kind is Kind.MASTERS
+            views[key] = layout.master.views(slabs[0]) if is_master else layout.state.views(slabs)
+        return views[key][place.position]
 
     return [(entry, [array(place) for place in entry.places]) for entry in entries]
 
 
-def small_arrays(engine: Engine) -> dict[str, list[jax.Array]]:
-    """The arrays in no group, by part."""
+def small_arrays(engine: Engine) -> dict[Small, list[jax.Array]]:
+    """The arrays in no group."""
     return {
-        _VARIABLES: list(engine.variables),
-        _SMALL: list(engine.globals),
-        _RUN: [engine.key, engine.step],
+        Small.VARIABLES: list(engine.variables),
+        Small.OPTIMIZER: list(engine.globals),
+        Small.RUN: [engine.key, engine.step],
     }
 
 
-def set_small_arrays(engine: Engine, arrays: Mapping[str, list[jax.Array]]) -> None:
+def set_small_arrays(engine: Engine, arrays: Mapping[Small, list[jax.Array]]) -> None:
     """Replaces the arrays in no group."""
-    engine.variables, engine.globals = list(arrays[_VARIABLES]), list(arrays[_SMALL])
-    engine.key, engine.step = arrays[_RUN]
+    engine.variables = list(arrays[Small.VARIABLES])
+    engine.globals = list(arrays[Small.OPTIMIZER])
+    engine.key, engine.step = arrays[Small.RUN]
 
 
 def whole_arrays(rows: Iterable[tuple[Entry, list[Any]]]) -> list[tuple[Entry, np.ndarray]]:

@@ -1,7 +1,7 @@
 """Obeys a schedule: computes, and has state moved between host and device, inside a step.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
-hold the byte budget. State is kept by part and group, as tuples of slabs.
+hold the byte budget. State is kept by key, as tuples of slabs.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -206,19 +207,17 @@ class Engine:
         """
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
-        if instruction.part is not None and not waits:
-            rows = [] if step is None else step.rows
-            self.transfers.move(
-                instruction.op, (instruction.part, _known(instruction.group)), task, rows
-            )
+        key = instruction.key
+        if key is not None and not waits:
+            self.transfers.move(instruction.op, key, task, [] if step is None else step.rows)
             return
         if not waits or self.transfers.fetching:
             self.transfers.dispatch()
         if instruction.op is Op.WAIT:
             self._wait(task)
-        elif instruction.op is Op.LAND:
+        elif key is not None:
             self._wait(task)  # a part can land while its task still computes with it
-            self.transfers.wait_landed(task, (str(instruction.part), _known(instruction.group)))
+            self.transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(step, _known(instruction.group), task)
         elif instruction.op is Op.ZEROS:
@@ -234,7 +233,7 @@ class Engine:
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(step, stage, task)
             for i in step.plan.last_read.get((instruction.op, stage), ()):
-                self.host.pop(("A", i), None)
+                self.host.pop(Key(Kind.ACTIVATION, i), None)
                 for row in step.rows:
                     row.pop(i, None)
 
@@ -265,7 +264,7 @@ class Engine:
         return get(plan.stages[number])
 
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
-        return [self.on_device["P", g][0] for g in bound.groups]
+        return [self.on_device[Key(Kind.MASTERS, g)][0] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
@@ -298,7 +297,7 @@ class Engine:
                 [cotangents.pop(i) for i in bound.sent],
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
-                self.on_device["G", g] = (gradient,)
+                self.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
             self._tokens[task] = (back or gradients)[0]
             if mode.give_outputs:
                 self._keep(step, bound, row, outputs, task)
@@ -320,8 +319,8 @@ class Engine:
             cotangents[i] = cotangent
 
     def _take_gradient(self, group: int) -> jax.Array:
-        self.host.pop(("G", group), None)
-        (gradient,) = self.on_device.pop(("G", group))
+        self.host.pop(Key(Kind.GRADIENT, group), None)
+        (gradient,) = self.on_device.pop(Key(Kind.GRADIENT, group))
         return gradient
 
     def _zeros(self, group: int) -> None:
@@ -329,13 +328,16 @@ class Engine:
         make = self.templates.get(
             ("zeros", size), lambda: lambda: jnp.zeros(size, jnp.float32), out_shardings=device()
         )
-        self.on_device["G", group] = (make(),)
+        self.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
     def _reduce(self, step: _Step, group: int, task: int) -> None:
         run, reads = self._find(Op.REDUCE, group), self.optimizer.reduce_reads
-        (gradient,) = self.on_device["G", group]
-        masters = self.on_device["P", group][0] if "P" in reads else None
-        state = self.on_device.get(("O", group), ()) if "O" in reads else None
+        (gradient,) = self.on_device[Key(Kind.GRADIENT, group)]
+        masters = state = None
+        if Kind.MASTERS in reads:
+            (masters,) = self.on_device[Key(Kind.MASTERS, group)]
+        if Kind.OPTIMIZER_STATE in reads:
+            state = self.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
         loss = self._means(step)["loss"]
         scalars, *measured = run(gradient, masters, state, loss, self.globals, self.ok)
         step.scalars[group] = scalars
@@ -361,21 +363,21 @@ class Engine:
 
     def _update(self, step: _Step | None, group: int, task: int) -> None:
         cut, run = self.optimizer, self._find(Op.UPDATE, group)
-        (masters,) = self.on_device.pop(("P", group))
-        state = self.on_device.pop(("O", group), ())
+        (masters,) = self.on_device.pop(Key(Kind.MASTERS, group))
+        state = self.on_device.pop(Key(Kind.OPTIMIZER_STATE, group), ())
         gradient = self._take_gradient(group)
         messages = [self.messages[i] for i in cut.messages[group]]
-        self.host.pop(("P", group), None)  # stale from here on
-        self.host.pop(("O", group), None)
+        self.host.pop(Key(Kind.MASTERS, group), None)  # stale from here on
+        self.host.pop(Key(Kind.OPTIMIZER_STATE, group), None)
         # In another step than its gradients, if updates are deferred.
         ok = self._combined_ok if cut.deferred else self.ok
         masters, state, *measured = run(masters, state, gradient, messages, ok)
         if step is not None and not cut.deferred:
             self._note(step, group, *measured)
-        self.on_device["P", group] = (masters,)
+        self.on_device[Key(Kind.MASTERS, group)] = (masters,)
         self._tokens[task] = masters
         if state:
-            self.on_device["O", group] = tuple(state)
+            self.on_device[Key(Kind.OPTIMIZER_STATE, group)] = tuple(state)
 
 
 def _known(number: int | None) -> int:

@@ -7,6 +7,7 @@ import jax
 
 from megatrain_jax._src.adapt.initial_values import Initial
 from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import selector
@@ -58,9 +59,10 @@ def _store_group(job: Job, engine: Engine, g: int, leaves: list[jax.Array]) -> N
     start = engine.templates.get(
         ("initial", part.key, layout), lambda: functions.initial_state(part, layout)
     )
-    masters = pack(leaves)
-    engine.host["P", g] = (jax.device_put(masters, pool.pinned()),)
+    masters, key = pack(leaves), Key(Kind.MASTERS, g)
+    engine.host[key] = (jax.device_put(masters, pool.pinned()),)
     if layout.state.layouts:
-        engine.host["O", g] = tuple(jax.device_put(start(masters), pool.pinned()))
+        state = tuple(jax.device_put(start(masters), pool.pinned()))
+        engine.host[Key(Kind.OPTIMIZER_STATE, g)] = state
     # Waited for, so that the next group's arrays don't join this one's on the device.
-    jax.block_until_ready([engine.host["P", g], engine.host.get(("O", g), ())])
+    jax.block_until_ready([engine.host[key], engine.host.get(Key(Kind.OPTIMIZER_STATE, g), ())])

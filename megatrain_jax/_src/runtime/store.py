@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, joined
 from megatrain_jax._src.program.optimizer.cut import assemble_state
 from megatrain_jax._src.runtime.engine import Engine
@@ -19,7 +20,7 @@ def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
     rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in job.adapted.shapes]
     views: dict[int, np.ndarray] = {}
     for g, leaves in enumerate(job.grouping.leaves):
-        (slab,) = engine.host["P", g]
+        (slab,) = engine.host[Key(Kind.MASTERS, g)]
         views.update(zip(leaves, job.layouts[g].master.views(slab), strict=True))
     for i, leaf in enumerate(job.leaves):
         rows[leaf.parameter].append((leaf.index, views[i]))
@@ -30,7 +31,8 @@ def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
 def optimizer_state(job: Job, engine: Engine) -> Any:
     """Optax's state in Optax's own structure."""
     groups = [
-        layout.state.views(engine.host.get(("O", g), ())) for g, layout in enumerate(job.layouts)
+        layout.state.views(engine.host.get(Key(Kind.OPTIMIZER_STATE, g), ()))
+        for g, layout in enumerate(job.layouts)
     ]
     return assemble_state(job.optimizer, groups, on_host(engine.globals))
 

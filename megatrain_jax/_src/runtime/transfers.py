@@ -4,21 +4,22 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.runtime.streams import Slabs, Streams
-from megatrain_jax._src.schedule.tasks import LASTING, Op, PartKey
+from megatrain_jax._src.schedule.tasks import Op
 
 Rows = Sequence[dict[int, jax.Array]]
 """The live values of a step by id, for each microbatch."""
 
 
 class Transfers:
-    """Holds slabs by part and group, and moves them and the values of a step.
+    """Holds slabs by key, and moves them and the values of a step.
 
     Copies are gathered until `dispatch`: what they give is in `host` or `on_device` after that.
 
     Attributes:
-        host: Slabs in pinned host memory by ("P" | "O" | "G", group), and values by ("A", id).
-        on_device: Slabs on the device by the same keys; values are in the rows of their step.
+        host: Slabs in pinned host memory, and activations; a slab a microbatch.
+        on_device: Slabs on the device; activations are in the rows of their step.
         before_replacing: Called with a group before its state gets new arrays in the host, if
             somebody still reads the old ones.
     """
@@ -29,29 +30,29 @@ class Transfers:
         Args:
             platform: See `Copies`.
         """
-        self.host: dict[PartKey, Slabs] = {}
-        self.on_device: dict[PartKey, Slabs] = {}
+        self.host: dict[Key, Slabs] = {}
+        self.on_device: dict[Key, Slabs] = {}
         self.before_replacing: Callable[[int], None] | None = None
         self._streams = Streams(platform)
-        self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
+        self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
 
-    def move(self, op: Op, key: PartKey, task: int, rows: Rows) -> None:
+    def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
         """Obeys a FETCH, OFFLOAD or RELEASE of a task."""
         if op is Op.FETCH:
             self._fetch(key, rows)
             return
-        part, number = key
-        source = tuple(r.pop(number) for r in rows) if part == "A" else self.on_device.pop(key)
+        if key.kind is Kind.ACTIVATION:
+            source = tuple(row.pop(key.owner) for row in rows)
+        else:
+            source = self.on_device.pop(key)
         if op is Op.OFFLOAD:
             self._offload(key, source, task)
 
-    def _fetch(self, key: PartKey, rows: Rows) -> None:
-        part, number = key
-
+    def _fetch(self, key: Key, rows: Rows) -> None:
         def arrive(slabs: Slabs) -> None:
-            if part == "A":
+            if key.kind is Kind.ACTIVATION:
                 for row, value in zip(rows, slabs, strict=True):
-                    row[number] = value
+                    row[key.owner] = value
             else:
                 self.on_device[key] = slabs
 
@@ -59,10 +60,10 @@ class Transfers:
             self.dispatch()  # it is still to leave
         self._streams.to_device(self.host[key], arrive)
 
-    def _offload(self, key: PartKey, source: Slabs, task: int) -> None:
-        if key[0] in LASTING and self.before_replacing is not None:
+    def _offload(self, key: Key, source: Slabs, task: int) -> None:
+        if key.kind in LASTING and self.before_replacing is not None:
             self.dispatch()  # it may take long
-            self.before_replacing(key[1])
+            self.before_replacing(key.owner)
 
         def land(slabs: Slabs) -> None:
             self.host[key] = slabs
@@ -79,7 +80,7 @@ class Transfers:
         """Dispatches the gathered copies."""
         self._streams.dispatch()
 
-    def wait_landed(self, task: int, key: PartKey) -> None:
+    def wait_landed(self, task: int, key: Key) -> None:
         """Blocks until what a task offloaded is in the host."""
         if (task, key) not in self._leaving:
             self.dispatch()
@@ -98,5 +99,5 @@ class Transfers:
         self._streams.forget()
         self._leaving.clear()
         self.on_device.clear()
-        for key in [key for key in self.host if key[0] not in LASTING]:
+        for key in [key for key in self.host if key.kind not in LASTING]:
             del self.host[key]
