@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.kernels.stages import Backward, Binding, Slot
 from megatrain_jax._src.program import jaxpr as jx
@@ -116,7 +117,7 @@ def bind_step(
     microbatches: int,
     metrics: tuple[str, ...],
     deferred: bool,
-    reduce_reads: frozenset[str],
+    reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
     training: bool = True,
@@ -206,7 +207,7 @@ def _counted_values(
 
 def _costs(
     bound: Sequence[BoundStage],
-    sizes: Sequence[Mapping[str, int]],
+    sizes: Sequence[Mapping[Kind, int]],
     microbatches: int,
     hardware: Hardware,
 ) -> Costs:
@@ -222,7 +223,7 @@ def _costs(
         for stage, seconds in zip(stages, forward, strict=True)
     ]
     saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
-    moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
+    moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
     return Costs(
         forward=tuple(forward),
         backward=tuple(backward),

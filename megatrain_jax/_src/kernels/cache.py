@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels import stages as template
 from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.kernels.liveness import temporary_bytes
@@ -191,8 +192,8 @@ def _calls(
         state = tuple(shape(slab.aval) for slab in layout.state.layouts)
         if cut.deferred:
             reads = [
-                masters if "P" in cut.reduce_reads else None,
-                state if "O" in cut.reduce_reads else None,
+                masters if Kind.MASTERS in cut.reduce_reads else None,
+                state if Kind.OPTIMIZER_STATE in cut.reduce_reads else None,
             ]
             key = "reduce", cut.reduce[g].key, layout, gradient(g).dtype
             args = [gradient(g), *reads, loss, small, ok]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.optimizer.elementwise import line_up
@@ -111,7 +112,7 @@ def keep() -> Callable:
 
 
 def reduce(
-    fragment: Fragment, layout: GroupLayout, reads: frozenset[str], guarded: bool
+    fragment: Fragment, layout: GroupLayout, reads: frozenset[Kind], guarded: bool
 ) -> Callable:
     """Builds `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 
@@ -122,12 +123,10 @@ def reduce(
     def reduce_group(gradient, masters, state, loss, small, ok):
         gradient = gradient.astype(jnp.float32)
         shapes = layout.master.shapes
-        masters = masters if "P" in reads else jnp.zeros(layout.master.size, layout.master.dtype)
-        state = (
-            state
-            if "O" in reads
-            else tuple(jnp.zeros(s.size, s.dtype) for s in layout.state.layouts)
-        )
+        if Kind.MASTERS not in reads:
+            masters = jnp.zeros(layout.master.size, layout.master.dtype)
+        if Kind.OPTIMIZER_STATE not in reads:
+            state = tuple(jnp.zeros(s.size, s.dtype) for s in layout.state.layouts)
         args = [
             *(layout.master.unpack(gradient, i) for i in range(len(shapes))),
             *(layout.master.unpack(masters, i) for i in range(len(shapes))),

@@ -7,6 +7,7 @@ import jax
 
 from megatrain_jax._src.adapt.initial_values import Initial
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.program import jaxpr as jx
@@ -68,8 +69,9 @@ def _fill_group(
         ("initial", part.key, layout), lambda: functions.initial_state(part, layout)
     )
     masters = pack(leaves)
-    resting = [store.append(("P", g), masters)]
+    resting = [store.append(Key(Kind.MASTERS, g), masters)]
     if layout.state.layouts:
-        resting += [store.append(("O", g), slab) for slab in start(masters)]
+        key = Key(Kind.OPTIMIZER_STATE, g)
+        resting += [store.append(key, slab) for slab in start(masters)]
     # Waited for, so that the next group's arrays don't join this one's on the device.
     jax.block_until_ready(resting)
