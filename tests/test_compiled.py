@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax._src.kernels.cache import compile_ahead
+from megatrain_jax._src.build.step_kernels import compile_ahead
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
@@ -20,7 +20,7 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 def compile_all(trainer):
     engine, job = trainer._engine, trainer._job
-    return compile_ahead(engine.templates, job.first, job.layouts, job.optimizer)
+    return compile_ahead(engine.kernels, job.first, job.layouts, job.optimizer)
 
 
 def compiled_names(caplog):

@@ -90,7 +90,7 @@ def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
-    trainer._engine.templates = plain._engine.templates
+    trainer._engine.kernels = plain._engine.kernels
     passed, put = [], jax.device_put
 
     def watched(xs, target):

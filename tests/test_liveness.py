@@ -16,7 +16,8 @@ from megatrain_jax import losses
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.run_spec import make_job
-from megatrain_jax._src.kernels.cache import Templates, compile_ahead, estimate_ahead
+from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from zoo import CASES
 
@@ -53,8 +54,8 @@ def test_the_estimate_is_near_what_compiled_functions_need(name):
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
     job = make_job(adapted, case.loss_fn, optax.adamw(1e-3), case.batch(0), options)
     rest = job.first, job.layouts, job.optimizer
-    estimated = estimate_ahead(Templates(), *rest)
-    assert 1.0 <= estimated / compile_ahead(Templates(), *rest) <= 2.0
+    estimated = estimate_ahead(KernelCache(), *rest)
+    assert 1.0 <= estimated / compile_ahead(KernelCache(), *rest) <= 2.0
 
 
 def test_in_all_is_all():

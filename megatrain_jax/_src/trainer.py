@@ -35,7 +35,7 @@ from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import History, as_json, weighted_means
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.plan import Plan, check_device
 from megatrain_jax._src.report.plan_warning import warn_of
 from megatrain_jax._src.runtime import store
@@ -131,7 +131,7 @@ class Trainer:
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
-        hardware, templates = this_machine(), Templates()
+        hardware, kernels = this_machine(), KernelCache()
         options = RunOptions(
             microbatches=microbatches,
             precision=precision,
@@ -156,14 +156,12 @@ class Trainer:
         with self._bar("compiling", len(job.layouts)) as bar:
             if hardware is not None:
                 free = pool.free_device_bytes()
-                job = fit_to_device(job, templates, free, here=True)
+                job = fit_to_device(job, kernels, free, here=True)
                 check_device(job.plan(hardware), free)
             bar.set_description("reserving host memory")
             pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(
-                job.layouts, job.optimizer, templates, jax.random.key(options.seed)
-            )
+            self._engine = Engine(job.layouts, job.optimizer, kernels, jax.random.key(options.seed))
             initialise(job, self._engine, initial, bar.update)
         self._job = job
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)

@@ -18,7 +18,8 @@ from megatrain_jax._src.adapt.model_kinds import chosen, path_name
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
-from megatrain_jax._src.kernels.cache import Templates, compile_ahead, estimate_ahead
+from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.flops import count_flops, is_product
@@ -332,20 +333,20 @@ def _cut_optimizer(
     )
 
 
-def fit_to_device(job: Job, templates: Templates, device_bytes: int | None, *, here: bool) -> Job:
+def fit_to_device(job: Job, kernels: KernelCache, device_bytes: int | None, *, here: bool) -> Job:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
     Args:
         job: The job, planned without knowledge of its functions' memory.
-        templates: Where the functions go.
+        kernels: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
         here: Whether the device is here, so that they are compiled for it; else it is estimated.
     """
     ahead = compile_ahead if here else estimate_ahead
-    needed = ahead(templates, job.first, job.layouts, job.optimizer)
+    needed = ahead(kernels, job.first, job.layouts, job.optimizer)
     fitted = job.with_temporaries(needed, device_bytes, not here)
     if fitted.first.schedule.kept != job.first.schedule.kept:  # that takes other functions
-        more = ahead(templates, fitted.first, job.layouts, job.optimizer)
+        more = ahead(kernels, fitted.first, job.layouts, job.optimizer)
         if more > needed:
             fitted = job.with_temporaries(more, device_bytes, not here)
     return fitted

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
-from megatrain_jax._src.kernels import updates as functions
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.step_kernels import group_kernel, stage_kernel
+from megatrain_jax._src.kernels import initial, steps, updates
+from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.search import Schedule
@@ -51,19 +54,19 @@ class Engine:
             updates do nothing where it is false.
         group_ok: For the last step, `ok` after each group's gradient.
         step: Number of the next step, on the device.
-        templates: All compiled functions.
+        kernels: All compiled functions.
     """
 
     def __init__(
         self,
         layouts: Sequence[GroupLayout],
         optimizer: OptimizerCut,
-        templates: Templates,
+        kernels: KernelCache,
         key: jax.Array,
     ):
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
-        self.templates = templates
+        self.kernels = kernels
         self.transfers = Transfers(jax.default_backend())
         self.host, self.on_device = self.transfers.host, self.transfers.on_device
         self.variables: list[jax.Array] = []
@@ -75,7 +78,7 @@ class Engine:
         self.key = jax.device_put(key, pinned())
         self._true = jax.device_put(jnp.array(True), device())
         self._combined_ok = self.ok  # of the step whose updates are pending
-        self._found: dict[tuple[Op, int, BoundStep | None], Callable] = {}
+        self._found: dict[tuple[Op, int, BoundStep | np.dtype], Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the lists since the state was last at rest
         self._begun = 0  # tasks of those lists
@@ -104,11 +107,10 @@ class Engine:
         for k, i in plan.late_state.items():
             new[k] = step.rows[0][i]
         if new:
-            keep = self.templates.get("keep", functions.keep)
-            new = keep(new, variables, self.ok)
+            new = self.kernels.get(steps.KEEP)(new, variables, self.ok)
         self.variables = new
         self.group_ok = step.group_ok
-        end = self.templates.get("end", functions.end)
+        end = self.kernels.get(steps.END)
         metrics, self.step = end(self._means(step), step.squares, self.step)
         return metrics
 
@@ -172,9 +174,8 @@ class Engine:
     def _begin(
         self, plan: BoundStep, batch: Sequence[jax.Array]
     ) -> tuple[_Step, jax.Array, list[jax.Array]]:
-        begin = self.templates.get(
-            ("begin", plan.key),
-            lambda: functions.begin(plan.program, plan.microbatches, len(plan.metrics)),
+        begin = self.kernels.get(
+            steps.begin(plan.key, plan.program, plan.microbatches, len(plan.metrics))
         )
         rows, seed, variables = begin(self.variables, list(batch), self.key, self.step)
         ids = plan.program.prologue_values
@@ -190,9 +191,7 @@ class Engine:
         if not step.means:
             names = step.plan.metrics
             ids = step.plan.program.outputs[: 1 + len(names)]
-            means = self.templates.get(
-                ("means", names, weighted), lambda: functions.mean_metrics(names, weighted=weighted)
-            )
+            means = self.kernels.get(steps.means(names, weighted=weighted))
             step.means = means([[row[i] for i in ids] for row in step.rows])
         return step.means
 
@@ -245,24 +244,19 @@ class Engine:
         # The device works in order: what came before this task is over, too.
         self._tokens = {i: token for i, token in self._tokens.items() if i > task}
 
-    def _find(self, op: Op, number: int, plan: BoundStep | None = None) -> Callable:
-        """The function of a stage's or group's instruction; templates' keys take long to hash."""
-        key = op, number, plan
-        if key not in self._found:
-            self._found[key] = self._look_up(op, number, plan)
-        return self._found[key]
+    def _find(self, op: Op, number: int, of: BoundStep | np.dtype) -> Callable:
+        """The function of a stage's instruction in a step, or of a group's for a gradient's dtype.
 
-    def _look_up(self, op: Op, number: int, plan: BoundStep | None) -> Callable:
-        templates = self.templates
-        if plan is None:
-            get = templates.reduce if op is Op.REDUCE else templates.update
-            return get(self.optimizer, self.layouts[number], number)
-        keeps = number in plan.schedule.kept
-        if op is Op.FORWARD:
-            get = templates.forward_keeping if keeps else templates.forward
-        else:
-            get = templates.backward_of_kept if keeps else templates.backward
-        return get(plan.stages[number])
+        Kept here, since the keys of kernels take long to hash.
+        """
+        key = op, number, of
+        if key not in self._found:
+            if isinstance(of, BoundStep):
+                kernel = stage_kernel(of, op, number)
+            else:
+                kernel = group_kernel(op, number, self.optimizer, self.layouts, of)
+            self._found[key] = self.kernels.get(kernel)
+        return self._found[key]
 
     def _masters(self, bound: BoundStage) -> list[jax.Array]:
         return [self.on_device["P", g][0] for g in bound.groups]
@@ -286,8 +280,7 @@ class Engine:
         keeps = number in step.plan.schedule.kept
         run = self._find(Op.BACKWARD, number, step.plan)
         kept = step.residuals.pop(number, [[]] * len(step.rows))
-        arriving = [o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a]
-        accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
+        arriving, accumulated = bound.arriving, bound.accumulated
         for row, cotangents, residuals in zip(step.rows, step.cotangents, kept, strict=True):
             outputs, gradients, back = run(
                 self._masters(bound),
@@ -313,10 +306,9 @@ class Engine:
         self._tokens[task] = outputs[0]
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
-        active = [i for i, a in zip(bound.stage.inputs, bound.stage.active, strict=True) if a]
-        for i, cotangent in zip(active, back, strict=True):
+        for i, cotangent in zip(bound.leaving, back, strict=True):
             if i in cotangents:  # one value at two inputs of this stage
-                cotangent = self.templates.get("add", lambda: jnp.add)(cotangents[i], cotangent)
+                cotangent = self.kernels.get(steps.ADD)(cotangents[i], cotangent)
             cotangents[i] = cotangent
 
     def _take_gradient(self, group: int) -> jax.Array:
@@ -325,15 +317,12 @@ class Engine:
         return gradient
 
     def _zeros(self, group: int) -> None:
-        size = self.layouts[group].master.size
-        make = self.templates.get(
-            ("zeros", size), lambda: lambda: jnp.zeros(size, jnp.float32), out_shardings=device()
-        )
+        make = self.kernels.get(initial.zeros(self.layouts[group].master, device()))
         self.on_device["G", group] = (make(),)
 
     def _reduce(self, step: _Step, group: int, task: int) -> None:
-        run, reads = self._find(Op.REDUCE, group), self.optimizer.reduce_reads
         (gradient,) = self.on_device["G", group]
+        run, reads = self._find(Op.REDUCE, group, gradient.dtype), self.optimizer.reduce_reads
         masters = self.on_device["P", group][0] if "P" in reads else None
         state = self.on_device.get(("O", group), ()) if "O" in reads else None
         loss = self._means(step)["loss"]
@@ -349,21 +338,18 @@ class Engine:
         step.group_ok.append((group, ok))
 
     def _combine(self, step: _Step) -> None:
-        cut = self.optimizer
-        run = self.templates.get(
-            "combine",
-            lambda: functions.combine(cut.combine, cut.reduce, cut.num_messages, cut.guarded),
-        )
+        run = self.kernels.get(updates.combine(self.optimizer))
         scalars = [step.scalars.get(g, []) for g in range(len(self.layouts))]
         loss = self._means(step)["loss"]
         self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
         self._combined_ok = self.ok
 
     def _update(self, step: _Step | None, group: int, task: int) -> None:
-        cut, run = self.optimizer, self._find(Op.UPDATE, group)
+        cut = self.optimizer
         (masters,) = self.on_device.pop(("P", group))
         state = self.on_device.pop(("O", group), ())
         gradient = self._take_gradient(group)
+        run = self._find(Op.UPDATE, group, gradient.dtype)
         messages = [self.messages[i] for i in cut.messages[group]]
         self.host.pop(("P", group), None)  # stale from here on
         self.host.pop(("O", group), None)

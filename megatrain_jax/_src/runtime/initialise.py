@@ -7,7 +7,7 @@ import jax
 
 from megatrain_jax._src.adapt.initial_values import Initial
 from megatrain_jax._src.build.run_spec import Job
-from megatrain_jax._src.kernels import updates as functions
+from megatrain_jax._src.kernels.initial import initial_state, pack
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.engine import Engine
@@ -54,11 +54,8 @@ def _unstacked(job: Job, initial: Initial) -> dict[int, jax.Array]:
 
 def _store_group(job: Job, engine: Engine, g: int, leaves: list[jax.Array]) -> None:
     layout, part = job.layouts[g], job.optimizer.initial_state[g]
-    pack = engine.templates.get(("pack", layout.master), lambda: layout.master.pack)
-    start = engine.templates.get(
-        ("initial", part.key, layout), lambda: functions.initial_state(part, layout)
-    )
-    masters = pack(leaves)
+    start = engine.kernels.get(initial_state(part, layout))
+    masters = engine.kernels.get(pack(layout.master))(leaves)
     engine.host["P", g] = (jax.device_put(masters, pool.pinned()),)
     if layout.state.layouts:
         engine.host["O", g] = tuple(jax.device_put(start(masters), pool.pinned()))

@@ -41,6 +41,10 @@ class Layout:
         """Shape and dtype of the slab."""
         return jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.dtype))
 
+    def gradient_aval(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a slab of gradients, in which they lie as the leaves do."""
+        return jax.ShapeDtypeStruct((self.size,), jnp.dtype(dtype))
+
     def unpack(self, slab: jax.Array, i: int) -> jax.Array:
         """Leaf `i` of a slab, in the slab's dtype; for use inside jit."""
         start = self.offsets[i]
@@ -103,6 +107,11 @@ class MixedLayout:
     def num_bytes(self) -> int:
         """Bytes of all slabs."""
         return sum(layout.num_bytes for layout in self.layouts)
+
+    @property
+    def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each slab."""
+        return tuple(layout.aval for layout in self.layouts)
 
     def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
         """All leaves, in order; for use inside jit."""

@@ -1,0 +1,42 @@
+"""The kernels of what state is at first: masters, optimizer state, sums of gradients."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.optimizer.cut import Part
+from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.layout import Layout
+
+
+def pack(layout: Layout) -> Kernel:
+    """The kernel `leaves -> masters` of one group."""
+    return Kernel(name="pack", key=layout, build=lambda: layout.pack)
+
+
+def initial_state(part: Part, layout: GroupLayout) -> Kernel:
+    """The kernel `masters -> state` of one group."""
+
+    def init_group(masters):
+        params = [layout.master.unpack(masters, i) for i in range(len(layout.master.shapes))]
+        return layout.state.pack(jx.evaluate(part.jaxpr, [*part.consts, *params]))
+
+    return Kernel(name="initial", key=(part.key, layout), build=lambda: init_group)
+
+
+def zeros(layout: Layout, sharding: jax.sharding.Sharding) -> Kernel:
+    """The kernel `() -> gradient` of one group's masters: fp32 zeros, to be added to.
+
+    Args:
+        layout: Of the masters.
+        sharding: Where they are made.
+    """
+    size = layout.size
+
+    def build() -> Callable:
+        return lambda: jnp.zeros(size, jnp.float32)
+
+    return Kernel(name="zeros", key=size, build=build, sharding=sharding)
