@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.optimizer.cut import Part
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
@@ -17,14 +17,14 @@ def pack(layout: Layout) -> Kernel:
     return Kernel(name="pack", key=layout, build=lambda: layout.pack)
 
 
-def initial_state(part: Part, layout: GroupLayout) -> Kernel:
+def initial_state(fragment: Fragment, layout: GroupLayout) -> Kernel:
     """The kernel `masters -> state` of one group."""
 
     def init_group(masters):
         params = [layout.master.unpack(masters, i) for i in range(len(layout.master.shapes))]
-        return layout.state.pack(jx.evaluate(part.jaxpr, [*part.consts, *params]))
+        return layout.state.pack(jx.evaluate(fragment.jaxpr, [*fragment.consts, *params]))
 
-    return Kernel(name="initial", key=(part.key, layout), build=lambda: init_group)
+    return Kernel(name="initial", key=(fragment.key, layout), build=lambda: init_group)
 
 
 def zeros(layout: Layout, sharding: jax.sharding.Sharding) -> Kernel:

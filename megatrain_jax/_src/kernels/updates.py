@@ -1,4 +1,4 @@
-"""The kernels of the optimizer: a group's part before the norm is known, and after it.
+"""The kernels of the optimizer: what a group computes before all gradients are known, and after.
 
 They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
 non-finite numbers.
@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.optimizer.cut import OptimizerCut, Part
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
@@ -34,7 +35,7 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         group: Its number.
         gradient: Dtype of its gradient.
     """
-    part, reads = cut.reduce[group], cut.reduce_reads
+    fragment, reads = cut.reduce[group], cut.reduce_reads
 
     def reduce_group(gradient, masters, state, loss, small, ok):
         gradient = gradient.astype(jnp.float32)
@@ -50,12 +51,12 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
             *(layout.master.unpack(masters, i) for i in range(len(shapes))),
             *layout.state.unpack(state),
         ]
-        scalars = jx.evaluate(part.jaxpr, [*part.consts, *args, loss, *small])
+        scalars = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, loss, *small])
         return _stacked(scalars), *_measured(gradient, ok, cut.guarded)
 
     return Kernel(
         name="reduce",
-        key=(part.key, layout, jnp.dtype(gradient)),
+        key=(fragment.key, layout, jnp.dtype(gradient)),
         build=lambda: reduce_group,
         takes=(
             layout.master.gradient_aval(gradient),
@@ -90,16 +91,16 @@ def combine(cut: OptimizerCut) -> Kernel:
 
     If the optimizer is guarded, a loss that is not finite changes nothing.
     """
-    part, num_messages, guarded = cut.combine, cut.num_messages, cut.guarded
+    fragment, num_messages, guarded = cut.combine, cut.num_messages, cut.guarded
 
     def combine_groups(loss, state, stacked, ok):
         ok = ok & jnp.isfinite(loss) if guarded else ok
         scalars = [
             x
-            for row, part in zip(stacked, cut.reduce, strict=True)
-            for x in _unstacked(row, part.jaxpr.outvars)
+            for row, fragment in zip(stacked, cut.reduce, strict=True)
+            for x in _unstacked(row, fragment.jaxpr.outvars)
         ]
-        out = jx.evaluate(part.jaxpr, [*part.consts, loss, *state, *scalars])
+        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, loss, *state, *scalars])
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
@@ -118,12 +119,12 @@ def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         group: Its number.
         gradient: Dtype of its gradient.
     """
-    part = cut.apply[group]
+    fragment = cut.apply[group]
     build = _update if cut.deferred else _update_at_once
     return Kernel(
         name="update",
-        key=(part.key, layout, jnp.dtype(gradient)),
-        build=lambda: build(part, layout, cut.guarded),
+        key=(fragment.key, layout, jnp.dtype(gradient)),
+        build=lambda: build(fragment, layout, cut.guarded),
         takes=(
             layout.master.aval,
             layout.state.avals,
@@ -135,8 +136,8 @@ def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
     )
 
 
-def _update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
-    compute = _update_of_slabs(part, layout) or _update_of_leaves(part, layout)
+def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+    compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
     def update_group(masters, state, gradient, messages, ok):
         old = (masters, tuple(state))
@@ -146,8 +147,8 @@ def _update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
     return update_group
 
 
-def _update_at_once(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
-    apply = _update(part, layout, guarded)
+def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+    apply = _update(fragment, layout, guarded)
 
     def update_group(masters, state, gradient, messages, ok):
         square, ok = _measured(gradient.astype(jnp.float32), ok, guarded)
@@ -156,7 +157,7 @@ def _update_at_once(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
     return update_group
 
 
-def _update_of_leaves(part: Part, layout: GroupLayout) -> Callable:
+def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
     count = len(layout.master.shapes)
 
     def compute(masters, state, gradient, messages):
@@ -165,15 +166,15 @@ def _update_of_leaves(part: Part, layout: GroupLayout) -> Callable:
             *(layout.master.unpack(masters, i) for i in range(count)),
             *layout.state.unpack(state),
         ]
-        out = jx.evaluate(part.jaxpr, [*part.consts, *args, *messages])
+        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, *messages])
         return layout.master.pack(out[:count]), layout.state.pack(out[count:])
 
     return compute
 
 
-def _update_of_slabs(part: Part, layout: GroupLayout) -> Callable | None:
+def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None:
     """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
-    count, first = len(layout.master.shapes), len(part.consts)
+    count, first = len(layout.master.shapes), len(fragment.consts)
     slabs = layout.state.layouts
     if any(slab.offsets != layout.master.offsets for slab in slabs):
         return None
@@ -185,13 +186,13 @@ def _update_of_slabs(part: Part, layout: GroupLayout) -> Callable | None:
     starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
     inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
     outputs = [leaves, *([count + i for i in row] for row in state)]
-    found = line_up(part.jaxpr, layout.master.shapes, inputs, outputs)
+    found = line_up(fragment.jaxpr, layout.master.shapes, inputs, outputs)
     if found is None:
         return None
     kind_of, functions = found
 
     def compute(masters, state, gradient, messages):
-        others = dict(enumerate(part.consts))
+        others = dict(enumerate(fragment.consts))
         others.update(enumerate(messages, first + sum(map(len, inputs))))
         rows = [gradient, masters, *state]
         results = [function(rows, others) for function in functions]
