@@ -158,9 +158,7 @@ def rows_of(job: Job, engine: Engine, entries: Iterable[Entry]) -> list[tuple[En
             return as_data(small[part][place.position])
         if (part, g) not in views:
             layout, slabs = job.layouts[g], engine.host.get((part, g), ())
-            views[part, g] = (
-                layout.master.views(slabs[0]) if part == "P" else layout.state.views(slabs)
-            )
+            views[part, g] = (layout.master if part == "P" else layout.state).read(slabs)
         return views[part, g][place.position]
 
     return [(entry, [array(place) for place in entry.places]) for entry in entries]

@@ -119,14 +119,14 @@ def _fill(
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            array = jax.device_put(values, pool.pinned())
+            arrays = jax.device_put(slab.layout.encode(values), pool.pinned())
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
                     verify(path, known, by_place[place].path, leaf)
             del values
-            array.block_until_ready()
+            jax.block_until_ready(arrays)
             key = slab.part, slab.group
-            engine.host[key] = (*engine.host.get(key, ()), array)
+            engine.host[key] = (*engine.host.get(key, ()), *arrays)
             if after is None or after.group != slab.group:
                 done()
         _load_small(path, known, engine, [entry for entry in entries if not entry.groups])

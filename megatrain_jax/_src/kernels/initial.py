@@ -13,16 +13,22 @@ from megatrain_jax._src.state.layout import Layout
 
 
 def pack(layout: Layout) -> Kernel:
-    """The kernel `leaves -> masters` of one group."""
-    return Kernel(name="pack", key=layout, build=lambda: layout.pack)
+    """The kernel `leaves -> masters` of one group: arrays at rest."""
+
+    def pack(leaves):
+        return layout.encode(layout.pack(leaves))
+
+    return Kernel(name="pack", key=layout, build=lambda: pack)
 
 
 def initial_state(fragment: Fragment, layout: GroupLayout) -> Kernel:
-    """The kernel `masters -> state` of one group."""
+    """The kernel `masters -> state` of one group, both as arrays at rest."""
 
     def init_group(masters):
-        params = [layout.master.unpack(masters, i) for i in range(len(layout.master.shapes))]
-        return layout.state.pack(jx.evaluate(fragment.jaxpr, [*fragment.consts, *params]))
+        slab = layout.master.decode(masters)
+        params = [layout.master.unpack(slab, i) for i in range(len(layout.master.shapes))]
+        state = jx.evaluate(fragment.jaxpr, [*fragment.consts, *params])
+        return layout.state.encode(layout.state.pack(state))
 
     return Kernel(name="initial", key=(fragment.key, layout), build=lambda: init_group)
 

@@ -25,7 +25,7 @@ def forward(bound: BoundStage, values: Values) -> Kernel:
     """The kernel `(masters, inputs) -> outputs`.
 
     Args:
-        bound: The stage. `masters` are those of its groups, `inputs` the values it takes.
+        bound: The stage. `masters` are its groups' arrays at rest, `inputs` the values it takes.
         values: Shapes of the program's values.
     """
     stage, binding = bound.stage, bound.binding
@@ -135,8 +135,8 @@ def _avals(values: Values, ids: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
     return [values[i] for i in ids]
 
 
-def _masters(binding: Binding) -> list[jax.ShapeDtypeStruct]:
-    return [layout.aval for layout in binding.layouts]
+def _masters(binding: Binding) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    return [layout.at_rest for layout in binding.layouts]
 
 
 def _accumulated(binding: Binding, mode: Backward) -> list[jax.ShapeDtypeStruct]:
@@ -168,12 +168,15 @@ def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, s
     return new, summed
 
 
-def _unpack(stage: Stage, binding: Binding, masters: Sequence[jax.Array]) -> list[jax.Array]:
+def _unpack(
+    stage: Stage, binding: Binding, masters: Sequence[Sequence[jax.Array]]
+) -> list[jax.Array]:
     """The leaves that a stage reads, in the dtypes that its equations were traced with."""
     first = len(stage.consts)
     dtypes = [v.aval.dtype for v in stage.jaxpr.invars[first : first + len(stage.leaves)]]
+    slabs = [layout.decode(x) for layout, x in zip(binding.layouts, masters, strict=True)]
     return [
-        binding.layouts[slot.slab].unpack(masters[slot.slab], slot.leaf).astype(dtype)
+        binding.layouts[slot.slab].unpack(slabs[slot.slab], slot.leaf).astype(dtype)
         for slot, dtype in zip(binding.slots, dtypes, strict=True)
     ]
 

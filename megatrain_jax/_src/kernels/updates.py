@@ -1,7 +1,7 @@
 """The kernels of the optimizer: what a group computes before all gradients are known, and after.
 
 They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
-non-finite numbers.
+non-finite numbers. Masters and state come and go as arrays at rest (see `state.layout`).
 """
 
 import math
@@ -40,12 +40,14 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
     def reduce_group(gradient, masters, state, loss, small, ok):
         gradient = gradient.astype(jnp.float32)
         shapes = layout.master.shapes
-        masters = masters if "P" in reads else jnp.zeros(layout.master.size, layout.master.dtype)
-        state = (
-            state
-            if "O" in reads
-            else tuple(jnp.zeros(s.size, s.dtype) for s in layout.state.layouts)
-        )
+        if "P" in reads:
+            masters = layout.master.decode(masters)
+        else:
+            masters = jnp.zeros(layout.master.size, layout.master.dtype)
+        if "O" in reads:
+            state = layout.state.decode(state)
+        else:
+            state = [jnp.zeros(slab.size, slab.dtype) for slab in layout.state.layouts]
         args = [
             *(layout.master.unpack(gradient, i) for i in range(len(shapes))),
             *(layout.master.unpack(masters, i) for i in range(len(shapes))),
@@ -60,8 +62,8 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         build=lambda: reduce_group,
         takes=(
             layout.master.gradient_aval(gradient),
-            layout.master.aval if "P" in reads else None,
-            layout.state.avals if "O" in reads else None,
+            layout.master.at_rest if "P" in reads else None,
+            layout.state.at_rest if "O" in reads else None,
             _LOSS,
             list(cut.globals),
             _OK,
@@ -126,8 +128,8 @@ def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         key=(fragment.key, layout, jnp.dtype(gradient)),
         build=lambda: build(fragment, layout, cut.guarded),
         takes=(
-            layout.master.aval,
-            layout.state.avals,
+            layout.master.at_rest,
+            layout.state.at_rest,
             layout.master.gradient_aval(gradient),
             [cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]],
             _OK,
@@ -140,8 +142,10 @@ def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
     def update_group(masters, state, gradient, messages, ok):
-        old = (masters, tuple(state))
-        new = compute(masters, state, gradient.astype(jnp.float32), messages)
+        old = tuple(masters), tuple(state)
+        slabs = layout.master.decode(masters), layout.state.decode(state)
+        masters, state = compute(*slabs, gradient.astype(jnp.float32), messages)
+        new = layout.master.encode(masters), layout.state.encode(state)
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group

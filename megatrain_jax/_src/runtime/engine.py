@@ -17,6 +17,7 @@ from megatrain_jax._src.kernels import initial, steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.runtime.streams import Slabs
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
@@ -258,8 +259,8 @@ class Engine:
             self._found[key] = self.kernels.get(kernel)
         return self._found[key]
 
-    def _masters(self, bound: BoundStage) -> list[jax.Array]:
-        return [self.on_device["P", g][0] for g in bound.groups]
+    def _masters(self, bound: BoundStage) -> list[Slabs]:
+        return [self.on_device["P", g] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
@@ -323,7 +324,7 @@ class Engine:
     def _reduce(self, step: _Step, group: int, task: int) -> None:
         (gradient,) = self.on_device["G", group]
         run, reads = self._find(Op.REDUCE, group, gradient.dtype), self.optimizer.reduce_reads
-        masters = self.on_device["P", group][0] if "P" in reads else None
+        masters = self.on_device["P", group] if "P" in reads else None
         state = self.on_device.get(("O", group), ()) if "O" in reads else None
         loss = self._means(step)["loss"]
         scalars, *measured = run(gradient, masters, state, loss, self.globals, self.ok)
@@ -346,7 +347,7 @@ class Engine:
 
     def _update(self, step: _Step | None, group: int, task: int) -> None:
         cut = self.optimizer
-        (masters,) = self.on_device.pop(("P", group))
+        masters = self.on_device.pop(("P", group))
         state = self.on_device.pop(("O", group), ())
         gradient = self._take_gradient(group)
         run = self._find(Op.UPDATE, group, gradient.dtype)
@@ -358,10 +359,10 @@ class Engine:
         masters, state, *measured = run(masters, state, gradient, messages, ok)
         if step is not None and not cut.deferred:
             self._note(step, group, *measured)
-        self.on_device["P", group] = (masters,)
-        self._tokens[task] = masters
+        self.on_device["P", group] = masters
+        self._tokens[task] = masters[0]
         if state:
-            self.on_device["O", group] = tuple(state)
+            self.on_device["O", group] = state
 
 
 def _known(number: int | None) -> int:

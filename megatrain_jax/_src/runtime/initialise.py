@@ -56,8 +56,8 @@ def _store_group(job: Job, engine: Engine, g: int, leaves: list[jax.Array]) -> N
     layout, part = job.layouts[g], job.optimizer.initial_state[g]
     start = engine.kernels.get(initial_state(part, layout))
     masters = engine.kernels.get(pack(layout.master))(leaves)
-    engine.host["P", g] = (jax.device_put(masters, pool.pinned()),)
+    engine.host["P", g] = jax.device_put(masters, pool.pinned())
     if layout.state.layouts:
-        engine.host["O", g] = tuple(jax.device_put(start(masters), pool.pinned()))
+        engine.host["O", g] = jax.device_put(start(masters), pool.pinned())
     # Waited for, so that the next group's arrays don't join this one's on the device.
     jax.block_until_ready([engine.host["P", g], engine.host.get(("O", g), ())])

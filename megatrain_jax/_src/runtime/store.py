@@ -19,8 +19,7 @@ def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
     rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in job.adapted.shapes]
     views: dict[int, np.ndarray] = {}
     for g, leaves in enumerate(job.grouping.leaves):
-        (slab,) = engine.host["P", g]
-        views.update(zip(leaves, job.layouts[g].master.views(slab), strict=True))
+        views.update(zip(leaves, job.layouts[g].master.read(engine.host["P", g]), strict=True))
     for i, leaf in enumerate(job.leaves):
         rows[leaf.parameter].append((leaf.index, views[i]))
     shapes = (shape.shape for shape in job.adapted.shapes)
@@ -30,7 +29,7 @@ def parameters(job: Job, engine: Engine) -> list[np.ndarray]:
 def optimizer_state(job: Job, engine: Engine) -> Any:
     """Optax's state in Optax's own structure."""
     groups = [
-        layout.state.views(engine.host.get(("O", g), ())) for g, layout in enumerate(job.layouts)
+        layout.state.read(engine.host.get(("O", g), ())) for g, layout in enumerate(job.layouts)
     ]
     return assemble_state(job.optimizer, groups, on_host(engine.globals))
 

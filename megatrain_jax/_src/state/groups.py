@@ -46,7 +46,7 @@ class GroupLayout:
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[str, int]:
         """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype.
 
-        Without a dtype there are no gradients.
+        Masters and state count as they are at rest. Without a dtype there are no gradients.
         """
         return {
             "P": self.master.num_bytes,
