@@ -11,7 +11,7 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.schedule.tasks import Op
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.pool import device
+from megatrain_jax._src.state.placement import Placement
 
 
 def stage_kernel(step: BoundStep, op: Op, number: int) -> Kernel:
@@ -50,6 +50,7 @@ def compile_ahead(
     step: BoundStep,
     layouts: Sequence[GroupLayout],
     cut: OptimizerCut,
+    placement: Placement,
 ) -> int:
     """Compiles what a step runs and asks how much memory that needs besides state and activations.
 
@@ -58,12 +59,13 @@ def compile_ahead(
         step: The step.
         layouts: Of its groups.
         cut: The optimizer.
+        placement: Of what the kernels take.
 
     Returns:
         Bytes on the device: what a function needs within, and for a backward the cotangents it
         takes and gives.
     """
-    return cache.compile(step_kernels(step, layouts, cut), device())
+    return cache.compile(step_kernels(step, layouts, cut), placement.slabs_on_device)
 
 
 def estimate_ahead(

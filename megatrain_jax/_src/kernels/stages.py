@@ -52,7 +52,7 @@ def forward_keeping(bound: BoundStage, values: Values) -> Kernel:
 
     return Kernel(
         name="forward keeping",
-        key=(bound.key, stage.learned, stage.active, stage.seeded),
+        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
         build=lambda: forward_stage,
         takes=(_masters(binding), _avals(values, stage.inputs)),
     )
@@ -157,7 +157,7 @@ def _cotangent_bytes(bound: BoundStage, values: Values, microbatches: int) -> in
 def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, sent):
     """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
     leaf_gradients, input_cotangents = pulled
-    slots = [slot for slot, learns in zip(binding.slots, stage.learned, strict=True) if learns]
+    slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
     new = _pack_gradients(binding, slots, mode, leaf_gradients, gradients)
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
