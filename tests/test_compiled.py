@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax._src.kernels.cache import compile_ahead
+from megatrain_jax._src.build.step_kernels import compile_ahead
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
@@ -21,7 +21,7 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 def compile_all(trainer):
     engine, spec = trainer._engine, trainer._spec
     return compile_ahead(
-        engine.templates, spec.first, spec.layouts, spec.optimizer, trainer._store.placement
+        engine.kernels, spec.first, spec.layouts, spec.optimizer, engine.store.placement
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels.cache import KernelCache
 
 BATCH = {"x": np.ones((8, 16), np.float32)}
 ADAMW = optax.adamw(1e-3)
@@ -38,24 +38,24 @@ def loss_fn(model, batch):
 
 def dispatched(depth, optimizer, microbatches, budget, monkeypatch):
     """What a steady step dispatches: compiled functions by kind, and copies by where they go."""
-    counts, put, get = Counter(), jax.device_put, Templates.get
+    counts, put, get = Counter(), jax.device_put, KernelCache.get
 
     def watched_put(xs, target):
         counts[target.memory_kind] += len(xs)
         return put(xs, target)
 
-    def watched_get(self, key, *args, **options):
-        function = get(self, key, *args, **options)
+    def watched_get(self, kernel):
+        function = get(self, kernel)
 
         def run(*args):
-            counts[key if isinstance(key, str) else key[0]] += 1
+            counts[kernel.name] += 1
             return function(*args)
 
         return run
 
     arrays = jax.device_put(jax.tree.leaves(BATCH), jax.devices()[0])
     with monkeypatch.context() as patch:
-        patch.setattr(Templates, "get", watched_get)
+        patch.setattr(KernelCache, "get", watched_get)
         trainer = mt.Trainer(
             lambda: Layers(depth),
             loss_fn,

@@ -181,24 +181,24 @@ def test_each_batch_shape_compiles_once():
     short = {"tokens": CASE.batch(0)["tokens"][:4]}
     trainer.step(CASE.batch(0))
     trainer.step(CASE.batch(1))
-    count = len(trainer._engine.templates)
+    count = len(trainer._engine.kernels)
     trainer.step(short)
-    grown = len(trainer._engine.templates)
+    grown = len(trainer._engine.kernels)
     assert grown > count
     for batch in (CASE.batch(2), short, CASE.batch(3), short):
         trainer.step(batch)
-    assert len(trainer._engine.templates) == grown
-    for function in trainer._engine.templates._functions.values():
+    assert len(trainer._engine.kernels) == grown
+    for function in trainer._engine.kernels._functions.values():
         assert function._cache_size() <= 1 or function.__name__ in ("end_step", "add")
     groups = len(trainer._spec.grouping.names)
-    kinds = [key[0] for key in trainer._engine.templates._functions if isinstance(key, tuple)]
+    kinds = [name for name, _ in trainer._engine.kernels._functions]
     assert kinds.count("update") < groups, "equal blocks share their update"
 
 
 def test_equal_blocks_share_their_functions():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
     trainer.step(CASE.batch(0))
-    kinds = [key[0] for key in trainer._engine.templates._functions if isinstance(key, tuple)]
+    kinds = [name for name, _ in trainer._engine.kernels._functions]
     assert kinds.count("forward") == 2  # embedding and block; the head runs in its backward
     assert kinds.count("backward") == 3
 
@@ -220,7 +220,7 @@ def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
     apart = make_trainer(CASE, OPTIMIZERS[optimizer])
     low, high = budgets(apart._spec.first)[0], budgets(apart._spec.first)[2]
     together = make_trainer(CASE, OPTIMIZERS[optimizer], budget=(low + high) // 2)
-    together._engine.templates = apart._engine.templates
+    together._engine.kernels = apart._engine.kernels
     rows = [2, 2, 8, 2, 8, 8]
     batches = [{"tokens": CASE.batch(seed)["tokens"][:n]} for seed, n in enumerate(rows)]
     losses = []

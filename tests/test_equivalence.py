@@ -93,7 +93,7 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
         trainer = make_trainer(
             case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget
         )
-        trainer._engine.templates = smallest._engine.templates
+        trainer._engine.kernels = smallest._engine.kernels
         run = train(trainer, batches, gradients=False)
         assert run.losses == reference.losses
         check_same_bits(run.params, reference.params)

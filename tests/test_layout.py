@@ -36,7 +36,11 @@ def test_leaves_of_interleaved_dtypes_come_out_as_they_went_in(seed):
     layout = mixed_layout_of(avals, mirrored)
     slabs = jax.jit(layout.pack)(leaves)
     assert [slab.size for slab in slabs] == [kind.size for kind in layout.layouts]
-    views, unpacked = layout.views(slabs), jax.jit(layout.unpack)(slabs)
+    arrays = jax.jit(layout.encode)(slabs)
+    assert [(x.shape, x.dtype) for x in arrays] == [(x.shape, x.dtype) for x in layout.at_rest]
+    assert sum(x.nbytes for x in arrays) == layout.num_bytes
+    views = layout.read(arrays)
+    unpacked = jax.jit(lambda arrays: layout.unpack(layout.decode(arrays)))(arrays)
     for leaf, view, array in zip(leaves, views, unpacked, strict=True):
         for found in (view, np.asarray(array)):
             assert found.dtype == leaf.dtype and found.shape == leaf.shape
@@ -54,12 +58,13 @@ def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
     layout = layout_of(shapes, "float32")
     assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
     leaves = [None if rng.random() < 0.3 else filled(s, "float32", rng) for s in shapes]
-    slab = np.asarray(jax.jit(layout.pack)(leaves))
-    assert slab.nbytes == layout.num_bytes
+    arrays = jax.jit(lambda leaves: layout.encode(layout.pack(leaves)))(leaves)
+    slab = layout.decode([np.asarray(x) for x in arrays])
+    assert sum(x.nbytes for x in arrays) == layout.num_bytes
     expected = [
         np.zeros(s, np.float32) if x is None else x for x, s in zip(leaves, shapes, strict=True)
     ]
-    for view, leaf in zip(layout.views(slab), expected, strict=True):
-        assert np.shares_memory(view, slab)
+    for view, leaf in zip(layout.read(arrays), expected, strict=True):
+        assert np.shares_memory(view, slab), "a slab at rest is read in place"
         np.testing.assert_array_equal(view, leaf)
     assert np.abs(slab).sum() == sum(np.abs(x).sum() for x in expected), "padding is zero"

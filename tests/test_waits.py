@@ -8,7 +8,7 @@ import pytest
 
 from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.tasks import WAITS, Op
@@ -54,19 +54,20 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
     trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
     trainer.step(case.batch(0))
     trainer.flush()
-    late, engine, get, obey = SlowDevice(), trainer._engine, Templates.get, trainer._engine.obey
+    late, engine, obey = SlowDevice(), trainer._engine, trainer._engine.obey
+    get = KernelCache.get
     made: dict[int, list[jax.Array]] = {}  # by task, what it computed last
     now, num_late = -1, {op: 0 for op in WAITS}
 
-    def slow(self, key, *args, **options):
-        function = get(self, key, *args, **options)
+    def slow(self, kernel):
+        function = get(self, kernel)
 
         def run(*args):
             out = late(function(*args))
             made[now] = jax.tree.leaves(out)
             return out
 
-        return run if key[0] in ("forward", "backward", "reduce", "update") else function
+        return run if kernel.name in ("forward", "backward", "reduce", "update") else function
 
     def watched(instruction, step):
         nonlocal now
@@ -82,7 +83,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
             assert is_there(waits_for), instruction
 
     engine._found.clear()
-    monkeypatch.setattr(Templates, "get", slow)
+    monkeypatch.setattr(KernelCache, "get", slow)
     monkeypatch.setattr(engine, "obey", watched)
     for seed in range(2):
         trainer.step(case.batch(seed))

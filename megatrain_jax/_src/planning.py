@@ -16,7 +16,7 @@ from megatrain_jax._src.build.options import (
 )
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.build.run_spec import fit_to_device, make_run_spec
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -89,4 +89,4 @@ def plan(
     adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
     usable = None if hardware is None else hardware.usable_bytes
-    return fit_to_device(spec, Templates(), usable, None).plan(hardware)
+    return fit_to_device(spec, KernelCache(), usable, None).plan(hardware)

@@ -5,7 +5,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import Initial
 from megatrain_jax._src.build.run_spec import RunSpec, fit_to_device
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.plan import check_device
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.initialise import initialise
@@ -33,18 +33,18 @@ def start(
     Raises:
         MemoryError: If host memory or the device's is too small.
     """
-    placement, templates = on_one_device(default_device()), Templates()
+    placement, kernels = on_one_device(default_device()), KernelCache()
     with group_bar("compiling", spec, progress) as bar:
         if hardware is not None:
             free = pool.free_device_bytes(placement)
-            spec = fit_to_device(spec, templates, free, placement)
+            spec = fit_to_device(spec, kernels, free, placement)
             check_device(spec.plan(hardware), free)
         bar.set_description("reserving host memory")
         pool.reserve(placement, spec.host_bytes_needed, spec.largest_slab_bytes)
         bar.set_description("initialising")
         store = Store(spec.layouts, placement, jax.random.key(seed))
-        initialise(spec, store, templates, initial, bar.update)
-    return spec, Engine(store, spec.optimizer, templates)
+        initialise(spec, store, kernels, initial, bar.update)
+    return spec, Engine(store, spec.optimizer, kernels)
 
 
 def group_bar(what: str, spec: RunSpec, progress: bool) -> tqdm:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
-from megatrain_jax._src.kernels.stages import Backward, Binding, Slot
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Program, Stage
@@ -27,40 +27,6 @@ from megatrain_jax._src.state.hardware import Hardware
 _SECONDS_PER_RECORD = 1.5e-4
 # Bytes of a value that is worth a copy; smaller ones stay where they are and aren't counted.
 _SMALL = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BoundStage:
-    """A stage with the groups it reads.
-
-    Attributes:
-        stage: The stage.
-        groups: The groups whose masters it takes.
-        binding: Where its leaves lie in them.
-        mode: How its backward accumulates; None without a backward.
-        sent: Ids of inputs whose cotangent another stage has already sent, in input order.
-        residuals: What its forward can keep for its backward; None if there is nothing.
-    """
-
-    stage: Stage
-    groups: tuple[int, ...]
-    binding: Binding
-    mode: Backward | None
-    sent: tuple[int, ...]
-    residuals: Residuals | None
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for bound stages that share a compiled forward."""
-        return self.stage.key, self.binding
-
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """Its groups that get gradients from it; in a stage without a backward there are none."""
-        if self.mode is None:
-            return ()
-        pairs = zip(self.groups, self.mode.gradients, strict=True)
-        return tuple(group for group, dtype in pairs if dtype is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +52,19 @@ class BoundStep:
     workload: Workload
     schedule: Schedule
     last_read: Mapping[tuple[Op, int], tuple[int, ...]]
+
+    @functools.cached_property
+    def gradient_dtypes(self) -> Mapping[int, str]:
+        """For each group that is updated, the dtype of its gradient.
+
+        One that no backward computes is zeros.
+        """
+        dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
+        for bound in self.stages:
+            if bound.mode is not None:
+                pairs = zip(bound.groups, bound.mode.gradients, strict=True)
+                dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
+        return dtypes
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:

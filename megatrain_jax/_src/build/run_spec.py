@@ -18,8 +18,9 @@ from megatrain_jax._src.adapt.model_kinds import path_name, trainable_mask
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.common.keys import LASTING
-from megatrain_jax._src.kernels.cache import Templates, compile_ahead, estimate_ahead
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.flops import count_flops, is_product
@@ -337,20 +338,20 @@ def _cut_optimizer(
 
 
 def fit_to_device(
-    spec: RunSpec, templates: Templates, device_bytes: int | None, placement: Placement | None
+    spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement | None
 ) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
     Args:
         spec: The run, planned without knowledge of its functions' memory.
-        templates: Where the functions go.
+        kernels: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
         placement: Of the run, for which they are compiled; None if the device isn't here, so that
             what they need is estimated.
     """
 
     def needed_by(step: BoundStep) -> int:
-        what = templates, step, spec.layouts, spec.optimizer
+        what = kernels, step, spec.layouts, spec.optimizer
         return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
 
     needed, estimated = needed_by(spec.first), placement is None

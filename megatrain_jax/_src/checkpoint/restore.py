@@ -120,12 +120,12 @@ def _fill(
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            array = store.append(slab.key, values)
+            arrays = store.append(slab.key, slab.layout.encode(values))
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
                     verify(path, known, by_place[place].path, leaf)
             del values
-            array.block_until_ready()
+            jax.block_until_ready(arrays)
             if after is None or after.key.owner != slab.key.owner:
                 done()
         _load_small(path, known, store, [entry for entry in entries if not entry.groups])

@@ -1,116 +1,157 @@
-"""Functions that all stages with equal equations share.
+"""The kernels of stages: functions that all stages with equal equations share.
 
-A template is stateless: slabs of parameters and live values go in, live values or gradients and
-cotangents come out. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut from a
+Such a template is stateless: slabs of parameters and live values go in, live values or gradients
+and cotangents come out. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut from a
 trace instead of written by hand.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
-from megatrain_jax._src.kernels.residuals import Residuals
+from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import fires, firing_once
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
-from megatrain_jax._src.state.layout import Layout
+
+Values = Sequence[jax.ShapeDtypeStruct]
+"""Shape and dtype of each value of a program, by its id."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slot:
-    """Where a stage finds one of its leaves: which of its slabs, which leaf of that slab."""
+def forward(bound: BoundStage, values: Values) -> Kernel:
+    """The kernel `(masters, inputs) -> outputs`.
 
-    slab: int
-    leaf: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Binding:
-    """How the leaves of a stage lie in the slabs of the groups it reads.
-
-    Attributes:
-        layouts: Layout of each master slab it takes.
-        slots: For each leaf of the stage, in the jaxpr's order, where it is.
+    Args:
+        bound: The stage. `masters` are its groups' arrays at rest, `inputs` the values it takes.
+        values: Shapes of the program's values.
     """
+    stage, binding = bound.stage, bound.binding
 
-    layouts: tuple[Layout, ...]
-    slots: tuple[Slot, ...]
-
-
-def forward(stage: Stage, binding: Binding) -> Callable:
-    """Builds `(slabs, inputs) -> outputs`."""
-
-    def forward_stage(slabs, inputs):
-        leaves = _unpack(stage, binding, slabs)
+    def forward_stage(masters, inputs):
+        leaves = _unpack(stage, binding, masters)
         return jx.evaluate(stage.jaxpr, [*stage.consts, *leaves, *inputs])
 
-    return forward_stage
+    return Kernel(
+        name="forward",
+        key=bound.key,
+        build=lambda: forward_stage,
+        takes=(_masters(binding), _avals(values, stage.inputs)),
+    )
 
 
-def forward_keeping(stage: Stage, binding: Binding, residuals: Residuals) -> Callable:
-    """Builds `(slabs, inputs) -> (outputs, residuals)`."""
+def forward_keeping(bound: BoundStage, values: Values) -> Kernel:
+    """The kernel `(masters, inputs) -> (outputs, residuals)`; see `forward`."""
+    stage, binding, residuals = bound.stage, bound.binding, bound.residuals
+    assert residuals is not None
 
-    def forward_stage(slabs, inputs):
-        return residuals.forward([*_unpack(stage, binding, slabs), *inputs])
+    def forward_stage(masters, inputs):
+        return residuals.forward([*_unpack(stage, binding, masters), *inputs])
 
-    return forward_stage
+    return Kernel(
+        name="forward keeping",
+        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
+        build=lambda: forward_stage,
+        takes=(_masters(binding), _avals(values, stage.inputs)),
+    )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Backward:
-    """What one backward of a stage takes besides slabs and inputs.
+def backward(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
+    """The kernel `(masters, inputs, cotangents, gradients, sent) -> (outputs, gradients, back)`.
 
-    Attributes:
-        gradients: For each slab, the dtype of its gradient; None if it is frozen.
-        accumulate: For each slab, whether a gradient exists to be added to.
-        arriving: For each output, whether a cotangent arrives.
-        existing: For each input, whether another stage has already sent a cotangent to it.
-        give_outputs: Whether to return the outputs, too: the stage has no separate forward.
+    It computes the stage again and differentiates it.
+
+    Args:
+        bound: The stage. The kernel takes the cotangents of `bound.arriving`, the gradients of
+            `bound.accumulated` and the cotangents of `bound.sent` that exist already; it gives the
+            gradients of `bound.trained`, laid out like the masters, and the cotangents of
+            `bound.leaving`, with what existed added. Outputs are empty unless its mode gives them.
+        values: Shapes of the program's values.
+        microbatches: How many cotangents of each output wait beside it.
     """
+    stage, binding, mode = bound.stage, bound.binding, bound.mode
+    assert mode is not None
 
-    gradients: tuple[str | None, ...]
-    accumulate: tuple[bool, ...]
-    arriving: tuple[bool, ...]
-    existing: tuple[bool, ...]
-    give_outputs: bool
-
-
-def backward(stage: Stage, binding: Binding, mode: Backward) -> Callable:
-    """Builds `(slabs, inputs, cotangents, gradients, sent) -> (outputs, gradients, cotangents)`.
-
-    It computes the stage again and differentiates it. Gradients, of the slabs that are not frozen,
-    lie in slabs laid out like the masters; `gradients` and `sent` hold what exists already, in
-    order.
-    """
-
-    def backward_stage(slabs, inputs, cotangents, gradients, sent):
-        leaves = _unpack(stage, binding, slabs)
+    def backward_stage(masters, inputs, cotangents, gradients, sent):
+        leaves = _unpack(stage, binding, masters)
         outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
         new, summed = _finish(stage, binding, mode, pull(list(cotangents)), gradients, sent)
         return (outputs if mode.give_outputs else []), new, summed
 
-    if fires(stage.jaxpr):
-        return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
-    return backward_stage
+    def build() -> Callable:
+        if fires(stage.jaxpr):
+            return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
+        return backward_stage
+
+    return Kernel(
+        name="backward",
+        key=(bound.key, stage.active, mode),
+        build=build,
+        takes=(
+            _masters(binding),
+            _avals(values, stage.inputs),
+            _avals(values, bound.arriving),
+            _accumulated(binding, mode),
+            _avals(values, bound.sent),
+        ),
+        donated=(3, 4),
+        beside_bytes=_cotangent_bytes(bound, values, microbatches),
+    )
 
 
-def backward_of_kept(
-    stage: Stage, binding: Binding, mode: Backward, residuals: Residuals
-) -> Callable:
-    """Builds `(slabs, inputs, kept, cotangents, gradients, sent)` to what `backward` gives.
+def backward_of_kept(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
+    """The kernel `(masters, inputs, residuals, cotangents, gradients, sent)`; see `backward`.
 
     The forward has kept its residuals, so only what is elementwise is computed again.
     """
-    assert not mode.give_outputs
+    stage, binding, mode, residuals = bound.stage, bound.binding, bound.mode, bound.residuals
+    assert mode is not None and residuals is not None and not mode.give_outputs
 
-    def backward_stage(slabs, inputs, kept, cotangents, gradients, sent):
-        values = [*_unpack(stage, binding, slabs), *inputs]
-        pulled = residuals.backward(values, kept, cotangents)
+    def backward_stage(masters, inputs, kept, cotangents, gradients, sent):
+        leaves = _unpack(stage, binding, masters)
+        pulled = residuals.backward([*leaves, *inputs], kept, cotangents)
         return [], *_finish(stage, binding, mode, pulled, gradients, sent)
 
-    return backward_stage
+    return Kernel(
+        name="backward of kept",
+        key=(bound.key, stage.active, mode),
+        build=lambda: backward_stage,
+        takes=(
+            _masters(binding),
+            _avals(values, stage.inputs),
+            list(residuals.avals),
+            _avals(values, bound.arriving),
+            _accumulated(binding, mode),
+            _avals(values, bound.sent),
+        ),
+        donated=(4, 5),
+        beside_bytes=_cotangent_bytes(bound, values, microbatches),
+    )
+
+
+def _avals(values: Values, ids: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
+    return [values[i] for i in ids]
+
+
+def _masters(binding: Binding) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    return [layout.at_rest for layout in binding.layouts]
+
+
+def _accumulated(binding: Binding, mode: Backward) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the gradients that a backward takes: it adds to them."""
+    rows = zip(binding.layouts, mode.gradients, mode.accumulate, strict=True)
+    return [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
+
+
+def _cotangent_bytes(bound: BoundStage, values: Values, microbatches: int) -> int:
+    """Bytes of the cotangents beside a backward, which no schedule counts.
+
+    Those it takes, for all microbatches, and those it gives for one.
+    """
+    avals = _avals(values, (*bound.arriving * microbatches, *bound.leaving))
+    return sum(map(jx.num_bytes, avals))
 
 
 def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, sent):
@@ -127,9 +168,13 @@ def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, s
     return new, summed
 
 
-def _unpack(stage: Stage, binding: Binding, slabs: Sequence[jax.Array]) -> list[jax.Array]:
+def _unpack(
+    stage: Stage, binding: Binding, masters: Sequence[Sequence[jax.Array]]
+) -> list[jax.Array]:
+    """The leaves that a stage reads, in the dtypes that its equations were traced with."""
     first = len(stage.consts)
     dtypes = [v.aval.dtype for v in stage.jaxpr.invars[first : first + len(stage.leaves)]]
+    slabs = [layout.decode(x) for layout, x in zip(binding.layouts, masters, strict=True)]
     return [
         binding.layouts[slot.slab].unpack(slabs[slot.slab], slot.leaf).astype(dtype)
         for slot, dtype in zip(binding.slots, dtypes, strict=True)
@@ -139,6 +184,7 @@ def _unpack(stage: Stage, binding: Binding, slabs: Sequence[jax.Array]) -> list[
 def _pack_gradients(
     binding: Binding, slots: Sequence[Slot], mode: Backward, leaf_gradients, gradients
 ) -> list[jax.Array]:
+    """The slabs of a stage's gradients; a leaf that this stage does not read gets zeros."""
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
     for slot, gradient in zip(slots, leaf_gradients, strict=True):
         rows[slot.slab][slot.leaf] = gradient

@@ -1,7 +1,7 @@
-"""The small jitted functions around the stages: begin and end of a step, and an update's fragments.
+"""The kernels of the optimizer: what a group computes before all gradients are known, and after.
 
 They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
-non-finite numbers.
+non-finite numbers. Masters and state come and go as arrays at rest (see `state.layout`).
 """
 
 import math
@@ -9,133 +9,67 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
-
-def begin(program: Program, microbatches: int, num_metrics: int) -> Callable:
-    """Builds `(variables, batch, key, step) -> (values, seed, new variables)`.
-
-    Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
-    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from goes on from microbatch
-    to microbatch; the rest changes once a step, as in the first of them.
-    """
-    place = {v: i for i, v in enumerate(program.prologue_values)}
-    new_ids = program.outputs[1 + num_metrics :]
-    drawn = program.state.drawn
-    loss = program.values[program.outputs[0]]
-
-    def begin_step(variables, batch, key, step):
-        step_key = jax.random.fold_in(key, step)
-        rows, once = [], None
-        for m in range(microbatches):
-            part = [_slice(x, m, microbatches) for x in batch]
-            rng = jax.random.fold_in(step_key, m)
-            data = [*program.prologue_consts, *variables, *part, rng]
-            values = jx.evaluate(program.prologue, data)
-            rows.append(values)
-            new = [
-                values[place[i]] if i in place else v
-                for i, v in zip(new_ids, variables, strict=True)
-            ]
-            once = new if once is None else once
-            variables = _chosen(drawn, new, variables)
-        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
-
-    return begin_step
+_LOSS = jax.ShapeDtypeStruct((), jnp.float32)
+_OK = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
-def _chosen(mask, yes, no):
-    return [y if m else n for m, y, n in zip(mask, yes, no, strict=True)]
+def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLike) -> Kernel:
+    """The kernel `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 
-
-def _slice(x, m, microbatches):
-    size = x.shape[0] // microbatches
-    return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
-
-
-def mean_metrics(names: Sequence[str], *, weighted: bool = False) -> Callable:
-    """Builds `(rows of loss and metrics, one a microbatch) -> dict of means`.
-
-    The metric "weight", which says how much a row's loss is the mean of, is summed.
+    Scalars of one dtype come as one array, since each array that a function returns takes time to
+    dispatch.
 
     Args:
-        names: Of the metrics.
-        weighted: Whether rows count by their weights, if they have any, as in an evaluation.
-            Otherwise they count alike, as they do in the gradient.
+        cut: The optimizer. Masters and state are None unless its reduction reads them.
+        layout: Of the group.
+        group: Its number.
+        gradient: Dtype of its gradient.
     """
-    names = ("loss", *names)
-
-    def means(rows):
-        columns = [[x.astype(jnp.float32) for x in column] for column in zip(*rows, strict=True)]
-        result = dict(zip(names, columns, strict=True))
-        weights = result.get("weight") if weighted else None
-        result = {name: _mean(column, weights) for name, column in result.items()}
-        if "weight" in names:
-            result["weight"] = sum(columns[names.index("weight")])
-        return result
-
-    return means
-
-
-def _mean(column, weights):
-    if weights is None:
-        return sum(column) / len(column)
-    # Without a weight, a row's loss is the mean of nothing: it may well be 0 / 0.
-    parts = [jnp.where(w == 0, 0, w * x) for w, x in zip(weights, column, strict=True)]
-    return sum(parts) / sum(weights)
-
-
-def end() -> Callable:
-    """Builds `(metrics, squared norms, step) -> (metrics with grad_norm, step + 1)`."""
-
-    def end_step(metrics, squares, step):
-        total = jnp.sum(jnp.stack(squares))
-        return {**metrics, "grad_norm": jnp.sqrt(total)}, step + 1
-
-    return end_step
-
-
-def keep() -> Callable:
-    """Builds `(new, old, ok) -> new where ok, else old`, of lists of arrays."""
-
-    def keep_if_ok(new, old, ok):
-        return [jnp.where(ok, n, o) for n, o in zip(new, old, strict=True)]
-
-    return keep_if_ok
-
-
-def reduce(
-    fragment: Fragment, layout: GroupLayout, reads: frozenset[Kind], guarded: bool
-) -> Callable:
-    """Builds `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
-
-    Masters and state are None unless the optimizer's reduction reads them. Scalars of one dtype
-    come as one array, since each array that a function returns takes time to dispatch.
-    """
+    fragment, reads = cut.reduce[group], cut.reduce_reads
 
     def reduce_group(gradient, masters, state, loss, small, ok):
         gradient = gradient.astype(jnp.float32)
         shapes = layout.master.shapes
-        if Kind.MASTERS not in reads:
+        if Kind.MASTERS in reads:
+            masters = layout.master.decode(masters)
+        else:
             masters = jnp.zeros(layout.master.size, layout.master.dtype)
-        if Kind.OPTIMIZER_STATE not in reads:
-            state = tuple(jnp.zeros(s.size, s.dtype) for s in layout.state.layouts)
+        if Kind.OPTIMIZER_STATE in reads:
+            state = layout.state.decode(state)
+        else:
+            state = [jnp.zeros(slab.size, slab.dtype) for slab in layout.state.layouts]
         args = [
             *(layout.master.unpack(gradient, i) for i in range(len(shapes))),
             *(layout.master.unpack(masters, i) for i in range(len(shapes))),
             *layout.state.unpack(state),
         ]
         scalars = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, loss, *small])
-        return _stacked(scalars), *_measured(gradient, ok, guarded)
+        return _stacked(scalars), *_measured(gradient, ok, cut.guarded)
 
-    return reduce_group
+    return Kernel(
+        name="reduce",
+        key=(fragment.key, layout, jnp.dtype(gradient)),
+        build=lambda: reduce_group,
+        takes=(
+            layout.master.gradient_aval(gradient),
+            layout.master.at_rest if Kind.MASTERS in reads else None,
+            layout.state.at_rest if Kind.OPTIMIZER_STATE in reads else None,
+            _LOSS,
+            list(cut.globals),
+            _OK,
+        ),
+    )
 
 
 def _measured(gradient, ok, guarded):
@@ -155,53 +89,71 @@ def _unstacked(stacked, like):
     return [next(rows[v.aval.dtype]).reshape(v.aval.shape) for v in like]
 
 
-def combine(
-    fragment: Fragment, reduced: Sequence[Fragment], num_messages: int, guarded: bool
-) -> Callable:
-    """Builds `(loss, globals, scalars of each group, ok) -> (messages, globals, ok)`.
+def combine(cut: OptimizerCut) -> Kernel:
+    """The kernel `(loss, globals, scalars of each group, ok) -> (messages, globals, ok)`.
 
-    Args:
-        fragment: What combines.
-        reduced: For each group, what its scalars were computed by.
-        num_messages: How many of the results are messages.
-        guarded: Whether a loss that is not finite changes nothing.
+    If the optimizer is guarded, a loss that is not finite changes nothing.
     """
+    fragment, num_messages, guarded = cut.combine, cut.num_messages, cut.guarded
 
     def combine_groups(loss, state, stacked, ok):
         ok = ok & jnp.isfinite(loss) if guarded else ok
         scalars = [
             x
-            for row, fragment in zip(stacked, reduced, strict=True)
+            for row, fragment in zip(stacked, cut.reduce, strict=True)
             for x in _unstacked(row, fragment.jaxpr.outvars)
         ]
         out = jx.evaluate(fragment.jaxpr, [*fragment.consts, loss, *state, *scalars])
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
-    return combine_groups
+    return Kernel(name="combine", build=lambda: combine_groups)
 
 
-def update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
-    """Builds `(masters, state, gradient, messages, ok) -> (masters, state)` of one group.
+def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLike) -> Kernel:
+    """The kernel `(masters, state, gradient, messages, ok) -> (masters, state)` of one group.
 
-    Nothing changes where `ok` is false.
+    Nothing changes where `ok` is false. Where updates are not deferred, so that one call can also
+    measure the gradient it is given, it gives `(masters, state, squared norm, ok)`.
+
+    Args:
+        cut: The optimizer.
+        layout: Of the group.
+        group: Its number.
+        gradient: Dtype of its gradient.
     """
+    fragment = cut.apply[group]
+    build = _update if cut.deferred else _update_at_once
+    return Kernel(
+        name="update",
+        key=(fragment.key, layout, jnp.dtype(gradient)),
+        build=lambda: build(fragment, layout, cut.guarded),
+        takes=(
+            layout.master.at_rest,
+            layout.state.at_rest,
+            layout.master.gradient_aval(gradient),
+            [cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]],
+            _OK,
+        ),
+        donated=(0, 1),
+    )
+
+
+def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
     def update_group(masters, state, gradient, messages, ok):
-        old = (masters, tuple(state))
-        new = compute(masters, state, gradient.astype(jnp.float32), messages)
+        old = tuple(masters), tuple(state)
+        slabs = layout.master.decode(masters), layout.state.decode(state)
+        masters, state = compute(*slabs, gradient.astype(jnp.float32), messages)
+        new = layout.master.encode(masters), layout.state.encode(state)
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group
 
 
-def update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
-    """Builds `(masters, state, gradient, messages, ok) -> (masters, state, squared norm, ok)`.
-
-    `update` for gradients that need not wait: one call also measures what it is given.
-    """
-    apply = update(fragment, layout, guarded)
+def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+    apply = _update(fragment, layout, guarded)
 
     def update_group(masters, state, gradient, messages, ok):
         square, ok = _measured(gradient.astype(jnp.float32), ok, guarded)
@@ -271,13 +223,3 @@ def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array])
                 inside |= (at >= start) & (at < start + math.prod(layout.shapes[leaf]))
         chosen = jnp.where(inside, values, chosen)
     return chosen
-
-
-def initial_state(fragment: Fragment, layout: GroupLayout) -> Callable:
-    """Builds `masters -> state` of one group."""
-
-    def init_group(masters):
-        params = [layout.master.unpack(masters, i) for i in range(len(layout.master.shapes))]
-        return layout.state.pack(jx.evaluate(fragment.jaxpr, [*fragment.consts, *params]))
-
-    return init_group

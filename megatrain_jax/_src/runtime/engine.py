@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.step_kernels import group_kernel, stage_kernel
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.kernels import updates as functions
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels import initial, steps, updates
+from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
@@ -44,18 +47,18 @@ class Engine:
     Attributes:
         store: The store.
         group_ok: For the last step, the store's `ok` after each group's gradient.
-        templates: All compiled functions.
+        kernels: All compiled functions.
     """
 
-    def __init__(self, store: Store, optimizer: OptimizerCut, templates: Templates):
+    def __init__(self, store: Store, optimizer: OptimizerCut, kernels: KernelCache):
         """Makes an engine for a store that is at rest, or will be filled."""
-        self.store, self.optimizer, self.templates = store, optimizer, templates
+        self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
         self._transfers = Transfers(store)
         self._messages: list[jax.Array] = []
         self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
         self._combined_ok = store.ok  # of the step whose updates are pending
-        self._found: dict[tuple[Op, int, BoundStep | None], Callable] = {}
+        self._found: dict[tuple[Op, int, BoundStep | np.dtype], Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the lists since the state was last at rest
         self._begun = 0  # tasks of those lists
@@ -84,11 +87,10 @@ class Engine:
         for k, i in plan.late_state.items():
             new[k] = step.rows[0][i]
         if new:
-            keep = self.templates.get("keep", functions.keep)
-            new = keep(new, variables, self.store.ok)
+            new = self.kernels.get(steps.KEEP)(new, variables, self.store.ok)
         self.store.variables = new
         self.group_ok = step.group_ok
-        end = self.templates.get("end", functions.end)
+        end = self.kernels.get(steps.END)
         metrics, self.store.step = end(self._means(step), step.squares, self.store.step)
         return metrics
 
@@ -145,9 +147,8 @@ class Engine:
     def _begin(
         self, plan: BoundStep, batch: Sequence[jax.Array]
     ) -> tuple[_Step, jax.Array, list[jax.Array]]:
-        begin = self.templates.get(
-            ("begin", plan.key),
-            lambda: functions.begin(plan.program, plan.microbatches, len(plan.metrics)),
+        begin = self.kernels.get(
+            steps.begin(plan.key, plan.program, plan.microbatches, len(plan.metrics))
         )
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step
@@ -165,9 +166,7 @@ class Engine:
         if not step.means:
             names = step.plan.metrics
             ids = step.plan.program.outputs[: 1 + len(names)]
-            means = self.templates.get(
-                ("means", names, weighted), lambda: functions.mean_metrics(names, weighted=weighted)
-            )
+            means = self.kernels.get(steps.means(names, weighted=weighted))
             step.means = means([[row[i] for i in ids] for row in step.rows])
         return step.means
 
@@ -218,27 +217,22 @@ class Engine:
         # The device works in order: what came before this task is over, too.
         self._tokens = {i: token for i, token in self._tokens.items() if i > task}
 
-    def _find(self, op: Op, number: int, plan: BoundStep | None = None) -> Callable:
-        """The function of a stage's or group's instruction; templates' keys take long to hash."""
-        key = op, number, plan
+    def _find(self, op: Op, number: int, of: BoundStep | np.dtype) -> Callable:
+        """The function of a stage's instruction in a step, or of a group's for a gradient's dtype.
+
+        Kept here, since the keys of kernels take long to hash.
+        """
+        key = op, number, of
         if key not in self._found:
-            self._found[key] = self._look_up(op, number, plan)
+            if isinstance(of, BoundStep):
+                kernel = stage_kernel(of, op, number)
+            else:
+                kernel = group_kernel(op, number, self.optimizer, self.store.layouts, of)
+            self._found[key] = self.kernels.get(kernel)
         return self._found[key]
 
-    def _look_up(self, op: Op, number: int, plan: BoundStep | None) -> Callable:
-        templates = self.templates
-        if plan is None:
-            get = templates.reduce if op is Op.REDUCE else templates.update
-            return get(self.optimizer, self.store.layouts[number], number)
-        keeps = number in plan.schedule.kept
-        if op is Op.FORWARD:
-            get = templates.forward_keeping if keeps else templates.forward
-        else:
-            get = templates.backward_of_kept if keeps else templates.backward
-        return get(plan.stages[number])
-
-    def _masters(self, bound: BoundStage) -> list[jax.Array]:
-        return [self.store.on_device[Key(Kind.MASTERS, g)][0] for g in bound.groups]
+    def _masters(self, bound: BoundStage) -> list[Slabs]:
+        return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
@@ -259,8 +253,7 @@ class Engine:
         keeps = number in step.plan.schedule.kept
         run = self._find(Op.BACKWARD, number, step.plan)
         kept = step.residuals.pop(number, [[]] * len(step.rows))
-        arriving = [o for o, a in zip(stage.outputs, mode.arriving, strict=True) if a]
-        accumulated = [g for g, a in zip(bound.groups, mode.accumulate, strict=True) if a]
+        arriving, accumulated = bound.arriving, bound.accumulated
         for row, cotangents, residuals in zip(step.rows, step.cotangents, kept, strict=True):
             outputs, gradients, back = run(
                 self._masters(bound),
@@ -286,10 +279,9 @@ class Engine:
         self._tokens[task] = outputs[0]
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
-        active = [i for i, a in zip(bound.stage.inputs, bound.stage.active, strict=True) if a]
-        for i, cotangent in zip(active, back, strict=True):
+        for i, cotangent in zip(bound.leaving, back, strict=True):
             if i in cotangents:  # one value at two inputs of this stage
-                cotangent = self.templates.get("add", lambda: jnp.add)(cotangents[i], cotangent)
+                cotangent = self.kernels.get(steps.ADD)(cotangents[i], cotangent)
             cotangents[i] = cotangent
 
     def _take_gradient(self, group: int) -> jax.Array:
@@ -298,24 +290,21 @@ class Engine:
         return gradient
 
     def _zeros(self, group: int) -> None:
-        size = self.store.layouts[group].master.size
-        make = self.templates.get(
-            ("zeros", size),
-            lambda: lambda: jnp.zeros(size, jnp.float32),
-            out_shardings=self.store.placement.slabs_on_device,
-        )
-        self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
+        store = self.store
+        kernel = initial.zeros(store.layouts[group].master, store.placement.slabs_on_device)
+        store.on_device[Key(Kind.GRADIENT, group)] = (self.kernels.get(kernel)(),)
 
     def _reduce(self, step: _Step, group: int, task: int) -> None:
-        run, reads = self._find(Op.REDUCE, group), self.optimizer.reduce_reads
-        (gradient,) = self.store.on_device[Key(Kind.GRADIENT, group)]
+        store, reads = self.store, self.optimizer.reduce_reads
+        (gradient,) = store.on_device[Key(Kind.GRADIENT, group)]
         masters = state = None
         if Kind.MASTERS in reads:
-            (masters,) = self.store.on_device[Key(Kind.MASTERS, group)]
+            masters = store.on_device[Key(Kind.MASTERS, group)]
         if Kind.OPTIMIZER_STATE in reads:
-            state = self.store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
+            state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
+        run = self._find(Op.REDUCE, group, gradient.dtype)
         loss = self._means(step)["loss"]
-        scalars, *measured = run(gradient, masters, state, loss, self.store.globals, self.store.ok)
+        scalars, *measured = run(gradient, masters, state, loss, store.globals, store.ok)
         step.scalars[group] = scalars
         self._note(step, group, *measured)
         self._tokens[task] = measured[0]
@@ -327,35 +316,31 @@ class Engine:
         step.group_ok.append((group, ok))
 
     def _combine(self, step: _Step) -> None:
-        cut = self.optimizer
-        run = self.templates.get(
-            "combine",
-            lambda: functions.combine(cut.combine, cut.reduce, cut.num_messages, cut.guarded),
-        )
-        scalars = [step.scalars.get(g, []) for g in range(len(self.store.layouts))]
+        store, run = self.store, self.kernels.get(updates.combine(self.optimizer))
+        scalars = [step.scalars.get(g, []) for g in range(len(store.layouts))]
         loss = self._means(step)["loss"]
-        self._messages, self.store.globals, self.store.ok = run(
-            loss, self.store.globals, scalars, self.store.ok
-        )
-        self._combined_ok = self.store.ok
+        self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
+        self._combined_ok = store.ok
 
     def _update(self, step: _Step | None, group: int, task: int) -> None:
-        cut, run = self.optimizer, self._find(Op.UPDATE, group)
-        (masters,) = self.store.on_device.pop(Key(Kind.MASTERS, group))
-        state = self.store.on_device.pop(Key(Kind.OPTIMIZER_STATE, group), ())
+        cut, store = self.optimizer, self.store
+        masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
+        masters = store.on_device.pop(masters_key)
+        state = store.on_device.pop(state_key, ())
         gradient = self._take_gradient(group)
+        run = self._find(Op.UPDATE, group, gradient.dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
-        self.store.host.pop(Key(Kind.MASTERS, group), None)  # stale from here on
-        self.store.host.pop(Key(Kind.OPTIMIZER_STATE, group), None)
+        store.host.pop(masters_key, None)  # stale from here on
+        store.host.pop(state_key, None)
         # In another step than its gradients, if updates are deferred.
-        ok = self._combined_ok if cut.deferred else self.store.ok
+        ok = self._combined_ok if cut.deferred else store.ok
         masters, state, *measured = run(masters, state, gradient, messages, ok)
         if step is not None and not cut.deferred:
             self._note(step, group, *measured)
-        self.store.on_device[Key(Kind.MASTERS, group)] = (masters,)
-        self._tokens[task] = masters
+        store.on_device[masters_key] = masters
+        self._tokens[task] = masters[0]
         if state:
-            self.store.on_device[Key(Kind.OPTIMIZER_STATE, group)] = tuple(state)
+            store.on_device[state_key] = state
 
 
 def _known(number: int | None) -> int:

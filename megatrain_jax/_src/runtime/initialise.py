@@ -8,8 +8,8 @@ import jax
 from megatrain_jax._src.adapt.initial_values import Initial
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.kernels import updates as functions
-from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.initial import initial_state, pack
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.store import Store
@@ -18,7 +18,7 @@ from megatrain_jax._src.runtime.store import Store
 def initialise(
     spec: RunSpec,
     store: Store,
-    templates: Templates,
+    kernels: KernelCache,
     initial: Initial,
     done: Callable[[], object],
 ) -> None:
@@ -29,7 +29,7 @@ def initialise(
     Args:
         spec: What the store is to hold.
         store: The store.
-        templates: The run's compiled functions; those that pack slabs are added.
+        kernels: The run's compiled functions; those that pack slabs are added.
         initial: The values.
         done: Called after each group.
     """
@@ -39,7 +39,7 @@ def initialise(
         values = initial.leaves([spec.leaves[i].parameter for i in whole])
         by_leaf = dict(zip(whole, values, strict=True))
         by_leaf |= {i: jax.device_put(slices.pop(i), on_device) for i in leaves if i in slices}
-        _fill_group(spec, store, templates, g, [by_leaf[i] for i in leaves])
+        _fill_group(spec, store, kernels, g, [by_leaf[i] for i in leaves])
         done()
     store.variables = store.small(list(initial.variables()))
     part = spec.optimizer.initial_globals
@@ -61,17 +61,13 @@ def _unstacked(spec: RunSpec, store: Store, initial: Initial) -> dict[int, jax.A
 
 
 def _fill_group(
-    spec: RunSpec, store: Store, templates: Templates, g: int, leaves: list[jax.Array]
+    spec: RunSpec, store: Store, kernels: KernelCache, g: int, leaves: list[jax.Array]
 ) -> None:
     layout, part = spec.layouts[g], spec.optimizer.initial_state[g]
-    pack = templates.get(("pack", layout.master), lambda: layout.master.pack)
-    start = templates.get(
-        ("initial", part.key, layout), lambda: functions.initial_state(part, layout)
-    )
-    masters = pack(leaves)
+    start = kernels.get(initial_state(part, layout))
+    masters = kernels.get(pack(layout.master))(leaves)
     resting = [store.append(Key(Kind.MASTERS, g), masters)]
     if layout.state.layouts:
-        key = Key(Kind.OPTIMIZER_STATE, g)
-        resting += [store.append(key, slab) for slab in start(masters)]
+        resting.append(store.append(Key(Kind.OPTIMIZER_STATE, g), start(masters)))
     # Waited for, so that the next group's arrays don't join this one's on the device.
     jax.block_until_ready(resting)

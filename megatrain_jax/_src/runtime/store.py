@@ -24,6 +24,7 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.layout import Layout, MixedLayout
 from megatrain_jax._src.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]
@@ -72,14 +73,18 @@ class Store:
 
     # ---- filling, at rest
 
-    def append(self, key: Key, slab: jax.Array | np.ndarray) -> jax.Array:
-        """Adds a slab to a part at rest; of a part with several, they come in order.
+    def append(self, key: Key, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
+        """Adds arrays to a part at rest, which is filled slab by slab or as a whole.
+
+        Args:
+            key: The part.
+            arrays: What its layout holds the next slabs as.
 
         Returns:
-            The slab at rest, which may still be on its way.
+            Them at rest; they may still be on their way.
         """
-        resting = jax.device_put(slab, self.placement.slabs_at_rest)
-        self.host[key] = (*self.host.get(key, ()), resting)
+        resting = tuple(jax.device_put(tuple(arrays), self.placement.slabs_at_rest))
+        self.host[key] = (*self.host.get(key, ()), *resting)
         return resting
 
     def small(self, value: Any) -> Any:
@@ -96,17 +101,15 @@ class Store:
 
     def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as arrays in host memory that share its bytes."""
-        layout, slabs = self.layouts[key.owner], self.host.get(key, ())
-        is_master = key.kind is Kind.MASTERS
-        return layout.master.views(slabs[0]) if is_master else layout.state.views(slabs)
+        return self._layout(key).read(self.host.get(key, ()))
 
     def reader(self, key: Key, position: int) -> Reader:
-        """What reads one leaf of a part; holds the slab that the leaf is in."""
-        layout, slabs = self.layouts[key.owner], self.host[key]
-        if key.kind is Kind.MASTERS:
-            return functools.partial(layout.master.view, slabs[0], position)
-        slab, at = layout.state.places[position]
-        return functools.partial(layout.state.layouts[slab].view, slabs[slab], at)
+        """What reads one leaf of a part; holds the part's slabs."""
+        return functools.partial(self._layout(key).leaf, self.host[key], position)
+
+    def _layout(self, key: Key) -> Layout | MixedLayout:
+        layout = self.layouts[key.owner]
+        return layout.master if key.kind is Kind.MASTERS else layout.state
 
     def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
         """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""

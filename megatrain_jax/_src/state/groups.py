@@ -47,7 +47,7 @@ class GroupLayout:
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
         """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype.
 
-        Without a dtype there are no gradients.
+        Masters and state count as they are at rest. Without a dtype there are no gradients.
         """
         itemsize = jnp.dtype(gradient).itemsize if gradient is not None else 0
         return {

@@ -1,16 +1,26 @@
-"""Where each leaf lies in a slab: one flat array that holds a group's leaves of one dtype.
+"""Where each leaf lies in a slab, and what a slab is held as: at rest, on its way, in a kernel.
 
-One array per group is one transfer, and arrays of one size recycle exactly. Unpacking happens
-inside jit, where it is a slice and a reshape.
+A slab is one flat array of a group's leaves of one dtype. One array per group is one transfer, and
+arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a
+reshape.
+
+A layout also says what arrays stand for a slab wherever no kernel computes on it (`at_rest`), as a
+narrower dtype or codes with scales would: kernels `decode` what they take and `encode` what they
+give, and nobody else looks inside. Today it is the slab itself.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Array = Any
+"""An array of numpy's or JAX's, traced or not."""
 
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
 
@@ -18,6 +28,13 @@ ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or mor
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Shapes and offsets of the leaves of one slab. Holds no paths, so that equal blocks share it.
+
+    A worked example: leaves of shapes (3, 2) and (5,) in fp32, each aligned to 64 elements::
+
+        layout_of([(3, 2), (5,)], "float32")
+        # offsets (0, 64), size 128, 512 bytes: elements 6 to 63 and 69 to 127 are padding
+        layout.unpack(slab, 1)      # slab[64:69]
+        layout.pack([None, bias])   # zeros, with the bias at 64
 
     Attributes:
         dtype: Name of the slab's dtype.
@@ -33,13 +50,26 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slab."""
-        return self.size * jnp.dtype(self.dtype).itemsize
+        """Bytes of the slab at rest: what is stored and sent."""
+        return sum(aval.size * aval.dtype.itemsize for aval in self.at_rest)
 
     @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the slab."""
-        return jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.dtype))
+    def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays that a slab is stored and sent as."""
+        return (jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.dtype)),)
+
+    def encode(self, slab: Array) -> tuple[Array, ...]:
+        """The arrays at rest of a slab: of a traced one, in a kernel, or of one of numpy's."""
+        return (slab,)
+
+    def decode(self, arrays: Sequence[Array]) -> Array:
+        """The slab of its arrays at rest; see `encode`."""
+        (slab,) = arrays
+        return slab
+
+    def gradient_aval(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a slab of gradients, in which they lie as the leaves do."""
+        return jax.ShapeDtypeStruct((self.size,), jnp.dtype(dtype))
 
     def unpack(self, slab: jax.Array, i: int) -> jax.Array:
         """Leaf `i` of a slab, in the slab's dtype; for use inside jit."""
@@ -61,17 +91,22 @@ class Layout:
             parts.append(jnp.zeros(self.size - end, dtype))
         return jnp.concatenate(parts)
 
-    def view(self, slab: jax.Array | np.ndarray, i: int) -> np.ndarray:
-        """Leaf `i` of a slab in host memory, as an array that shares its memory.
-
-        That of a JAX array is read-only.
-        """
+    def view(self, slab: np.ndarray, i: int) -> np.ndarray:
+        """Leaf `i` of a slab, as an array that shares its memory."""
         shape, start = self.shapes[i], self.offsets[i]
-        return np.asarray(slab)[start : start + math.prod(shape)].reshape(shape)
+        return slab[start : start + math.prod(shape)].reshape(shape)
 
-    def views(self, slab: jax.Array | np.ndarray) -> list[np.ndarray]:
-        """All leaves of a slab in host memory; see `view`."""
+    def views(self, slab: np.ndarray) -> list[np.ndarray]:
+        """The leaves of a slab, as arrays that share its memory."""
         return [self.view(slab, i) for i in range(len(self.shapes))]
+
+    def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """The leaves of arrays at rest in host memory; read-only, and views where they can be."""
+        return self.views(self.decode([np.asarray(x) for x in arrays]))
+
+    def leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
+        """Leaf `i` alone; see `read`."""
+        return self.view(self.decode([np.asarray(x) for x in arrays]), i)
 
 
 def layout_of(shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) -> Layout:
@@ -90,7 +125,7 @@ def layout_of(shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedLayout:
-    """Leaves of several dtypes: one slab for each dtype.
+    """Leaves of several dtypes: one slab for each dtype. Their arrays at rest stand in a row.
 
     Attributes:
         layouts: Layout of each slab.
@@ -102,8 +137,24 @@ class MixedLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """Bytes of all slabs at rest."""
         return sum(layout.num_bytes for layout in self.layouts)
+
+    @property
+    def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays at rest, slab by slab."""
+        return tuple(aval for layout in self.layouts for aval in layout.at_rest)
+
+    def encode(self, slabs: Sequence[Array]) -> tuple[Array, ...]:
+        """The arrays at rest of all slabs; see `Layout.encode`."""
+        rows = zip(self.layouts, slabs, strict=True)
+        return tuple(x for layout, slab in rows for x in layout.encode(slab))
+
+    def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """All slabs of their arrays at rest."""
+        row = iter(arrays)
+        slabs = [list(islice(row, len(layout.at_rest))) for layout in self.layouts]
+        return tuple(layout.decode(own) for layout, own in zip(self.layouts, slabs, strict=True))
 
     def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
         """All leaves, in order; for use inside jit."""
@@ -116,10 +167,18 @@ class MixedLayout:
             rows[s].append(leaf)
         return tuple(layout.pack(row) for layout, row in zip(self.layouts, rows, strict=True))
 
-    def views(self, slabs: Sequence[jax.Array]) -> list[np.ndarray]:
-        """All leaves of slabs in host memory, without a copy."""
+    def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """All leaves of arrays at rest in host memory; see `Layout.read`."""
+        slabs = self.decode([np.asarray(x) for x in arrays])
         rows = [layout.views(slab) for layout, slab in zip(self.layouts, slabs, strict=True)]
         return [rows[s][i] for s, i in self.places]
+
+    def leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
+        """Leaf `i` alone, of whose slab nothing else is read; see `Layout.read`."""
+        s, at = self.places[i]
+        first = sum(len(layout.at_rest) for layout in self.layouts[:s])
+        layout = self.layouts[s]
+        return layout.leaf(arrays[first : first + len(layout.at_rest)], at)
 
 
 def mixed_layout_of(

@@ -1,0 +1,75 @@
+"""Which kernels a step runs, and compiling all of them before the first step."""
+
+from collections.abc import Iterator, Sequence
+
+from jax.typing import DTypeLike
+
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.kernels import stages, updates
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.placement import Placement
+
+
+def stage_kernel(step: BoundStep, op: Op, number: int) -> Kernel:
+    """The kernel of a stage's FORWARD or BACKWARD in a step."""
+    bound, values = step.stages[number], step.program.values
+    keeps = number in step.schedule.kept
+    if op is Op.FORWARD:
+        make = stages.forward_keeping if keeps else stages.forward
+        return make(bound, values)
+    make = stages.backward_of_kept if keeps else stages.backward
+    return make(bound, values, step.microbatches)
+
+
+def group_kernel(
+    op: Op, group: int, cut: OptimizerCut, layouts: Sequence[GroupLayout], gradient: DTypeLike
+) -> Kernel:
+    """The kernel of a group's REDUCE or UPDATE, for a gradient of this dtype."""
+    make = updates.reduce if op is Op.REDUCE else updates.update
+    return make(cut, layouts[group], group, gradient)
+
+
+def step_kernels(
+    step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
+) -> Iterator[Kernel]:
+    """The kernels that grow with the model: of each stage and each group, in their order."""
+    instructions = (*step.schedule.cold, *step.schedule.flush)
+    for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
+        if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
+            yield stage_kernel(step, op, stage)
+        elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
+            yield group_kernel(op, group, cut, layouts, step.gradient_dtypes[group])
+
+
+def compile_ahead(
+    cache: KernelCache,
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
+) -> int:
+    """Compiles what a step runs and asks how much memory that needs besides state and activations.
+
+    Args:
+        cache: Where the functions go, and where the step finds them compiled.
+        step: The step.
+        layouts: Of its groups.
+        cut: The optimizer.
+        placement: Of what the kernels take.
+
+    Returns:
+        Bytes on the device: what a function needs within, and for a backward the cotangents it
+        takes and gives.
+    """
+    return cache.compile(step_kernels(step, layouts, cut), placement.slabs_on_device)
+
+
+def estimate_ahead(
+    cache: KernelCache, step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
+) -> int:
+    """Estimates what `compile_ahead` would say, on shapes alone: for a device that isn't here."""
+    return cache.estimate(step_kernels(step, layouts, cut))

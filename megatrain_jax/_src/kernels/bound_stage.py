@@ -1,0 +1,119 @@
+"""A stage bound to slabs: where its leaves lie, and what its backward takes and gives."""
+
+import dataclasses
+from collections.abc import Hashable
+
+from megatrain_jax._src.kernels.residuals import Residuals
+from megatrain_jax._src.program.loss.stages import Stage
+from megatrain_jax._src.state.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a stage finds one of its leaves.
+
+    Attributes:
+        slab: Which of the slabs that the stage takes.
+        leaf: Which leaf of that slab's layout.
+    """
+
+    slab: int
+    leaf: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binding:
+    """How the leaves of a stage lie in the slabs of the groups it reads.
+
+    A worked example: an embedding of 10 x 4 is tied to the head, whose stage reads it after a norm
+    of its own. The norm's scale and bias are leaves 5 and 6 of the model and form group 3; the
+    embedding is leaf 0 and alone in group 0. The head's jaxpr reads leaves 5, 6 and 0, in this
+    order. It takes the masters of groups 3 and 0, hence::
+
+        layouts = (<shapes (4,), (4,)>, <shape (10, 4)>)
+        slots = (Slot(slab=0, leaf=0), Slot(slab=0, leaf=1), Slot(slab=1, leaf=0))
+
+    Nothing here names a group, so that equal blocks have equal bindings.
+
+    Attributes:
+        layouts: Layout of each master slab it takes.
+        slots: For each leaf of the stage, in the jaxpr's order, where it is.
+    """
+
+    layouts: tuple[Layout, ...]
+    slots: tuple[Slot, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What one backward of a stage takes besides slabs and inputs.
+
+    Attributes:
+        gradients: For each slab, the dtype of its gradient; None if it is frozen.
+        accumulate: For each slab, whether a gradient exists to be added to.
+        arriving: For each output, whether a cotangent arrives.
+        existing: For each input, whether another stage has already sent a cotangent to it.
+        give_outputs: Whether to return the outputs, too: the stage has no separate forward.
+    """
+
+    gradients: tuple[str | None, ...]
+    accumulate: tuple[bool, ...]
+    arriving: tuple[bool, ...]
+    existing: tuple[bool, ...]
+    give_outputs: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BoundStage:
+    """A stage with the groups it reads.
+
+    Attributes:
+        stage: The stage.
+        groups: The groups whose masters it takes.
+        binding: Where its leaves lie in them.
+        mode: How its backward accumulates; None without a backward.
+        sent: Ids of inputs whose cotangent another stage has already sent, in input order.
+        residuals: What its forward can keep for its backward; None if there is nothing.
+    """
+
+    stage: Stage
+    groups: tuple[int, ...]
+    binding: Binding
+    mode: Backward | None
+    sent: tuple[int, ...]
+    residuals: Residuals | None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for bound stages that share a compiled forward."""
+        return self.stage.key, self.binding
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Its groups that get gradients from it; in a stage without a backward there are none."""
+        if self.mode is None:
+            return ()
+        pairs = zip(self.groups, self.mode.gradients, strict=True)
+        return tuple(group for group, dtype in pairs if dtype is not None)
+
+    @property
+    def arriving(self) -> tuple[int, ...]:
+        """Ids of the outputs whose cotangents its backward takes."""
+        if self.mode is None:
+            return ()
+        pairs = zip(self.stage.outputs, self.mode.arriving, strict=True)
+        return tuple(i for i, arrives in pairs if arrives)
+
+    @property
+    def accumulated(self) -> tuple[int, ...]:
+        """Its groups whose gradients its backward takes and adds to."""
+        if self.mode is None:
+            return ()
+        pairs = zip(self.groups, self.mode.accumulate, strict=True)
+        return tuple(group for group, adds in pairs if adds)
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Ids of the inputs whose cotangents its backward gives."""
+        pairs = zip(self.stage.inputs, self.stage.active, strict=True)
+        return tuple(i for i, active in pairs if active)

@@ -1,0 +1,40 @@
+"""A compiled function's calling convention, written once: for calls and for compiling ahead."""
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What a compiled function is, before it is compiled.
+
+    A function that makes one (`stages.forward`, `updates.update`) is the only place that knows how
+    the function is called: those who call it pass what its docstring says, in that order, and
+    those who compile it ahead read `takes`. A kernel of a group's update, for example::
+
+        kernel = updates.update(cut, layout, group, "bfloat16")
+        kernel.takes    # ((fp32[n],), (fp32[n], fp32[n]), bf16[n], [fp32[]], bool[])
+        kernel.donated  # (0, 1): it writes masters and state where they were
+        cache.get(kernel)(masters, state, gradient, messages, ok)
+
+    Attributes:
+        name: What it does, in a word.
+        key: Equal for kernels of one name that compute the same: these share one function.
+        build: Makes the Python function that is compiled; called once for all of one key.
+        takes: Its arguments, as shapes; None for the small ones, which the first call compiles.
+        donated: Positions of the arguments whose memory its results may take.
+        beside_bytes: Bytes on the device, other than state and the values that a schedule counts,
+            that live while it runs and that it does not allocate for itself alone.
+        sharding: Where its results are; None where its arguments are.
+    """
+
+    name: str
+    key: Hashable = ()
+    build: Callable[[], Callable] = dataclasses.field(compare=False)
+    takes: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)
+    donated: tuple[int, ...] = ()
+    beside_bytes: int = 0
+    sharding: jax.sharding.Sharding | None = None

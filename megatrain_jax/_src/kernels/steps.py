@@ -1,0 +1,110 @@
+"""The kernels around the stages of a step: its begin, its metrics, its end."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.loss.stages import Program
+
+
+def begin(key: Hashable, program: Program, microbatches: int, num_metrics: int) -> Kernel:
+    """The kernel `(variables, batch, key, step) -> (values, seed, new variables)`.
+
+    Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
+    `fold_in(fold_in(key, t), m)`. State that random numbers are drawn from goes on from microbatch
+    to microbatch; the rest changes once a step, as in the first of them.
+
+    Args:
+        key: Tells programs apart.
+        program: The cut loss. `values` are those of its prologue, for each microbatch, and `seed`
+            is the cotangent of each microbatch's loss.
+        microbatches: Into how many parts the batch is split along its first axis.
+        num_metrics: How many metrics the loss returns.
+    """
+    place = {v: i for i, v in enumerate(program.prologue_values)}
+    new_ids = program.outputs[1 + num_metrics :]
+    drawn = program.state.drawn
+    loss = program.values[program.outputs[0]]
+
+    def begin_step(variables, batch, key, step):
+        step_key = jax.random.fold_in(key, step)
+        rows, once = [], None
+        for m in range(microbatches):
+            part = [_slice(x, m, microbatches) for x in batch]
+            rng = jax.random.fold_in(step_key, m)
+            data = [*program.prologue_consts, *variables, *part, rng]
+            values = jx.evaluate(program.prologue, data)
+            rows.append(values)
+            new = [
+                values[place[i]] if i in place else v
+                for i, v in zip(new_ids, variables, strict=True)
+            ]
+            once = new if once is None else once
+            variables = _chosen(drawn, new, variables)
+        return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
+
+    return Kernel(name="begin", key=key, build=lambda: begin_step)
+
+
+def _chosen(mask, yes, no):
+    return [y if m else n for m, y, n in zip(mask, yes, no, strict=True)]
+
+
+def _slice(x, m, microbatches):
+    size = x.shape[0] // microbatches
+    return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
+
+
+def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
+    """The kernel `rows of loss and metrics, one a microbatch -> dict of means`.
+
+    The metric "weight", which says how much a row's loss is the mean of, is summed.
+
+    Args:
+        names: Of the metrics.
+        weighted: Whether rows count by their weights, if they have any, as in an evaluation.
+            Otherwise they count alike, as they do in the gradient.
+    """
+    names = ("loss", *names)
+
+    def means(rows):
+        columns = [[x.astype(jnp.float32) for x in column] for column in zip(*rows, strict=True)]
+        result = dict(zip(names, columns, strict=True))
+        weights = result.get("weight") if weighted else None
+        result = {name: _mean(column, weights) for name, column in result.items()}
+        if "weight" in names:
+            result["weight"] = sum(columns[names.index("weight")])
+        return result
+
+    return Kernel(name="means", key=(names, weighted), build=lambda: means)
+
+
+def _mean(column, weights):
+    if weights is None:
+        return sum(column) / len(column)
+    # Without a weight, a row's loss is the mean of nothing: it may well be 0 / 0.
+    parts = [jnp.where(w == 0, 0, w * x) for w, x in zip(weights, column, strict=True)]
+    return sum(parts) / sum(weights)
+
+
+def _end_step(metrics, squares, step):
+    total = jnp.sum(jnp.stack(squares))
+    return {**metrics, "grad_norm": jnp.sqrt(total)}, step + 1
+
+
+END = Kernel(name="end", build=lambda: _end_step)
+"""The kernel `(metrics, squared norms, step) -> (metrics with grad_norm, step + 1)`."""
+
+
+def _keep_if_ok(new, old, ok):
+    return [jnp.where(ok, n, o) for n, o in zip(new, old, strict=True)]
+
+
+KEEP = Kernel(name="keep", build=lambda: _keep_if_ok)
+"""The kernel `(new, old, ok) -> new where ok, else old`, of lists of arrays."""
+
+ADD = Kernel(name="add", build=lambda: jnp.add)
+"""The kernel `(cotangent, cotangent) -> their sum`."""
