@@ -15,6 +15,7 @@ from megatrain_jax._src.history import History  # noqa: E402
 from megatrain_jax._src.planning import plan  # noqa: E402
 from megatrain_jax._src.report.plan import GroupRow, Plan  # noqa: E402
 from megatrain_jax._src.report.plan_warning import PlanWarning  # noqa: E402
+from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
 from megatrain_jax._src.state.hardware import (  # noqa: E402
     A100_80GB,
     H200,
@@ -24,7 +25,7 @@ from megatrain_jax._src.state.hardware import (  # noqa: E402
     this_machine,
 )
 from megatrain_jax._src.train.result import DataRanOutError, FitResult  # noqa: E402
-from megatrain_jax._src.trainer import StepMetrics, Trainer  # noqa: E402
+from megatrain_jax._src.trainer import Trainer  # noqa: E402
 
 # Its only place: the package is built with it, and a tree that isn't installed has it, too.
 __version__ = "0.1.0"

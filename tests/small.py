@@ -70,8 +70,7 @@ def losses(result: mt.FitResult) -> list[float]:
 def state(trainer: mt.Trainer) -> Any:
     """A copy of all that training changes."""
     trainer.flush()
-    engine = trainer._engine
-    return jax.tree.map(np.array, [trainer.params, trainer.opt_state, engine.step])
+    return jax.tree.map(np.array, [trainer.params, trainer.opt_state, trainer._store.step])
 
 
 def files(path: Path) -> list[Path]:

@@ -40,8 +40,8 @@ ROUND_TRIPS = [
 
 def everything(trainer):
     trainer.flush()
-    engine = trainer._engine
-    return [trainer.params, trainer.opt_state, engine.variables, engine.key, engine.step]
+    store = trainer._store
+    return [trainer.params, trainer.opt_state, store.variables, store.key, store.step]
 
 
 def losses(trainer, batches):
@@ -364,7 +364,7 @@ def test_a_part_ends_where_orbax_would_copy_too_much(limit, monkeypatch):
     monkeypatch.setattr(save, "_COPIED_BYTES", limit)
     rows = [
         (groups, [e for e, _ in part])
-        for groups, part in save._parts(spec, trainer._engine, entries)
+        for groups, part in save._parts(spec, trainer._store, entries)
     ]
     assert sorted(g for groups, _ in rows for g in groups) == list(range(len(spec.layouts)))
     assert sorted(e.name for _, part in rows for e in part) == sorted(e.name for e in entries)
@@ -404,7 +404,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
         wait(group)
         assert not saving._left[group], "it is on disk before its new arrays come"
 
-    engine.transfers.before_replacing = watched
+    trainer._store.before_replacing = watched
     obeyed, obey = [], engine.obey
     monkeypatch.setattr(engine, "obey", lambda r, s: (obeyed.append(r.op), obey(r, s)))
     trainer.step(case.batch(1))

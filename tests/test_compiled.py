@@ -20,7 +20,9 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 def compile_all(trainer):
     engine, spec = trainer._engine, trainer._spec
-    return compile_ahead(engine.kernels, spec.first, spec.layouts, spec.optimizer, engine.placement)
+    return compile_ahead(
+        engine.kernels, spec.first, spec.layouts, spec.optimizer, trainer._store.placement
+    )
 
 
 def compiled_names(caplog):

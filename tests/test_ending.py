@@ -79,7 +79,7 @@ def everything(trainer: mt.Trainer) -> list[Any]:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.array(jax.random.key_data(x) if is_key else x)
 
-    return jax.tree.map(copied, [trainer.params, trainer.opt_state, trainer._engine.variables])
+    return jax.tree.map(copied, [trainer.params, trainer.opt_state, trainer._store.variables])
 
 
 def losses(result: mt.FitResult) -> list[float]:

@@ -133,11 +133,11 @@ def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
         CASE, OPTIMIZERS["clip_adamw"], microbatches=microbatches, compute=jnp.bfloat16
     )
     trainer.step(CASE.batch(0))
-    spec, engine = trainer._spec, trainer._engine
+    spec, store = trainer._spec, trainer._store
     readers = Counter(g for bound in spec.first.stages for g in bound.groups)
     assert set(readers.values()) == {1, 2}
     for group, number in readers.items():
-        (gradient,) = engine.host.get(("G", group)) or engine.on_device["G", group]
+        (gradient,) = store.host.get(("G", group)) or store.on_device["G", group]
         alone = number == 1 and microbatches == 1
         assert gradient.dtype == (jnp.bfloat16 if alone else jnp.float32)
         assert gradient.nbytes == spec.first.workload.sizes[group]["G"]
@@ -150,13 +150,13 @@ def test_at_rest_all_state_is_pinned(optimizer, budget):
     for seed in range(2):
         trainer.step(CASES["dropout_nnx"].batch(seed))
     trainer.flush()
-    engine = trainer._engine
-    small = [*engine.variables, *engine.globals, engine.ok, engine.step]
-    slabs = [x for slabs in engine.host.values() for x in slabs]
-    assert engine.variables and engine.globals and slabs
+    store = trainer._store
+    small = [*store.variables, *store.globals, store.ok, store.step, store.key]
+    slabs = [x for slabs in store.host.values() for x in slabs]
+    assert store.variables and store.globals and slabs
     assert {x.sharding.memory_kind for x in (*small, *slabs)} == {"pinned_host"}
-    assert not engine.on_device
-    assert {part for part, _ in engine.host} == {"P", "O"}
+    assert not store.on_device
+    assert {part for part, _ in store.host} == {"P", "O"}
 
 
 def test_a_resident_step_moves_nothing(monkeypatch):
@@ -246,7 +246,7 @@ def test_host_views_are_snapshots():
 
 def test_parameters_are_views_of_the_store():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
-    slabs = [np.asarray(trainer._engine.host["P", g][0]) for g in range(len(trainer._spec.layouts))]
+    slabs = [np.asarray(trainer._store.host["P", g][0]) for g in range(len(trainer._spec.layouts))]
     for leaf in jax.tree.leaves(trainer.params):
         assert any(np.shares_memory(leaf, slab) for slab in slabs)
 

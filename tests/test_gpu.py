@@ -137,17 +137,17 @@ def test_steps_are_those_of_plain_jax(name, optimizer):
 def test_state_rests_in_pinned_host_memory(optimizer):
     in_use = device_bytes("bytes_in_use")
     trainer = mlp_trainer(512, 4, optimizer, "least")
-    engine = trainer._engine
-    slabs = {(part, group) for part in "PO" for group in range(len(engine.layouts))}
+    store = trainer._store
+    slabs = {(part, group) for part in "PO" for group in range(len(store.layouts))}
     for after in ("initialising", "steps", "an evaluation"):
         if after == "steps":
             run_steps(trainer, [float_batch(512, seed) for seed in range(3)])
         elif after == "an evaluation":
             with jax.transfer_guard("disallow"):
                 trainer.evaluate([float_batch(512, 9)])
-        assert engine.host.keys() == slabs, after
-        assert not engine.on_device, after
-        state = jax.tree.leaves((engine.host, engine.variables, engine.globals))
+        assert store.host.keys() == slabs, after
+        assert not store.on_device, after
+        state = jax.tree.leaves((store.host, store.variables, store.globals))
         assert {x.sharding.memory_kind for x in state} == {"pinned_host"}, after
     # The last steps' metrics are all that is left.
     gc.collect()

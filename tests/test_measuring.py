@@ -107,7 +107,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         trainer = work.drain.__self__
 
         def clock():
-            reads.append(trainer._engine._running is None and not trainer._engine.on_device)
+            reads.append(trainer._engine._running is None and not trainer._store.on_device)
             return float(len(reads))
 
         return time_steps(work, num_steps, clock=clock)

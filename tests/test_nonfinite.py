@@ -69,7 +69,7 @@ def make(optimizer, on_nonfinite: Any = "skip"):
 
 
 def everything(trainer):
-    return [trainer.params, trainer.opt_state, trainer._engine.variables]
+    return [trainer.params, trainer.opt_state, trainer._store.variables]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

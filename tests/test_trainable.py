@@ -117,7 +117,7 @@ def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(
     sizes = [layout.sizes(None) for layout in spec.layouts]
     assert not any(sizes[g]["O"] for g in frozen)
     train(trainer, [case.batch(0)], gradients=False)
-    assert {g for part, g in trainer._engine.host if part == "O"}.isdisjoint(frozen)
+    assert {g for part, g in trainer._store.host if part == "O"}.isdisjoint(frozen)
 
 
 def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):

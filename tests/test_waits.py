@@ -8,6 +8,7 @@ import pytest
 
 from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.tasks import WAITS, Op
 from megatrain_jax._src.state.placement import default_device, on_one_device
@@ -21,11 +22,12 @@ COMPUTING = {Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE}
 def leaving(platform: str) -> Transfers:
     """Moves whose device has not made what it offloads."""
     placement = dataclasses.replace(on_one_device(default_device()), platform=platform)
-    transfers, late, device = Transfers(placement), SlowDevice(), placement.slabs_on_device
+    store, late = Store((), placement, jax.random.key(0)), SlowDevice()
+    transfers, device = Transfers(store), placement.slabs_on_device
     for _ in range(10):
         late(jnp.zeros(1))  # it has other work to do first
     for n in range(3):
-        transfers.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device)),)
+        store.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device)),)
         transfers.move(Op.OFFLOAD, ("P", n), 5, [])
     return transfers
 
@@ -35,11 +37,11 @@ def test_what_lands_or_rests_is_in_the_host(platform):
     transfers = leaving(platform)
     transfers.dispatch()
     transfers.wait_landed(5, ("P", 1))
-    assert are_ready(transfers.host["P", 1])
+    assert are_ready(transfers.store.host["P", 1])
     transfers = leaving(platform)
     transfers.rest()
-    assert are_ready(x for slabs in transfers.host.values() for x in slabs)
-    assert [float(transfers.host["P", n][0][0]) for n in range(3)] == [0.0, 1.0, 2.0]
+    assert are_ready(x for slabs in transfers.store.host.values() for x in slabs)
+    assert [float(transfers.store.host["P", n][0][0]) for n in range(3)] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
@@ -70,7 +72,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
         key = instruction.part, instruction.group
         waits_for, is_there = made.get(task, []), is_computed
         if instruction.op is Op.LAND:
-            waits_for, is_there = engine.host.get(key, ()), are_ready
+            waits_for, is_there = engine.store.host.get(key, ()), are_ready
         was_late = not is_there(waits_for)
         obey(instruction, step)
         if instruction.op in WAITS:

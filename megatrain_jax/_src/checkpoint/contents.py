@@ -5,6 +5,7 @@ without this library.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.program.index import Index, joined, numbers
-from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.runtime.store import Reader, Store
 
 Path = tuple[str, ...]
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
@@ -141,52 +142,45 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]
     )
 
 
-def rows_of(
-    spec: RunSpec, engine: Engine, entries: Iterable[Entry]
-) -> list[tuple[Entry, list[Any]]]:
-    """For each entry the arrays of its places, as views of the store.
+def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Reader]]]:
+    """For each entry what reads the arrays of its places, as the store has them now.
 
     Args:
-        spec: What the store holds.
-        engine: The store; at rest.
+        store: The store; at rest.
         entries: Which arrays.
     """
-    views: dict[tuple[str, int], list[np.ndarray]] = {}
-    small = small_arrays(engine)
+    small = small_arrays(store)
 
-    def array(place: Place) -> np.ndarray:
-        part, g = place.part, place.group
-        if g is None:
-            return as_data(small[part][place.position])
-        if (part, g) not in views:
-            layout, slabs = spec.layouts[g], engine.host.get((part, g), ())
-            views[part, g] = (layout.master if part == "P" else layout.state).read(slabs)
-        return views[part, g][place.position]
+    def reader(place: Place) -> Reader:
+        if place.group is None:
+            return functools.partial(as_data, small[place.part][place.position])
+        return store.reader((place.part, place.group), place.position)
 
-    return [(entry, [array(place) for place in entry.places]) for entry in entries]
+    return [(entry, [reader(place) for place in entry.places]) for entry in entries]
 
 
-def small_arrays(engine: Engine) -> dict[str, list[jax.Array]]:
+def small_arrays(store: Store) -> dict[str, list[jax.Array]]:
     """The arrays in no group, by part."""
     return {
-        _VARIABLES: list(engine.variables),
-        _SMALL: list(engine.globals),
-        _RUN: [engine.key, engine.step],
+        _VARIABLES: list(store.variables),
+        _SMALL: list(store.globals),
+        _RUN: [store.key, store.step],
     }
 
 
-def set_small_arrays(engine: Engine, arrays: Mapping[str, list[jax.Array]]) -> None:
+def set_small_arrays(store: Store, arrays: Mapping[str, list[jax.Array]]) -> None:
     """Replaces the arrays in no group."""
-    engine.variables, engine.globals = list(arrays[_VARIABLES]), list(arrays[_SMALL])
-    engine.key, engine.step = arrays[_RUN]
+    store.variables, store.globals = list(arrays[_VARIABLES]), list(arrays[_SMALL])
+    store.key, store.step = arrays[_RUN]
 
 
-def whole_arrays(rows: Iterable[tuple[Entry, list[Any]]]) -> list[tuple[Entry, np.ndarray]]:
+def whole_arrays(rows: Iterable[tuple[Entry, list[Reader]]]) -> list[tuple[Entry, np.ndarray]]:
     """Entries with their arrays; only those that lie layer by layer are copied."""
-    return [
-        (entry, joined(zip(entry.indices, arrays, strict=True), entry.shape))
-        for entry, arrays in rows
-    ]
+    found = []
+    for entry, readers in rows:
+        slices = [(i, read()) for i, read in zip(entry.indices, readers, strict=True)]
+        found.append((entry, joined(slices, entry.shape)))
+    return found
 
 
 def tree_of(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, Any]:

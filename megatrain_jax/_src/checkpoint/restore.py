@@ -27,7 +27,7 @@ from megatrain_jax._src.checkpoint.contents import (
 from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.program.index import selector
-from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.layout import Layout
 
 
@@ -53,7 +53,7 @@ def load(
     path: Path,
     known: Mapping[str, str] | None,
     spec: RunSpec,
-    engine: Engine,
+    store: Store,
     entries: Sequence[Entry],
     done: Callable[[], object],
 ) -> None:
@@ -65,7 +65,7 @@ def load(
         path: The checkpoint.
         known: Checksums of its arrays; None if it has none.
         spec: What the store holds.
-        engine: The store.
+        store: The store.
         entries: All arrays of the run's checkpoints.
         done: Called after each group.
 
@@ -73,9 +73,9 @@ def load(
         CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
             store is then lost, until another checkpoint is loaded.
     """
-    engine.drop()
+    store.drop()
     try:
-        _fill(path, known, spec, engine, entries, done)
+        _fill(path, known, spec, store, entries, done)
     except Exception as error:
         # Whoever holds the error would else hold arrays, too, and need their room.
         traceback.clear_frames(error.__traceback__)
@@ -89,13 +89,12 @@ def _fill(
     path: Path,
     known: Mapping[str, str] | None,
     spec: RunSpec,
-    engine: Engine,
+    store: Store,
     entries: Sequence[Entry],
     done: Callable[[], object],
 ) -> None:
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
-    placement = engine.placement
 
     def read(slab: _Slab) -> dict[Place, np.ndarray]:
         whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
@@ -109,7 +108,7 @@ def _fill(
             checked = reader.submit(verify, path, known, entry.path, whole)
             for place, index in zip(entry.places, entry.indices, strict=True):
                 row = np.ascontiguousarray(whole[selector(index)])
-                slices[place] = jax.device_put(row, placement.small_at_rest)
+                slices[place] = store.small(row)
             jax.block_until_ready(list(slices.values()))
             checked.result()
         slabs = _slabs(spec)
@@ -119,17 +118,15 @@ def _fill(
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            arrays = jax.device_put(slab.layout.encode(values), placement.slabs_at_rest)
+            arrays = store.append((slab.part, slab.group), slab.layout.encode(values))
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
                     verify(path, known, by_place[place].path, leaf)
             del values
             jax.block_until_ready(arrays)
-            key = slab.part, slab.group
-            engine.host[key] = (*engine.host.get(key, ()), *arrays)
             if after is None or after.group != slab.group:
                 done()
-        _load_small(path, known, engine, [entry for entry in entries if not entry.groups])
+        _load_small(path, known, store, [entry for entry in entries if not entry.groups])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,13 +172,13 @@ def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
 
 
 def _load_small(
-    path: Path, known: Mapping[str, str] | None, engine: Engine, entries: Sequence[Entry]
+    path: Path, known: Mapping[str, str] | None, store: Store, entries: Sequence[Entry]
 ) -> None:
-    arrays, loaded = small_arrays(engine), _load(path, entries)
+    arrays, loaded = small_arrays(store), _load(path, entries)
     for entry in entries:
         (place,), value = entry.places, loaded[entry.path]
         verify(path, known, entry.path, value)
         if entry.key is not None:
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
-        arrays[place.part][place.position] = jax.device_put(value, engine.placement.small_at_rest)
-    set_small_arrays(engine, arrays)
+        arrays[place.part][place.position] = store.small(value)
+    set_small_arrays(store, arrays)

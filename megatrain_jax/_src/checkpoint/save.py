@@ -31,8 +31,8 @@ from megatrain_jax._src.checkpoint.contents import (
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
-from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
+from megatrain_jax._src.runtime.store import Reader, Store
 from megatrain_jax._src.schedule.tasks import LASTING, Op
 
 # How much is given to Orbax at a time, at least: one part's end is not written beside the next
@@ -43,7 +43,7 @@ _COPIED_BYTES = 1 << 30
 # In the workspace, where only one is written at a time.
 _WRITTEN = "checkpoint"
 
-_Part = tuple[tuple[int, ...], list[tuple[Entry, list[Any]]]]
+_Part = tuple[tuple[int, ...], list[tuple[Entry, list[Reader]]]]
 
 
 class Saving:
@@ -57,7 +57,7 @@ class Saving:
         self,
         path: Path,
         spec: RunSpec,
-        engine: Engine,
+        store: Store,
         entries: Sequence[Entry],
         facts: Mapping[str, Any],
         params_only: bool = False,
@@ -68,7 +68,7 @@ class Saving:
         Args:
             path: Where to.
             spec: What the store holds.
-            engine: The store, at rest; it will wait for this before it replaces a group.
+            store: The store, at rest; it will wait for this before it replaces a group.
             entries: All arrays of the run's checkpoints.
             facts: What to keep beside the arrays, as JSON.
             params_only: Whether to write nothing but parameters.
@@ -86,7 +86,7 @@ class Saving:
             entries = [entry for entry in entries if entry.path[0] == PARAMS]
         self._entries, self._replaces = list(entries), workspace is not None
         self._frozen = frozenset(spec.grouping.frozen)
-        self._parts = _parts(spec, engine, entries)
+        self._parts = _parts(spec, store, entries)
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
@@ -100,7 +100,7 @@ class Saving:
             else:
                 workspace.share()
             self._workspace = workspace
-            engine.transfers.before_replacing = self.wait_for
+            store.before_replacing = self.wait_for
             self._thread.start()
 
     def wait_for(self, group: int) -> None:
@@ -188,9 +188,9 @@ class Saving:
             self._changed.notify_all()
 
 
-def _parts(spec: RunSpec, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
+def _parts(spec: RunSpec, store: Store, entries: Sequence[Entry]) -> list[_Part]:
     """What to write at a time, in the order in which steps will want to replace it."""
-    small = rows_of(spec, engine, [entry for entry in entries if not entry.groups])
+    small = rows_of(store, [entry for entry in entries if not entry.groups])
     parts: list[_Part] = [((), small)] if small else []
     offloads = (r for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
     replaced = [r.group for r in offloads if r.group is not None and str(r.part) in LASTING]
@@ -203,13 +203,13 @@ def _parts(spec: RunSpec, engine: Engine, entries: Sequence[Entry]) -> list[_Par
                 parts.append(((), []))
                 size, copied = 0, 0
             groups, rows = parts[-1]
-            parts[-1] = (*groups, g), rows + rows_of(spec, engine, whole)
+            parts[-1] = (*groups, g), rows + rows_of(store, whole)
             size += sum(slab.num_bytes for slab in spec.layouts[g].slabs)
             copied += copies
     # One at a time, since each of them becomes a copy.
     for entry in entries:
         if entry.groups and entry.stacked:
-            parts.append((tuple(entry.groups), rows_of(spec, engine, [entry])))
+            parts.append((tuple(entry.groups), rows_of(store, [entry])))
     return parts
 
 

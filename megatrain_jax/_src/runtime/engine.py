@@ -1,7 +1,7 @@
 """Obeys a schedule: computes, and has state moved between host and device, inside a step.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
-hold the byte budget. State is kept by part and group, as tuples of slabs.
+hold the byte budget. The engine computes, `Transfers` moves, and the store holds.
 """
 
 import dataclasses
@@ -17,12 +17,10 @@ from megatrain_jax._src.kernels import initial, steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.runtime.streams import Slabs
+from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
-from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.placement import Placement
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,45 +41,23 @@ class _Step:
 
 
 class Engine:
-    """Holds all state of a run and runs steps on it.
+    """Runs steps on the state that a store holds.
 
     Attributes:
-        moves: Where slabs are.
-        host: Its slabs in pinned host memory.
-        on_device: Its slabs on the device.
-        variables: Non-parameter state of the model.
-        globals: Optimizer state that belongs to no group.
-        ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
-            updates do nothing where it is false.
-        group_ok: For the last step, `ok` after each group's gradient.
-        step: Number of the next step, on the device.
+        store: The store.
+        group_ok: For the last step, the store's `ok` after each group's gradient.
         kernels: All compiled functions.
-        placement: Where its arrays live.
     """
 
-    def __init__(
-        self,
-        layouts: Sequence[GroupLayout],
-        optimizer: OptimizerCut,
-        kernels: KernelCache,
-        placement: Placement,
-        key: jax.Array,
-    ):
-        """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
-        self.layouts, self.optimizer = tuple(layouts), optimizer
-        self.kernels = kernels
-        self.placement = placement
-        self.transfers = Transfers(placement)
-        self.host, self.on_device = self.transfers.host, self.transfers.on_device
-        self.variables: list[jax.Array] = []
-        self.globals: list[jax.Array] = []
-        self.messages: list[jax.Array] = []
+    def __init__(self, store: Store, optimizer: OptimizerCut, kernels: KernelCache):
+        """Makes an engine for a store that is at rest, or will be filled."""
+        self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
-        self.ok = jax.device_put(jnp.array(True), self.placement.small_at_rest)
-        self.step = jax.device_put(jnp.array(0, jnp.int32), self.placement.small_at_rest)
-        self.key = jax.device_put(key, self.placement.small_at_rest)
-        self._true = jax.device_put(jnp.array(True), placement.small_on_device)
-        self._combined_ok = self.ok  # of the step whose updates are pending
+        self._transfers = Transfers(store)
+        self._host, self._on_device = store.host, store.on_device
+        self._messages: list[jax.Array] = []
+        self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
+        self._combined_ok = store.ok  # of the step whose updates are pending
         self._found: dict[tuple[Op, int, BoundStep | np.dtype], Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the lists since the state was last at rest
@@ -97,25 +73,25 @@ class Engine:
         instructions = schedule.steady if self._running is not None else schedule.cold
         self._wake()
         if self.optimizer.skips:
-            self.ok = self._true
+            self.store.ok = self._true
         self._running = schedule
-        variables = self.variables
-        step, seed, self.variables = self._begin(plan, batch)
+        variables = self.store.variables
+        step, seed, self.store.variables = self._begin(plan, batch)
         for cotangents in step.cotangents:
             cotangents[plan.program.outputs[0]] = seed
         for instruction in instructions:
             self.obey(instruction, step)
-        self.transfers.dispatch()
+        self._transfers.dispatch()
         self._begun += schedule.num_tasks
-        new = list(self.variables)
+        new = list(self.store.variables)
         for k, i in plan.late_state.items():
             new[k] = step.rows[0][i]
         if new:
-            new = self.kernels.get(steps.KEEP)(new, variables, self.ok)
-        self.variables = new
+            new = self.kernels.get(steps.KEEP)(new, variables, self.store.ok)
+        self.store.variables = new
         self.group_ok = step.group_ok
         end = self.kernels.get(steps.END)
-        metrics, self.step = end(self._means(step), step.squares, self.step)
+        metrics, self.store.step = end(self._means(step), step.squares, self.store.step)
         return metrics
 
     def evaluate(self, plan: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -128,7 +104,8 @@ class Engine:
                 self.obey(instruction, step)
             means = self._means(step, weighted=True)
         except BaseException:
-            self.transfers.abandon()
+            self._transfers.abandon()
+            self.store.forget_step()
             raise
         finally:
             self._rest()
@@ -144,36 +121,28 @@ class Engine:
     def recover(self) -> None:
         """Drops what a step with a number that is not finite left pending, and starts afresh."""
         self.flush()  # updates do nothing while `ok` is false
-        self.ok = jax.device_put(jnp.array(True), self.placement.small_at_rest)
+        self.store.ok = self.store.small(jnp.array(True))
 
-    def drop(self) -> None:
-        """Drops all slabs and what runs, also of a step that was cut off, to be filled anew."""
-        self.transfers.abandon()
-        self.host.clear()
+    def abandon(self) -> None:
+        """Forgets what runs, also of a step that was cut off: the store is to be filled anew."""
+        self._transfers.abandon()
         self._tokens.clear()
         self._running, self._begun = None, 0
-        self.ok = jax.device_put(jnp.array(True), self.placement.small_at_rest)
 
     def set_step(self, step: int) -> None:
         """Sets the number of the next step; all state is at rest."""
         assert self._running is None
-        self.step = jax.device_put(jnp.array(step, jnp.int32), self.placement.small_at_rest)
+        self.store.step = self.store.small(jnp.array(step, jnp.int32))
 
     def _rest(self) -> None:
-        self.transfers.rest()
+        self._transfers.rest()
         self._running, self._begun = None, 0
         self._tokens.clear()
-        self._move_small(self.placement.small_at_rest)
-        jax.block_until_ready([self.variables, self.globals])
+        self.store.rest()
 
     def _wake(self) -> None:
         if self._running is None:
-            self._move_small(self.placement.small_on_device)
-
-    def _move_small(self, sharding: jax.sharding.Sharding) -> None:
-        small = (self.variables, self.globals, self.ok, self.step, self.key)
-        moved = jax.device_put(small, sharding)
-        self.variables, self.globals, self.ok, self.step, self.key = moved
+            self.store.wake()
 
     def _begin(
         self, plan: BoundStep, batch: Sequence[jax.Array]
@@ -181,7 +150,9 @@ class Engine:
         begin = self.kernels.get(
             steps.begin(plan.key, plan.program, plan.microbatches, len(plan.metrics))
         )
-        rows, seed, variables = begin(self.variables, list(batch), self.key, self.step)
+        rows, seed, variables = begin(
+            self.store.variables, list(batch), self.store.key, self.store.step
+        )
         ids = plan.program.prologue_values
         step = _Step(
             plan=plan,
@@ -211,17 +182,17 @@ class Engine:
         waits = instruction.op in WAITS
         if instruction.part is not None and not waits:
             rows = [] if step is None else step.rows
-            self.transfers.move(
+            self._transfers.move(
                 instruction.op, (instruction.part, _known(instruction.group)), task, rows
             )
             return
-        if not waits or self.transfers.fetching:
-            self.transfers.dispatch()
+        if not waits or self._transfers.fetching:
+            self._transfers.dispatch()
         if instruction.op is Op.WAIT:
             self._wait(task)
         elif instruction.op is Op.LAND:
             self._wait(task)  # a part can land while its task still computes with it
-            self.transfers.wait_landed(task, (str(instruction.part), _known(instruction.group)))
+            self._transfers.wait_landed(task, (str(instruction.part), _known(instruction.group)))
         elif instruction.op is Op.UPDATE:
             self._update(step, _known(instruction.group), task)
         elif instruction.op is Op.ZEROS:
@@ -237,7 +208,7 @@ class Engine:
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(step, stage, task)
             for i in step.plan.last_read.get((instruction.op, stage), ()):
-                self.host.pop(("A", i), None)
+                self._host.pop(("A", i), None)
                 for row in step.rows:
                     row.pop(i, None)
 
@@ -258,12 +229,12 @@ class Engine:
             if isinstance(of, BoundStep):
                 kernel = stage_kernel(of, op, number)
             else:
-                kernel = group_kernel(op, number, self.optimizer, self.layouts, of)
+                kernel = group_kernel(op, number, self.optimizer, self.store.layouts, of)
             self._found[key] = self.kernels.get(kernel)
         return self._found[key]
 
     def _masters(self, bound: BoundStage) -> list[Slabs]:
-        return [self.on_device["P", g] for g in bound.groups]
+        return [self._on_device["P", g] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
@@ -295,7 +266,7 @@ class Engine:
                 [cotangents.pop(i) for i in bound.sent],
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
-                self.on_device["G", g] = (gradient,)
+                self._on_device["G", g] = (gradient,)
             self._tokens[task] = (back or gradients)[0]
             if mode.give_outputs:
                 self._keep(step, bound, row, outputs, task)
@@ -316,57 +287,59 @@ class Engine:
             cotangents[i] = cotangent
 
     def _take_gradient(self, group: int) -> jax.Array:
-        self.host.pop(("G", group), None)
-        (gradient,) = self.on_device.pop(("G", group))
+        self._host.pop(("G", group), None)
+        (gradient,) = self._on_device.pop(("G", group))
         return gradient
 
     def _zeros(self, group: int) -> None:
-        kernel = initial.zeros(self.layouts[group].master, self.placement.slabs_on_device)
-        make = self.kernels.get(kernel)
-        self.on_device["G", group] = (make(),)
+        layout, sharding = self.store.layouts[group].master, self.store.placement.slabs_on_device
+        make = self.kernels.get(initial.zeros(layout, sharding))
+        self._on_device["G", group] = (make(),)
 
     def _reduce(self, step: _Step, group: int, task: int) -> None:
-        (gradient,) = self.on_device["G", group]
+        (gradient,) = self._on_device["G", group]
         run, reads = self._find(Op.REDUCE, group, gradient.dtype), self.optimizer.reduce_reads
-        masters = self.on_device["P", group] if "P" in reads else None
-        state = self.on_device.get(("O", group), ()) if "O" in reads else None
+        masters = self._on_device["P", group] if "P" in reads else None
+        state = self._on_device.get(("O", group), ()) if "O" in reads else None
         loss = self._means(step)["loss"]
-        scalars, *measured = run(gradient, masters, state, loss, self.globals, self.ok)
+        scalars, *measured = run(gradient, masters, state, loss, self.store.globals, self.store.ok)
         step.scalars[group] = scalars
         self._note(step, group, *measured)
         self._tokens[task] = measured[0]
 
     def _note(self, step: _Step, group: int, square: jax.Array, ok: jax.Array) -> None:
         """What is known of a group's gradient: its squared norm, and whether all was finite."""
-        self.ok = ok
+        self.store.ok = ok
         step.squares.append(square)
         step.group_ok.append((group, ok))
 
     def _combine(self, step: _Step) -> None:
         run = self.kernels.get(updates.combine(self.optimizer))
-        scalars = [step.scalars.get(g, []) for g in range(len(self.layouts))]
+        scalars = [step.scalars.get(g, []) for g in range(len(self.store.layouts))]
         loss = self._means(step)["loss"]
-        self.messages, self.globals, self.ok = run(loss, self.globals, scalars, self.ok)
-        self._combined_ok = self.ok
+        self._messages, self.store.globals, self.store.ok = run(
+            loss, self.store.globals, scalars, self.store.ok
+        )
+        self._combined_ok = self.store.ok
 
     def _update(self, step: _Step | None, group: int, task: int) -> None:
         cut = self.optimizer
-        masters = self.on_device.pop(("P", group))
-        state = self.on_device.pop(("O", group), ())
+        masters = self._on_device.pop(("P", group))
+        state = self._on_device.pop(("O", group), ())
         gradient = self._take_gradient(group)
         run = self._find(Op.UPDATE, group, gradient.dtype)
-        messages = [self.messages[i] for i in cut.messages[group]]
-        self.host.pop(("P", group), None)  # stale from here on
-        self.host.pop(("O", group), None)
+        messages = [self._messages[i] for i in cut.messages[group]]
+        self._host.pop(("P", group), None)  # stale from here on
+        self._host.pop(("O", group), None)
         # In another step than its gradients, if updates are deferred.
-        ok = self._combined_ok if cut.deferred else self.ok
+        ok = self._combined_ok if cut.deferred else self.store.ok
         masters, state, *measured = run(masters, state, gradient, messages, ok)
         if step is not None and not cut.deferred:
             self._note(step, group, *measured)
-        self.on_device["P", group] = masters
+        self._on_device["P", group] = masters
         self._tokens[task] = masters[0]
         if state:
-            self.on_device["O", group] = state
+            self._on_device["O", group] = state
 
 
 def _known(number: int | None) -> int:

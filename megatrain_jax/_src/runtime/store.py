@@ -1,44 +1,143 @@
-"""What a store at rest holds, as arrays in host memory that share its bytes."""
+"""The store: the one owner of a run's state, on its way through a step and at rest.
 
-from collections.abc import Iterable
+Parts of groups (masters, optimizer state, gradients) and the activations that wait in the host are
+tuples of arrays by key, in two tiers: pinned host memory and the devices. An update of group 3's
+masters, streamed:
+
+                          host["P", 3]    on_device["P", 3]
+    at rest               version 1       -
+    FETCH                 version 1       version 1
+    UPDATE                -               version 2          a stale copy has no place in the host
+    OFFLOAD, at rest      version 2       -
+
+Arrays in the host never change: what is replaced is the entry. So whoever reads one, such as a
+checkpoint being written, keeps reading what it was given.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import RunSpec
-from megatrain_jax._src.program.index import Index, joined
-from megatrain_jax._src.program.optimizer.cut import assemble_state
-from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.schedule.tasks import LASTING, PartKey
+from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.placement import Placement
 
-
-def parameters(spec: RunSpec, engine: Engine) -> list[np.ndarray]:
-    """The parameters in the order of the model's; only those stacked over layers are copies."""
-    rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in spec.adapted.shapes]
-    views: dict[int, np.ndarray] = {}
-    for g, leaves in enumerate(spec.grouping.leaves):
-        views.update(zip(leaves, spec.layouts[g].master.read(engine.host["P", g]), strict=True))
-    for i, leaf in enumerate(spec.leaves):
-        rows[leaf.parameter].append((leaf.index, views[i]))
-    shapes = (shape.shape for shape in spec.adapted.shapes)
-    return [joined(row, shape) for row, shape in zip(rows, shapes, strict=True)]
+Slabs = tuple[jax.Array, ...]
+Reader = Callable[[], np.ndarray]
+"""Reads an array of the store as it was when the reader was made, whatever has replaced it."""
 
 
-def optimizer_state(spec: RunSpec, engine: Engine) -> Any:
-    """Optax's state in Optax's own structure."""
-    groups = [
-        layout.state.read(engine.host.get(("O", g), ())) for g, layout in enumerate(spec.layouts)
-    ]
-    return assemble_state(spec.optimizer, groups, on_host(engine.globals, engine.placement))
+class Store:
+    """Holds all state of a run.
 
+    Between steps, and for whoever reads or fills it, all of it is at rest: in pinned host memory,
+    and nothing on the devices. The engine wakes the small state with its first step after that.
 
-def on_host(arrays: Iterable[jax.Array], placement: Placement) -> list[Any]:
-    """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
-    return [
-        jax.device_put(x, placement.small_on_device)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        else np.asarray(x)
-        for x in arrays
-    ]
+    Attributes:
+        layouts: How each group's state lies in slabs.
+        placement: Where its arrays live.
+        host: Slabs in pinned host memory by part and group, and activations by their id.
+        on_device: Slabs on the devices by the same keys; activations are in the rows of their step.
+        variables: Non-parameter state of the model.
+        globals: Optimizer state that belongs to no group.
+        ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
+            updates do nothing where it is false.
+        step: Number of the next step, from 0.
+        key: The key that all random numbers of the loss are drawn from.
+        before_replacing: Called with a group before its state gets new arrays in the host, if
+            somebody still reads the old ones.
+    """
+
+    def __init__(self, layouts: Sequence[GroupLayout], placement: Placement, key: jax.Array):
+        """Makes a store at rest and without slabs, before step 0.
+
+        Args:
+            layouts: How each group's state lies in slabs.
+            placement: Where its arrays live.
+            key: See the attribute.
+        """
+        self.layouts, self.placement = tuple(layouts), placement
+        self.host: dict[PartKey, Slabs] = {}
+        self.on_device: dict[PartKey, Slabs] = {}
+        self.variables: list[jax.Array] = []
+        self.globals: list[jax.Array] = []
+        self.ok = self.small(jnp.array(True))
+        self.step = self.small(jnp.array(0, jnp.int32))
+        self.key = self.small(key)
+        self.before_replacing: Callable[[int], None] | None = None
+
+    # ---- filling, at rest
+
+    def append(self, key: PartKey, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
+        """Adds arrays, as a layout encodes slabs, to a part at rest; slabs come in their order.
+
+        Returns:
+            The arrays at rest, which may still be on their way.
+        """
+        resting = tuple(jax.device_put(list(arrays), self.placement.slabs_at_rest))
+        self.host[key] = (*self.host.get(key, ()), *resting)
+        return resting
+
+    def small(self, value: Any) -> Any:
+        """A small array, or a pytree of them, at rest; keeps nothing."""
+        return jax.device_put(value, self.placement.small_at_rest)
+
+    def drop(self) -> None:
+        """Drops all slabs, wherever they are, to be filled anew."""
+        self.host.clear()
+        self.on_device.clear()
+        self.ok = self.small(jnp.array(True))
+
+    # ---- reading, at rest
+
+    def leaves(self, key: PartKey) -> list[np.ndarray]:
+        """The leaves of a part as arrays in host memory, which share its bytes where they can."""
+        part, group = key
+        layout, arrays = self.layouts[group], self.host.get(key, ())
+        return (layout.master if part == "P" else layout.state).read(arrays)
+
+    def reader(self, key: PartKey, position: int) -> Reader:
+        """What reads one leaf of a part; holds the slab that the leaf is in."""
+        part, group = key
+        layout, arrays = self.layouts[group], self.host[key]
+        if part == "P":
+            return functools.partial(layout.master.read_leaf, arrays, position)
+        slab, at = layout.state.places[position]
+        own = layout.state.by_slab(arrays)[slab]
+        return functools.partial(layout.state.layouts[slab].read_leaf, own, at)
+
+    def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
+        """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
+        return [
+            jax.device_put(x, self.placement.small_on_device)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else np.asarray(x)
+            for x in arrays
+        ]
+
+    # ---- between rest and steps
+
+    def wake(self) -> None:
+        """Moves the small state to the devices; slabs are fetched one by one."""
+        self._move_small(self.placement.small_on_device)
+
+    def rest(self) -> None:
+        """Moves the small state to the host, where slabs rest already, and blocks until it is."""
+        assert not self.on_device
+        self._move_small(self.placement.small_at_rest)
+        jax.block_until_ready([self.variables, self.globals])
+
+    def forget_step(self) -> None:
+        """Drops what a step that was cut off has on the devices and for itself in the host."""
+        self.on_device.clear()
+        for key in [key for key in self.host if key[0] not in LASTING]:
+            del self.host[key]
+
+    def _move_small(self, sharding: jax.sharding.Sharding) -> None:
+        small = (self.variables, self.globals, self.ok, self.step, self.key)
+        moved = jax.device_put(small, sharding)
+        self.variables, self.globals, self.ok, self.step, self.key = moved

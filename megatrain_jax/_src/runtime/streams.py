@@ -17,9 +17,9 @@ from itertools import islice
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.runtime.store import Slabs
 from megatrain_jax._src.state.placement import Placement
 
-Slabs = tuple[jax.Array, ...]
 Done = Callable[[Slabs], object]
 """What takes the copies of slabs, which may not be there yet."""
 

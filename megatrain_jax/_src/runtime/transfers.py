@@ -1,39 +1,38 @@
-"""Where the parts of groups and the values between stages are, and what moves them."""
+"""What moves the parts of groups, and the activations between stages, inside a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
-from megatrain_jax._src.runtime.streams import Slabs, Streams
+from megatrain_jax._src.runtime.store import Slabs, Store
+from megatrain_jax._src.runtime.streams import Streams
 from megatrain_jax._src.schedule.tasks import LASTING, Op, PartKey
-from megatrain_jax._src.state.placement import Placement
 
 Rows = Sequence[dict[int, jax.Array]]
 """The live values of a step by id, for each microbatch."""
 
 
 class Transfers:
-    """Holds slabs by part and group, and moves them and the values of a step.
+    """Moves the parts of groups, and the activations of a step, between a store's tiers.
 
-    Copies are gathered until `dispatch`: what they give is in `host` or `on_device` after that.
+    Copies are gathered until `dispatch`, and only then does the store have what they give. Between
+    two computations, with group 4 to come for the next one and group 2 done with:
 
-    Attributes:
-        host: Slabs in pinned host memory by ("P" | "O" | "G", group), and values by ("A", id).
-        on_device: Slabs on the device by the same keys; values are in the rows of their step.
-        before_replacing: Called with a group before its state gets new arrays in the host, if
-            somebody still reads the old ones.
+        move(FETCH, ("P", 4), ...)       gathered
+        move(OFFLOAD, ("P", 2), ...)     gathered; gone from store.on_device
+        dispatch()                       store.on_device["P", 4], store.host["P", 2]: on their way
+        wait_landed(task, ("P", 2))      it is there, and the device's copy is gone
     """
 
-    def __init__(self, placement: Placement):
-        """Starts with nothing anywhere.
+    def __init__(self, store: Store):
+        """Starts with nothing on its way.
 
         Args:
-            placement: Where it moves them.
+            store: What it moves, and from where to where.
         """
-        self.host: dict[PartKey, Slabs] = {}
-        self.on_device: dict[PartKey, Slabs] = {}
-        self.before_replacing: Callable[[int], None] | None = None
-        self._streams = Streams(placement)
+        self.store = store
+        self._streams = Streams(store.placement)
+        # Offloaded by a task and not waited for: what is on the device until then, and its copies.
         self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
 
     def move(self, op: Op, key: PartKey, task: int, rows: Rows) -> None:
@@ -42,7 +41,8 @@ class Transfers:
             self._fetch(key, rows)
             return
         part, number = key
-        source = tuple(r.pop(number) for r in rows) if part == "A" else self.on_device.pop(key)
+        on_device = self.store.on_device
+        source = tuple(r.pop(number) for r in rows) if part == "A" else on_device.pop(key)
         if op is Op.OFFLOAD:
             self._offload(key, source, task)
 
@@ -54,19 +54,19 @@ class Transfers:
                 for row, value in zip(rows, slabs, strict=True):
                     row[number] = value
             else:
-                self.on_device[key] = slabs
+                self.store.on_device[key] = slabs
 
-        if key not in self.host:
+        if key not in self.store.host:
             self.dispatch()  # it is still to leave
-        self._streams.to_device(self.host[key], arrive)
+        self._streams.to_device(self.store.host[key], arrive)
 
     def _offload(self, key: PartKey, source: Slabs, task: int) -> None:
-        if key[0] in LASTING and self.before_replacing is not None:
+        if key[0] in LASTING and self.store.before_replacing is not None:
             self.dispatch()  # it may take long
-            self.before_replacing(key[1])
+            self.store.before_replacing(key[1])
 
         def land(slabs: Slabs) -> None:
-            self.host[key] = slabs
+            self.store.host[key] = slabs
             self._leaving[task, key] = source, slabs
 
         self._streams.to_host(source, land)
@@ -90,14 +90,11 @@ class Transfers:
     def rest(self) -> None:
         """Blocks until all state is in the host."""
         self.dispatch()
-        assert not self.on_device
+        assert not self.store.on_device
         self._leaving.clear()
-        jax.block_until_ready(self.host)
+        jax.block_until_ready(self.store.host)
 
     def abandon(self) -> None:
-        """Forgets what a step that was cut off has on the device, on its way and for itself."""
+        """Forgets what is on its way."""
         self._streams.forget()
         self._leaving.clear()
-        self.on_device.clear()
-        for key in [key for key in self.host if key[0] not in LASTING]:
-            del self.host[key]

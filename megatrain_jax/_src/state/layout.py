@@ -91,16 +91,22 @@ class Layout:
             parts.append(jnp.zeros(self.size - end, dtype))
         return jnp.concatenate(parts)
 
+    def view(self, slab: np.ndarray, i: int) -> np.ndarray:
+        """Leaf `i` of a slab, as an array that shares its memory."""
+        shape, start = self.shapes[i], self.offsets[i]
+        return slab[start : start + math.prod(shape)].reshape(shape)
+
     def views(self, slab: np.ndarray) -> list[np.ndarray]:
-        """The leaves of a slab, as arrays that share its memory."""
-        return [
-            slab[start : start + math.prod(shape)].reshape(shape)
-            for shape, start in zip(self.shapes, self.offsets, strict=True)
-        ]
+        """All leaves of a slab; see `view`."""
+        return [self.view(slab, i) for i in range(len(self.shapes))]
 
     def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
         """The leaves of arrays at rest in host memory; read-only, and views where they can be."""
         return self.views(self.decode([np.asarray(x) for x in arrays]))
+
+    def read_leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
+        """Leaf `i` of arrays at rest in host memory; see `read`."""
+        return self.view(self.decode([np.asarray(x) for x in arrays]), i)
 
 
 def layout_of(shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) -> Layout:
@@ -146,9 +152,13 @@ class MixedLayout:
 
     def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """All slabs of their arrays at rest."""
+        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
+        return tuple(layout.decode(own) for layout, own in rows)
+
+    def by_slab(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The arrays at rest of each slab."""
         row = iter(arrays)
-        slabs = [list(islice(row, len(layout.at_rest))) for layout in self.layouts]
-        return tuple(layout.decode(own) for layout, own in zip(self.layouts, slabs, strict=True))
+        return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
 
     def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
         """All leaves, in order; for use inside jit."""

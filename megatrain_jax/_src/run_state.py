@@ -1,0 +1,210 @@
+"""A run's state as its user sees it: to read, to save and to restore."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from megatrain_jax._src.adapt.model_kinds import path_name
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.checkpoint.contents import entries_of
+from megatrain_jax._src.checkpoint.folder import local_path
+from megatrain_jax._src.checkpoint.restore import check, load
+from megatrain_jax._src.checkpoint.save import Saving
+from megatrain_jax._src.checkpoint.workspace import Workspace
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.history import History, as_json
+from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.runtime.training import Training
+from megatrain_jax._src.runtime.views import optimizer_state, parameters
+from megatrain_jax._src.start import group_bar
+
+
+class RunState:
+    """What a run holds: parameters, optimizer state, the model's other state, and its history.
+
+    Whatever reads it applies pending updates first and brings all of it to rest in pinned host
+    memory.
+
+    Attributes:
+        history: One record a step; `fit` and `train` write it.
+    """
+
+    def __init__(self, spec: RunSpec, engine: Engine, max_skipped: int, progress: bool):
+        """Holds the state of a run before its first step.
+
+        Args:
+            spec: What the state is.
+            engine: What runs steps on it; its store is filled.
+            max_skipped: How many steps in a row may be skipped.
+            progress: Whether to show a progress bar while a checkpoint is restored.
+        """
+        self.history = History()
+        self._spec, self._engine, self._store = spec, engine, engine.store
+        self._training = Training(engine, spec.grouping.names, max_skipped)
+        self._saving: Saving | None = None
+        self._progress = progress
+
+    def flush(self) -> None:
+        """Applies pending updates and brings all state to rest in pinned host memory.
+
+        Raises:
+            RuntimeError: If an error has cut off a step or a restore: there is no state then.
+        """
+        with deferred_interrupt():
+            self._training.check_whole()
+            self._engine.flush()
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps dispatched so far."""
+        return self._training.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """How many of them were skipped, of those that were read."""
+        return self._training.num_skipped
+
+    @property
+    def params(self) -> Any:
+        """The parameters, as host arrays in the model's own structure.
+
+        They share memory with the store and stay as they are when training goes on. Only a
+        parameter stacked over layers, which the store keeps layer by layer, is a copy.
+        """
+        self.flush()
+        return self._spec.adapted.params_tree(parameters(self._spec, self._store))
+
+    @property
+    def opt_state(self) -> Any:
+        """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
+        self.flush()
+        return optimizer_state(self._spec, self._store)
+
+    @property
+    def model(self) -> Any:
+        """The user's kind of model, holding the parameters as numpy arrays.
+
+        They share memory with the store, as those of `params` do.
+        """
+        self.flush()
+        variables = self._store.on_host(self._store.variables)
+        return self._spec.adapted.rebuild(parameters(self._spec, self._store), variables)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The model's state that is no parameter, such as running statistics, by its path.
+
+        Host arrays that share memory with the store, as those of `params` do; random keys are on
+        the device.
+        """
+        self.flush()
+        arrays = self._store.on_host(self._store.variables)
+        paths = self._spec.adapted.variable_paths
+        return {path_name(path): x for path, x in zip(paths, arrays, strict=True)}
+
+    def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
+        """Writes a checkpoint that Orbax reads, too: parameters under the model's own paths.
+
+        Args:
+            path: The folder to write; must not exist.
+            params_only: Whether to leave out all that is not parameters. Training can't go on
+                from such a checkpoint.
+
+        Raises:
+            TypeError: If `path` is no path.
+            ValueError: If Orbax could not read from `path` what it has written.
+            FileExistsError: If there is something at `path`.
+            CheckpointError: If it can't be written; nothing is left of it.
+        """
+        path = local_path(checks.path("path", path), "path")
+        self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
+
+    def start_saving(
+        self,
+        path: Path,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        params_only: bool = False,
+        workspace: Workspace | None = None,
+    ) -> Saving:
+        """Begins to write a checkpoint and returns; steps may go on meanwhile.
+
+        Args:
+            path: See `save`.
+            facts: What to keep beside the state, as JSON.
+            params_only: See `save`.
+            workspace: Of the run whose checkpoint this is; what is at `path` is then replaced.
+
+        Returns:
+            What to wait for. A second save waits for the first by itself.
+        """
+        path = path.absolute()
+        if workspace is None and os.path.lexists(path):
+            raise FileExistsError(f"there is something at {path} already")
+        self._join_saving()
+        self.flush()
+        entries = entries_of(self._spec)
+        about = {
+            "step": self.num_steps,
+            "skipped": self.num_skipped,
+            "params_only": params_only,
+            "partial": self._training.partial,
+            "history": as_json(self.history),  # as it is now
+            **(facts or {}),
+        }
+        self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
+        return self._saving
+
+    def wait_for_saving(self) -> None:
+        """Waits until a checkpoint that is being written is whole.
+
+        Raises:
+            CheckpointError: If it could not be written; raised once.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+
+    def _join_saving(self) -> None:
+        """Waits until nothing is written; an error is for who waits for that checkpoint."""
+        if self._saving is not None:
+            self._saving.join()
+
+    def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Goes on from a checkpoint of the same model and optimizer.
+
+        It may have been written with another device budget, number of microbatches or compute
+        dtype.
+
+        Args:
+            path: A folder that `save` or `fit` has written.
+
+        Returns:
+            What was kept beside the arrays.
+
+        Raises:
+            CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
+                otherwise, the training state is as it was. If it says that the state is lost, all
+                that needs it raises `RuntimeError` until another checkpoint is restored.
+        """
+        path = local_path(checks.path("path", path), "path")
+        self._join_saving()
+        entries = entries_of(self._spec)
+        facts = check(path, entries)
+        training = self._training
+        if training.lost is None:
+            training.settle_all()
+            self.flush()
+        with deferred_interrupt(), group_bar("restoring", self._spec, self._progress) as bar:
+            training.lose(f"{path} could not be restored to its end")
+            self._engine.abandon()
+            load(path, facts.get("arrays"), self._spec, self._store, entries, bar.update)
+            training.go_on_from(facts)
+            self.history = History(facts["history"])
+        if training.partial is not None:
+            message = f"{path}: {training.partial}. Training goes on from there."
+            warnings.warn(message, stacklevel=2)
+        return facts

@@ -1,0 +1,40 @@
+"""Evaluation: the loss and metrics of batches that nothing is trained on."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.runtime.engine import Engine
+from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+
+_END = object()
+
+
+def evaluate_batches(
+    engine: Engine, batches: Iterable[Any], bind: Callable[[Any], BoundStep]
+) -> tuple[list[dict[str, jax.Array]], list[int]]:
+    """Evaluates batch by batch; a signal takes effect between two.
+
+    Args:
+        engine: What evaluates.
+        batches: The batches.
+        bind: Checks a batch and finds its evaluation step.
+
+    Returns:
+        For each batch its metrics, as scalars on the device that may not be ready yet, and how many
+        examples it has.
+    """
+    rows, sizes, iterator = [], [], iter(batches)
+    while True:
+        # An iterator that hangs gives way to a second signal.
+        with deferred_interrupt(insist=True):
+            batch = next(iterator, _END)
+        if batch is _END:
+            return rows, sizes
+        step = bind(batch)
+        with deferred_interrupt():
+            arrays = jax.device_put(jax.tree.leaves(batch), engine.store.placement.batches)
+            rows.append(engine.evaluate(step, arrays))
+            sizes.append(arrays[0].shape[0])

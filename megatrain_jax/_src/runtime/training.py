@@ -1,0 +1,159 @@
+"""The training steps of a run, from when one is dispatched until its numbers are known.
+
+A step's metrics are read late, so that the device never waits for Python. Where a number was not
+finite, that shows only then, when a step or two more have been dispatched: updates do nothing once
+the store's `ok` is false, so those have changed nothing and are forgotten.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.runtime.engine import Engine
+
+
+class StepMetrics(dict[str, jax.Array]):
+    """The metrics of one step, as scalars on the device that may not be ready yet.
+
+    Attributes:
+        step: Number of the step, from 1.
+        healthy: Whether all numbers have been finite up to its end, or in it if steps are skipped.
+        group_ok: For each group, in order of its gradient, whether it and all before were finite.
+    """
+
+    step: int
+    healthy: jax.Array
+    group_ok: list[tuple[int, jax.Array]]
+
+
+class Training:
+    """Dispatches, counts and settles steps, and knows whether the state is whole.
+
+    Attributes:
+        num_steps: Steps dispatched so far.
+        num_skipped: How many of them were skipped, of those that were settled.
+        lost: Why there is no state; None if there is.
+        partial: Which step the state holds in part; None if it is that of whole steps.
+    """
+
+    def __init__(self, engine: Engine, names: tuple[str, ...], max_skipped: int):
+        """Starts before the first step.
+
+        Args:
+            engine: What runs them.
+            names: Name of each group, for messages.
+            max_skipped: How many steps in a row may be skipped.
+        """
+        self.num_steps = self.num_skipped = 0
+        self.lost: str | None = None
+        self.partial: str | None = None
+        self._engine, self._names, self._max_skipped = engine, names, max_skipped
+        self._in_flight: deque[StepMetrics] = deque()
+        self._skipped_in_row = 0
+
+    def check_whole(self) -> None:
+        """Checks that there is a state to go on from.
+
+        Raises:
+            RuntimeError: If an error has cut off a step or a restore.
+        """
+        if self.lost is not None:
+            raise RuntimeError(
+                f"this trainer's state is lost: {self.lost}. Restore a checkpoint with "
+                "`trainer.restore(path)`, or make a new trainer."
+            )
+
+    def dispatch(self, step: BoundStep, batch: Sequence[jax.Array]) -> StepMetrics:
+        """Dispatches a step on a batch that is on the device."""
+        self.lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
+        metrics = StepMetrics(self._engine.train(step, batch))
+        self.lost = self.partial = None
+        self.num_steps += 1
+        metrics.step = self.num_steps
+        metrics.healthy, metrics.group_ok = self._engine.store.ok, self._engine.group_ok
+        self._in_flight.append(metrics)
+        return metrics
+
+    def wait_for_room(self) -> None:
+        """Waits until one step is in flight at most.
+
+        Two may overlap, no more: what runs ahead of the device holds its memory.
+
+        Raises:
+            FloatingPointError: See `settle`.
+        """
+        while len(self._in_flight) > 1:
+            self._settle_oldest()
+
+    def settle(self, metrics: StepMetrics) -> bool:
+        """Waits for a step and those before it; whether its numbers were finite.
+
+        Raises:
+            FloatingPointError: See `Trainer.read`.
+        """
+        while self._in_flight and self._in_flight[0].step <= metrics.step:
+            self._settle_oldest()
+        healthy = bool(jax.device_get(metrics.healthy))
+        if not healthy and not self._engine.optimizer.skips:
+            raise FloatingPointError(f"step {metrics.step} or one before it was not finite")
+        return healthy
+
+    def settle_all(self) -> None:
+        """Waits for all steps; see `settle`."""
+        while self._in_flight:
+            self._settle_oldest()
+
+    def lose(self, reason: str) -> None:
+        """Notes that from here on there is no state, and forgets what is in flight."""
+        self._in_flight.clear()
+        self.lost = reason
+
+    def go_on_from(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from the state that a checkpoint with these facts holds."""
+        self.lost, self.partial = None, facts.get("partial")
+        self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
+
+    def _settle_oldest(self) -> None:
+        metrics = self._in_flight[0]
+        healthy = bool(jax.device_get(metrics.healthy))
+        if not healthy and not self._engine.optimizer.skips:
+            self._fail(metrics)
+        self._in_flight.popleft()
+        self._skipped_in_row = 0 if healthy else self._skipped_in_row + 1
+        self.num_skipped += not healthy
+        if self._skipped_in_row == self._max_skipped:
+            self._skipped_in_row = 0
+            raise FloatingPointError(
+                f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
+                f"{metrics.step} was not finite. They were skipped, as many in a row as "
+                f"`max_skipped`={self._max_skipped} allows; parameters and optimizer state are as "
+                "before them."
+            )
+
+    def _fail(self, metrics: StepMetrics) -> None:
+        """Raises; first drops the step and what is pending, so that training can go on."""
+        loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
+        names, deferred = self._names, self._engine.optimizer.deferred
+        updated = [names[g] for g, ok in flags if ok]
+        touched = bool(updated) and bool(np.isfinite(loss)) and not deferred
+        self._in_flight.clear()
+        self._engine.recover()
+        # What was dispatched after this step did nothing. A step that has changed something counts.
+        self.num_steps = metrics.step if touched else metrics.step - 1
+        self._engine.set_step(self.num_steps)
+        step = f"step {metrics.step}"
+        if touched:
+            self.partial = f"{step} was done in part, since a gradient was not finite"
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"the loss of {step} is {loss}; nothing was updated")
+        if deferred:
+            raise FloatingPointError(f"a gradient of {step} is not finite; nothing was updated")
+        guilty = next(names[g] for g, ok in flags if not ok)
+        raise FloatingPointError(
+            f"the gradient of {guilty} is not finite in {step}. Updated before it was met: "
+            f"{', '.join(updated) or 'nothing'}; all other parameters are as before the step."
+        )

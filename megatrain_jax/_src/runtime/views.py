@@ -1,0 +1,28 @@
+"""What a store at rest holds as the model and Optax know it: arrays that share its bytes."""
+
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.program.index import Index, joined
+from megatrain_jax._src.program.optimizer.cut import assemble_state
+from megatrain_jax._src.runtime.store import Store
+
+
+def parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
+    """The parameters in the order of the model's; only those stacked over layers are copies."""
+    rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in spec.adapted.shapes]
+    views: dict[int, np.ndarray] = {}
+    for g, leaves in enumerate(spec.grouping.leaves):
+        views.update(zip(leaves, store.leaves(("P", g)), strict=True))
+    for i, leaf in enumerate(spec.leaves):
+        rows[leaf.parameter].append((leaf.index, views[i]))
+    shapes = (shape.shape for shape in spec.adapted.shapes)
+    return [joined(row, shape) for row, shape in zip(rows, shapes, strict=True)]
+
+
+def optimizer_state(spec: RunSpec, store: Store) -> Any:
+    """Optax's state in Optax's own structure."""
+    groups = [store.leaves(("O", g)) for g in range(len(store.layouts))]
+    return assemble_state(spec.optimizer, groups, store.on_host(store.globals))
