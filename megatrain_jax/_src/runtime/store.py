@@ -24,7 +24,6 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.layout import Layout, MixedLayout
 from megatrain_jax._src.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]
@@ -74,16 +73,12 @@ class Store:
     # ---- filling, at rest
 
     def append(self, key: Key, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
-        """Adds arrays to a part at rest, which is filled slab by slab or as a whole.
-
-        Args:
-            key: The part.
-            arrays: What its layout holds the next slabs as.
+        """Adds arrays, as a layout encodes slabs, to a part at rest; slabs come in their order.
 
         Returns:
-            Them at rest; they may still be on their way.
+            The arrays at rest, which may still be on their way.
         """
-        resting = tuple(jax.device_put(tuple(arrays), self.placement.slabs_at_rest))
+        resting = tuple(jax.device_put(list(arrays), self.placement.slabs_at_rest))
         self.host[key] = (*self.host.get(key, ()), *resting)
         return resting
 
@@ -100,16 +95,18 @@ class Store:
     # ---- reading, at rest
 
     def leaves(self, key: Key) -> list[np.ndarray]:
-        """The leaves of a part as arrays in host memory that share its bytes."""
-        return self._layout(key).read(self.host.get(key, ()))
+        """The leaves of a part as arrays in host memory, which share its bytes where they can."""
+        layout, arrays = self.layouts[key.owner], self.host.get(key, ())
+        return (layout.master if key.kind is Kind.MASTERS else layout.state).read(arrays)
 
     def reader(self, key: Key, position: int) -> Reader:
-        """What reads one leaf of a part; holds the part's slabs."""
-        return functools.partial(self._layout(key).leaf, self.host[key], position)
-
-    def _layout(self, key: Key) -> Layout | MixedLayout:
-        layout = self.layouts[key.owner]
-        return layout.master if key.kind is Kind.MASTERS else layout.state
+        """What reads one leaf of a part; holds the slab that the leaf is in."""
+        layout, arrays = self.layouts[key.owner], self.host[key]
+        if key.kind is Kind.MASTERS:
+            return functools.partial(layout.master.read_leaf, arrays, position)
+        slab, at = layout.state.places[position]
+        own = layout.state.by_slab(arrays)[slab]
+        return functools.partial(layout.state.layouts[slab].read_leaf, own, at)
 
     def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
         """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""

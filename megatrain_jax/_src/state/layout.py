@@ -97,15 +97,15 @@ class Layout:
         return slab[start : start + math.prod(shape)].reshape(shape)
 
     def views(self, slab: np.ndarray) -> list[np.ndarray]:
-        """The leaves of a slab, as arrays that share its memory."""
+        """All leaves of a slab; see `view`."""
         return [self.view(slab, i) for i in range(len(self.shapes))]
 
     def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
         """The leaves of arrays at rest in host memory; read-only, and views where they can be."""
         return self.views(self.decode([np.asarray(x) for x in arrays]))
 
-    def leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
-        """Leaf `i` alone; see `read`."""
+    def read_leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
+        """Leaf `i` of arrays at rest in host memory; see `read`."""
         return self.view(self.decode([np.asarray(x) for x in arrays]), i)
 
 
@@ -152,9 +152,13 @@ class MixedLayout:
 
     def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """All slabs of their arrays at rest."""
+        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
+        return tuple(layout.decode(own) for layout, own in rows)
+
+    def by_slab(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The arrays at rest of each slab."""
         row = iter(arrays)
-        slabs = [list(islice(row, len(layout.at_rest))) for layout in self.layouts]
-        return tuple(layout.decode(own) for layout, own in zip(self.layouts, slabs, strict=True))
+        return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
 
     def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
         """All leaves, in order; for use inside jit."""
@@ -172,13 +176,6 @@ class MixedLayout:
         slabs = self.decode([np.asarray(x) for x in arrays])
         rows = [layout.views(slab) for layout, slab in zip(self.layouts, slabs, strict=True)]
         return [rows[s][i] for s, i in self.places]
-
-    def leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
-        """Leaf `i` alone, of whose slab nothing else is read; see `Layout.read`."""
-        s, at = self.places[i]
-        first = sum(len(layout.at_rest) for layout in self.layouts[:s])
-        layout = self.layouts[s]
-        return layout.leaf(arrays[first : first + len(layout.at_rest)], at)
 
 
 def mixed_layout_of(
