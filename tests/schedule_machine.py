@@ -7,8 +7,9 @@ rather than in a training run.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.tasks import Instruction, Op, PartKey, Workload
+from megatrain_jax._src.schedule.tasks import Instruction, Op, Workload
 from workloads import MOVES, WAITS
 
 
@@ -22,11 +23,11 @@ class Machine:
     """
 
     workload: Workload
-    truth: dict[PartKey, Any] = field(default_factory=dict)  # as if nothing ever moved
-    host: dict[PartKey, Any] = field(default_factory=dict)
-    device: dict[PartKey, Any] = field(default_factory=dict)
+    truth: dict[Key, Any] = field(default_factory=dict)  # as if nothing ever moved
+    host: dict[Key, Any] = field(default_factory=dict)
+    device: dict[Key, Any] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)  # free once the task has been computed
-    leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)  # free once landed
+    leaving: dict[tuple[int, Key], int] = field(default_factory=dict)  # free once landed
     kind: str = ""
     lap: int = 0
     runs: int = 0
@@ -36,12 +37,12 @@ class Machine:
     task: int = -1  # the last task seen
     computing: int = -1  # the last task that computed
     staged: bool = False  # its stage has been computed
-    fetched: dict[PartKey, int] = field(default_factory=dict)
+    fetched: dict[Key, int] = field(default_factory=dict)
     reduced: dict[int, int] = field(default_factory=dict)
     combined: int = 0
 
     def __post_init__(self):
-        self.truth = {(part, group): 0 for part in "PO" for group in self.groups}
+        self.truth = {Key(kind, group): 0 for kind in LASTING for group in self.groups}
         self.host = {key: 0 for key in self.truth if self.workload.size(key)}
 
     @property
@@ -74,7 +75,7 @@ class Machine:
             actual = held + sum(self.used.values()) + sum(self.leaving.values())
             assert actual == promised if exact else actual <= promised
             assert promised <= schedule.peak_bytes
-        assert not any(key[0] in "AR" for key in (*self.truth, *self.device, *self.host))
+        assert not any(key.kind in PASSING for key in (*self.truth, *self.device, *self.host))
         if kind in ("cold", "steady"):
             self.begun += schedule.num_tasks
             self.check_end_of_lap()
@@ -87,14 +88,14 @@ class Machine:
         return table[stage] if table else ()
 
     def move(self, instruction: Instruction, task: int, exact: bool) -> None:
-        key = (str(instruction.part), -1 if instruction.group is None else instruction.group)
+        key = instruction.key
         if instruction.op in WAITS:
             assert task <= self.computing, "waits for what was not dispatched"
-            waits = instruction.op is Op.WAIT
-            freed = self.used.pop(task, 0) if waits else self.leaving.pop((task, key), 0)
+            freed = self.leaving.pop((task, key), 0) if key else self.used.pop(task, 0)
             assert freed or not exact, "nothing to wait for"
             return
-        assert self.workload.size(key) and key[0] != "R"
+        assert key is not None
+        assert self.workload.size(key) and key.kind is not Kind.RESIDUALS
         if instruction.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"
@@ -113,7 +114,7 @@ class Machine:
         else:
             self.leaving[task, key] = self.workload.size(key)
 
-    def free(self, key: PartKey, task: int) -> None:
+    def free(self, key: Key, task: int) -> None:
         self.used[task] = self.used.get(task, 0) + self.workload.size(key)
 
     def compute(self, instruction: Instruction, task: int) -> None:
@@ -123,35 +124,40 @@ class Machine:
         group = -1 if instruction.group is None else instruction.group
         if instruction.stage is not None:
             for owner in set(self.workload.stages[instruction.stage]):
-                self.read("P", owner, stage=True)
+                self.read(Key(Kind.MASTERS, owner), stage=True)
                 updates = self.lap - (self.kind in ("cold", "steady"))
-                assert self.truth["P", owner] == updates, "a stage reads the last step's masters"
+                assert self.truth[Key(Kind.MASTERS, owner)] == updates, (
+                    "a stage reads the last step's masters"
+                )
                 if instruction.op is Op.BACKWARD:
                     self.add_gradient(owner, instruction.stage)
             for i in self.values(self.workload.reads, instruction.stage):
-                self.read("A", i, stage=True)
-                assert self.truth["A", i] == self.runs, "a stage reads what this run made"
+                self.read(Key(Kind.ACTIVATION, i), stage=True)
+                assert self.truth[Key(Kind.ACTIVATION, i)] == self.runs, (
+                    "a stage reads what this run made"
+                )
             if instruction.op is Op.FORWARD:
                 for i in self.values(self.workload.makes, instruction.stage):
-                    assert ("A", i) not in self.truth
-                    self.write("A", i, self.runs)
+                    assert Key(Kind.ACTIVATION, i) not in self.truth
+                    self.write(Key(Kind.ACTIVATION, i), self.runs)
             if instruction.stage in self.kept:
+                residuals = Key(Kind.RESIDUALS, instruction.stage)
                 if instruction.op is Op.FORWARD:
-                    assert ("R", instruction.stage) not in self.truth
-                    self.write("R", instruction.stage, self.runs)
+                    assert residuals not in self.truth
+                    self.write(residuals, self.runs)
                 else:
-                    self.read("R", instruction.stage, stage=True)
-                    self.consume(("R", instruction.stage))
+                    self.read(residuals, stage=True)
+                    self.consume(residuals)
             for i in self.values(self.workload.reads, instruction.stage):
                 if self.last_read[i] is instruction:
-                    self.consume(("A", i))
+                    self.consume(Key(Kind.ACTIVATION, i))
         elif instruction.op is Op.ZEROS:
-            assert ("G", group) not in self.truth
-            self.write("G", group, (self.lap, frozenset()))
+            assert Key(Kind.GRADIENT, group) not in self.truth
+            self.write(Key(Kind.GRADIENT, group), (self.lap, frozenset()))
         elif instruction.op is Op.REDUCE:
             assert self.workload.deferred
-            for part in self.workload.reduce_reads:
-                self.read(part, group)
+            for kind in self.workload.reduce_reads:
+                self.read(Key(kind, group))
             self.reduce(group)
         elif instruction.op is Op.COMBINE:
             assert self.combined == self.lap - 1
@@ -162,56 +168,56 @@ class Machine:
             assert instruction.op is Op.UPDATE
             self.update(group)
 
-    def read(self, part: str, group: int, stage: bool = False) -> None:
-        key = (part, group)
+    def read(self, key: Key, stage: bool = False) -> None:
         assert key in self.truth
         if self.workload.size(key):
             assert self.device[key] == self.truth[key]
             late = self.staged and not stage  # arrives while the stage computes
             assert self.fetched.get(key, -1) < self.computing + late, "fetched too late to overlap"
 
-    def write(self, part: str, group: int, version: object) -> None:
-        self.truth[part, group] = version
-        if self.workload.size((part, group)):
-            self.device[part, group] = version
-            self.fetched.pop((part, group), None)
+    def write(self, key: Key, version: object) -> None:
+        self.truth[key] = version
+        if self.workload.size(key):
+            self.device[key] = version
+            self.fetched.pop(key, None)
 
     def backward_stages(self, group: int) -> frozenset[int]:
         stages = zip(self.workload.stages, self.workload.backward, strict=True)
         return frozenset(at for at, (used, needed) in enumerate(stages) if needed and group in used)
 
     def add_gradient(self, group: int, stage: int) -> None:
-        lap, stages = self.lap, frozenset()
-        if ("G", group) in self.truth:
-            self.read("G", group, stage=True)
-            lap, stages = self.truth["G", group]
+        lap, stages, key = self.lap, frozenset(), Key(Kind.GRADIENT, group)
+        if key in self.truth:
+            self.read(key, stage=True)
+            lap, stages = self.truth[key]
         else:
             assert not self.workload.accumulate, "sums over microbatches start from zeros"
         assert lap == self.lap and stage not in stages
-        self.write("G", group, (lap, stages | {stage}))
+        self.write(key, (lap, stages | {stage}))
 
     def reduce(self, group: int) -> None:
-        self.read("G", group)
-        assert self.truth["G", group] == (self.lap, self.backward_stages(group))
+        self.read(Key(Kind.GRADIENT, group))
+        assert self.truth[Key(Kind.GRADIENT, group)] == (self.lap, self.backward_stages(group))
         assert self.combined == self.lap - self.workload.deferred
         assert self.reduced.get(group, 0) == self.lap - 1
         self.reduced[group] = self.lap
 
     def update(self, group: int) -> None:
-        for part in "POG":
-            self.read(part, group)
+        for kind in (*LASTING, Kind.GRADIENT):
+            self.read(Key(kind, group))
         if not self.workload.deferred:
             self.reduce(group)  # an update at once measures its gradient itself
         late = self.workload.deferred and self.kind != "flush"
         made = self.lap - late
         assert self.reduced[group] == made <= self.combined
-        assert self.truth["G", group] == (made, self.backward_stages(group))
-        for part in "PO":
-            assert self.truth[part, group] == made - 1, "each gradient is applied exactly once"
-            self.write(part, group, made)
-        self.consume(("G", group))
+        assert self.truth[Key(Kind.GRADIENT, group)] == (made, self.backward_stages(group))
+        for kind in LASTING:
+            key = Key(kind, group)
+            assert self.truth[key] == made - 1, "each gradient is applied exactly once"
+            self.write(key, made)
+        self.consume(Key(Kind.GRADIENT, group))
 
-    def consume(self, key: PartKey) -> None:
+    def consume(self, key: Key) -> None:
         if self.workload.size(key):  # free once the device has got here
             self.free(key, self.computing)
         for copies in (self.truth, self.device, self.host, self.fetched):
@@ -221,7 +227,7 @@ class Machine:
         assert self.combined == self.lap
         assert all(self.reduced[group] == self.lap for group in self.groups)
         applied = self.lap - self.workload.deferred
-        assert all(self.truth["P", group] == applied for group in self.groups)
+        assert all(self.truth[Key(Kind.MASTERS, group)] == applied for group in self.groups)
 
     def check_rest(self) -> None:
         assert not self.device and not self.used and not self.leaving

@@ -96,7 +96,7 @@ def test_nothing_is_written_over_a_strangers_step(kind, tmp_path):
 
 def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
     for step in steps:
-        trainer.num_steps = step
+        trainer._training.num_steps = step
         series.save(trainer, {"batches": step})
     series.finish(trainer)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.tasks import Op
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
@@ -123,7 +124,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     assert values >= max(trainer._spec.first.workload.values.values())
     assert state_on_device(trainer) + values_on_device(trainer, None) == base
     assert bool(schedule.kept) == (which == 3)
-    moved = {instruction.part for instruction in schedule.steady if instruction.op is Op.OFFLOAD}
+    moved = {instruction.key for instruction in schedule.steady if instruction.op is Op.OFFLOAD}
     assert moved if which == 0 else which == 1 or not moved
 
 
@@ -137,10 +138,11 @@ def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
     readers = Counter(g for bound in spec.first.stages for g in bound.groups)
     assert set(readers.values()) == {1, 2}
     for group, number in readers.items():
-        (gradient,) = store.host.get(("G", group)) or store.on_device["G", group]
+        key = Key(Kind.GRADIENT, group)
+        (gradient,) = store.host.get(key) or store.on_device[key]
         alone = number == 1 and microbatches == 1
         assert gradient.dtype == (jnp.bfloat16 if alone else jnp.float32)
-        assert gradient.nbytes == spec.first.workload.sizes[group]["G"]
+        assert gradient.nbytes == spec.first.workload.size(key)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
@@ -156,7 +158,7 @@ def test_at_rest_all_state_is_pinned(optimizer, budget):
     assert store.variables and store.globals and slabs
     assert {x.sharding.memory_kind for x in (*small, *slabs)} == {"pinned_host"}
     assert not store.on_device
-    assert {part for part, _ in store.host} == {"P", "O"}
+    assert {key.kind for key in store.host} == LASTING
 
 
 def test_a_resident_step_moves_nothing(monkeypatch):
@@ -246,7 +248,8 @@ def test_host_views_are_snapshots():
 
 def test_parameters_are_views_of_the_store():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
-    slabs = [np.asarray(trainer._store.host["P", g][0]) for g in range(len(trainer._spec.layouts))]
+    host = trainer._store.host
+    slabs = [np.asarray(s) for key in host if key.kind is Kind.MASTERS for s in host[key]]
     for leaf in jax.tree.leaves(trainer.params):
         assert any(np.shares_memory(leaf, slab) for slab in slabs)
 

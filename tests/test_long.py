@@ -55,6 +55,7 @@ import json, os, sys, threading, time
 import jax, numpy as np, optax
 from flax import nnx
 import megatrain_jax as mt
+from megatrain_jax._src.common.keys import LASTING
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -92,7 +93,7 @@ sizes = trainer._spec.first.workload.sizes
 path = sys.argv[1] + "/large"
 result = {
     "state": trainer.plan.host_bytes,
-    "group": max(size["P"] + size["O"] for size in sizes),
+    "group": max(sum(size[kind] for kind in LASTING) for size in sizes),
     "save": watched(trainer.save, path),
     "restore": watched(trainer.restore, path),
 }

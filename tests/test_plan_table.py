@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import GroupRow, check_device
@@ -30,23 +31,28 @@ Op = enum.Enum("Op", ["FETCH", "OFFLOAD", "FORWARD"])
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
     op: Op
-    group: int | None = None
-    part: str | None = None
+    key: Key | None = None
+
+
+def sizes(masters: int) -> dict[Kind, int]:
+    """Bytes of a group whose gradient is as wide as its masters, with Adam's two moments."""
+    state = {Kind.MASTERS: masters, Kind.OPTIMIZER_STATE: 2 * masters}
+    return {**state, Kind.GRADIENT: masters}
 
 
 def small_plan(**changes):
     arguments = {
         "names": ["embed", "layers/0", "layers/1", "layers/2", "head"],
-        "sizes": [{"P": 4, "O": 8, "G": 4}] * 4 + [{"P": 8, "O": 16, "G": 8}],
+        "sizes": [sizes(4)] * 4 + [sizes(8)],
         "num_parameters": [1, 1, 1, 1, 2],
         "templates": [0, 1, 1, 1, 2],
         "stage_flops": [1, 10, 10, 10, 20],
         "instructions": [
-            Instruction(op=Op.FETCH, group=0, part="P"),
+            Instruction(op=Op.FETCH, key=Key(Kind.MASTERS, 0)),
             Instruction(op=Op.FORWARD),
-            Instruction(op=Op.FETCH, group=4, part="O"),
-            Instruction(op=Op.OFFLOAD, group=4, part="P"),
-            Instruction(op=Op.OFFLOAD, group=4, part="G"),
+            Instruction(op=Op.FETCH, key=Key(Kind.OPTIMIZER_STATE, 4)),
+            Instruction(op=Op.OFFLOAD, key=Key(Kind.MASTERS, 4)),
+            Instruction(op=Op.OFFLOAD, key=Key(Kind.GRADIENT, 4)),
         ],
         "deferred": False,
         "device_state_bytes": 60,
@@ -126,7 +132,7 @@ def test_bound_is_neither_within_a_tenth(ratio, bound):
 
 
 def test_both_directions_of_the_link_count():
-    out = [Instruction(op=Op.OFFLOAD, group=4, part="O")] * 10
+    out = [Instruction(op=Op.OFFLOAD, key=Key(Kind.OPTIMIZER_STATE, 4))] * 10
     plan = small_plan(hardware=BALANCED, instructions=out)
     assert (plan.bytes_in, plan.bytes_out, plan.bound) == (0, 160, "link")
     assert small_plan(hardware=BALANCED, instructions=[]).bound == "compute"
@@ -155,13 +161,13 @@ def big_plan(**changes):
     names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
     arguments = {
         "names": names,
-        "sizes": [{"P": GIB, "O": 2 * GIB, "G": GIB}] * 38,
+        "sizes": [sizes(GIB)] * 38,
         "num_parameters": [GIB // 4] * 38,
         "templates": [0] + [1] * 36 + [2],
         "stage_flops": [0] + [10**12] * 37,
         "seconds_per_step": 1.25,
         "microbatches": 4,
-        "instructions": [Instruction(op=Op.FETCH, group=i, part="P") for i in range(38)],
+        "instructions": [Instruction(op=Op.FETCH, key=Key(Kind.MASTERS, i)) for i in range(38)],
         "deferred": True,
         "device_state_bytes": 12 * GIB,
         "device_other_bytes": 5 * GIB,

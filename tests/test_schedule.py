@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.tasks import Op, Workload
 from schedule_machine import run_everything
@@ -105,7 +106,9 @@ def test_nothing_moves_once_everything_is_resident(seed):
         assert instruction.task is not None
         if instruction.op in WAITS:
             waits.append(instruction.task % whole.num_tasks)
-        elif instruction.op is Op.UPDATE and workload.size(("G", instruction.group or 0)):
+        elif instruction.op is Op.UPDATE and workload.size(
+            Key(Kind.GRADIENT, instruction.group or 0)
+        ):
             consumers.add(instruction.task)
         elif instruction.stage is not None:
             last_read.update(dict.fromkeys(workload.reads[instruction.stage], instruction.task))
@@ -113,37 +116,37 @@ def test_nothing_moves_once_everything_is_resident(seed):
                 consumers.add(instruction.task)
     assert sorted(waits) == sorted(consumers.union(last_read.values()))
     cold = [instruction for instruction in whole.cold if instruction.op is Op.FETCH]
-    assert len(cold) == len({(instruction.part, instruction.group) for instruction in cold})
+    assert len(cold) == len({instruction.key for instruction in cold})
 
 
 def test_immediate_step_by_hand():
     schedule = find_schedule(chain(4), None)
     assert schedule.num_tasks == 7 and schedule.smallest_bytes == 36
     forward = [
-        *("WAIT -2", "FETCH P2", "FORWARD 0", "OFFLOAD P0"),
-        *("WAIT -1", "LAND P1", "LAND O1", "FETCH P3", "FETCH O3", "FORWARD 1", "RELEASE P1"),
+        *("WAIT -2", "FETCH M2", "FORWARD 0", "OFFLOAD M0"),
+        *("WAIT -1", "LAND M1", "LAND O1", "FETCH M3", "FETCH O3", "FORWARD 1", "RELEASE M1"),
         *("FORWARD 2", "WAIT 1", "LAND O0", "FETCH O2"),
     ]
     backward = [
-        *("BACKWARD 3", "COMBINE", "UPDATE 3", "OFFLOAD P3", "OFFLOAD O3"),
-        *("LAND P0", "FETCH P1"),
-        *("BACKWARD 2", "UPDATE 2", "OFFLOAD P2", "OFFLOAD O2"),
-        *("WAIT 3", "LAND P3", "FETCH O1", "LAND O3", "FETCH P0"),
-        *("BACKWARD 1", "UPDATE 1", "OFFLOAD P1", "OFFLOAD O1"),
-        *("WAIT 4", "LAND P2", "FETCH O0", "LAND O2", "FETCH P1"),
+        *("BACKWARD 3", "COMBINE", "UPDATE 3", "OFFLOAD M3", "OFFLOAD O3"),
+        *("LAND M0", "FETCH M1"),
+        *("BACKWARD 2", "UPDATE 2", "OFFLOAD M2", "OFFLOAD O2"),
+        *("WAIT 3", "LAND M3", "FETCH O1", "LAND O3", "FETCH M0"),
+        *("BACKWARD 1", "UPDATE 1", "OFFLOAD M1", "OFFLOAD O1"),
+        *("WAIT 4", "LAND M2", "FETCH O0", "LAND O2", "FETCH M1"),
         *("BACKWARD 0", "UPDATE 0", "OFFLOAD O0"),
     ]
     assert spell(schedule.steady) == [*forward, *backward]
     assert spell(schedule.flush) == [
-        *("OFFLOAD P0", "RELEASE P1", "WAIT -2", "LAND P1", "LAND O1"),
-        *("WAIT -1", "LAND O0", "LAND P0"),
+        *("OFFLOAD M0", "RELEASE M1", "WAIT -2", "LAND M1", "LAND O1"),
+        *("WAIT -1", "LAND O0", "LAND M0"),
     ]
     assert spell(schedule.evaluation) == [
-        *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0"),
-        *("FETCH P2", "FETCH P3", "FORWARD 1", "RELEASE P1", "WAIT 0", "FORWARD 2", "RELEASE P2"),
-        *("WAIT 1", "FORWARD 3", "RELEASE P3", "WAIT 2", "WAIT 3"),
+        *("FETCH M0", "FETCH M1", "FORWARD 0", "RELEASE M0"),
+        *("FETCH M2", "FETCH M3", "FORWARD 1", "RELEASE M1", "WAIT 0", "FORWARD 2", "RELEASE M2"),
+        *("WAIT 1", "FORWARD 3", "RELEASE M3", "WAIT 2", "WAIT 3"),
     ]
-    # From its start: P0, P1; G0 and G1 until they were used up; P1, O1 and O0 on their way out.
+    # From its start: M0, M1; G0 and G1 until they were used up; M1, O1 and O0 on their way out.
     assert schedule.ledger["steady"][:15] == (
         *(32, 36, 36, 36),
         *(32, 28, 20, 24, 32, 32, 32),
@@ -165,18 +168,18 @@ def test_resident_step_by_hand():
 def test_deferred_step_by_hand():
     schedule = find_schedule(chain(4, deferred=True), None)
     assert spell(schedule.cold) == [
-        *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0", "FETCH P2", "FETCH P3", "FORWARD 1"),
-        *("WAIT 0", "FETCH P0", "FORWARD 2", "FETCH O0", "FETCH O1"),
-        *("BACKWARD 3", "RELEASE P3", "REDUCE 3", "OFFLOAD G3"),
+        *("FETCH M0", "FETCH M1", "FORWARD 0", "RELEASE M0", "FETCH M2", "FETCH M3", "FORWARD 1"),
+        *("WAIT 0", "FETCH M0", "FORWARD 2", "FETCH O0", "FETCH O1"),
+        *("BACKWARD 3", "RELEASE M3", "REDUCE 3", "OFFLOAD G3"),
         *("BACKWARD 2", "REDUCE 2", "OFFLOAD G2", "WAIT 3"),
         *("BACKWARD 1", "REDUCE 1", "BACKWARD 0", "REDUCE 0", "COMBINE"),
     ]
     steady = spell(schedule.steady)
     forward = steady[: steady.index("BACKWARD 3")]
     assert [word for word in forward if word.split()[0] in ("UPDATE", "FORWARD", "OFFLOAD")] == [
-        *("UPDATE 0", "OFFLOAD O0", "FORWARD 0", "OFFLOAD P0"),
-        *("UPDATE 1", "OFFLOAD O1", "FORWARD 1", "OFFLOAD P1"),
-        *("UPDATE 2", "OFFLOAD O2", "FORWARD 2", "OFFLOAD P2"),
+        *("UPDATE 0", "OFFLOAD O0", "FORWARD 0", "OFFLOAD M0"),
+        *("UPDATE 1", "OFFLOAD O1", "FORWARD 1", "OFFLOAD M1"),
+        *("UPDATE 2", "OFFLOAD O2", "FORWARD 2", "OFFLOAD M2"),
         *("UPDATE 3", "OFFLOAD O3"),
     ]
     # What the next forward updates first comes, or stays, while backward computes.
@@ -187,13 +190,13 @@ def test_deferred_step_by_hand():
 def test_a_single_item_by_hand():
     workload = chain(1, deferred=True)
     schedule = find_schedule(workload, None)
-    assert spell(schedule.cold) == ["FETCH P0", "FETCH O0", "BACKWARD 0", "REDUCE 0", "COMBINE"]
+    assert spell(schedule.cold) == ["FETCH M0", "FETCH O0", "BACKWARD 0", "REDUCE 0", "COMBINE"]
     assert spell(schedule.steady) == ["WAIT -2", "UPDATE 0", "BACKWARD 0", "REDUCE 0", "COMBINE"]
     assert spell(schedule.flush) == [
-        *("WAIT -2", "UPDATE 0", "OFFLOAD P0", "OFFLOAD O0", "WAIT -1", "WAIT 0"),
-        *("LAND P0", "LAND O0"),
+        *("WAIT -2", "UPDATE 0", "OFFLOAD M0", "OFFLOAD O0", "WAIT -1", "WAIT 0"),
+        *("LAND M0", "LAND O0"),
     ]
-    # At the end of a steady lap: P, O, the new gradient and those of the last two updates.
+    # At the end of a steady lap: M, O, the new gradient and those of the last two updates.
     assert schedule.ledger["cold"] == (4, 12, 16, 16, 16)
     assert schedule.ledger["steady"] == (20, 20, 24, 24, 24)
     assert schedule.ledger["flush"] == (20, 20, 20, 20, 16, 12, 8, 0)
@@ -253,10 +256,12 @@ def test_values_wait_in_the_host_for_their_backward(deferred):
 
 
 def test_parts_without_bytes_never_move():
-    bare = chain(3, sizes=({"P": 4, "G": 4}, {"P": 4, "O": 0, "G": 4}, {"P": 4}))
+    masters, gradient = {Kind.MASTERS: 4}, {Kind.GRADIENT: 4}
+    none = {Kind.OPTIMIZER_STATE: 0}
+    bare = chain(3, sizes=(masters | gradient, masters | none | gradient, masters))
     schedule = find_schedule(bare, None)
-    moved = {(r.part, r.group) for name in LAPS for r in getattr(schedule, name) if r.part}
-    assert moved == {("P", 0), ("P", 1), ("P", 2)}
+    moved = {r.key for name in LAPS for r in getattr(schedule, name) if r.key}
+    assert moved == {Key(Kind.MASTERS, group) for group in range(3)}
     assert "UPDATE 2" in spell(schedule.steady)
 
 
@@ -267,8 +272,7 @@ def busy_seconds(workload: Workload) -> float:
 
 
 def bytes_moved(workload: Workload, schedule: Schedule, op: Op) -> int:
-    moved = [(str(r.part), r.group) for r in schedule.steady if r.op is op]
-    return sum(workload.size((part, group)) for part, group in moved if group is not None)
+    return sum(workload.size(r.key) for r in schedule.steady if r.op is op and r.key)
 
 
 def test_streaming_hides_behind_computing():
@@ -299,8 +303,8 @@ def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
     fetched: list[int] = []
     between = []
     for instruction in schedule.steady:
-        if instruction.op is Op.FETCH:
-            fetched.append(workload.size((str(instruction.part), instruction.group or 0)))
+        if instruction.op is Op.FETCH and instruction.key:
+            fetched.append(workload.size(instruction.key))
         elif instruction.op is Op.BACKWARD:
             between.append(sum(fetched[:-1]))  # the last may be larger and is due later
             fetched = []

@@ -11,6 +11,7 @@ import pytest
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.adapt.model_kinds import path_name
+from megatrain_jax._src.common.keys import PASSING, Kind
 from megatrain_jax._src.schedule.tasks import Op
 from optimizers import OPTIMIZERS
 from oracle import train_plain
@@ -108,16 +109,18 @@ def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(
     assert len(frozen) == len(spec.grouping.names) - 1
     schedule = spec.first.schedule
     for instructions in (schedule.cold, schedule.steady, schedule.flush):
-        ops = {(r.op, r.part) for r in instructions if r.group in frozen and r.part != "A"}
-        assert ops <= {(Op.FETCH, "P"), (Op.RELEASE, "P")}
+        keyed = [(r.op, r.key) for r in instructions if r.key and r.key.kind not in PASSING]
+        ops = {(op, key.kind) for op, key in keyed if key.owner in frozen}
+        assert ops <= {(Op.FETCH, Kind.MASTERS), (Op.RELEASE, Kind.MASTERS)}
+        assert frozen.isdisjoint(r.group for r in instructions)
     backwards = {r.stage for r in schedule.steady if r.op is Op.BACKWARD}
     first = next(s for s, b in enumerate(spec.first.stages) if b.trained)
     assert backwards == set(range(first, len(spec.first.stages))) and first > 1
     assert not any(spec.first.stages[first].stage.active)  # nothing goes back further
     sizes = [layout.sizes(None) for layout in spec.layouts]
-    assert not any(sizes[g]["O"] for g in frozen)
+    assert not any(sizes[g][Kind.OPTIMIZER_STATE] for g in frozen)
     train(trainer, [case.batch(0)], gradients=False)
-    assert {g for part, g in trainer._store.host if part == "O"}.isdisjoint(frozen)
+    assert {g for kind, g in trainer._store.host if kind is Kind.OPTIMIZER_STATE}.isdisjoint(frozen)
 
 
 def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from late import SlowDevice, are_ready, is_computed
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
@@ -27,8 +28,9 @@ def leaving(platform: str) -> Transfers:
     for _ in range(10):
         late(jnp.zeros(1))  # it has other work to do first
     for n in range(3):
-        store.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device)),)
-        transfers.move(Op.OFFLOAD, ("P", n), 5, [])
+        slab, key = jax.device_put(jnp.full(64, float(n)), device), Key(Kind.MASTERS, n)
+        store.on_device[key] = (late(slab),)
+        transfers.move(Op.OFFLOAD, key, 5, [])
     return transfers
 
 
@@ -36,12 +38,14 @@ def leaving(platform: str) -> Transfers:
 def test_what_lands_or_rests_is_in_the_host(platform):
     transfers = leaving(platform)
     transfers.dispatch()
-    transfers.wait_landed(5, ("P", 1))
-    assert are_ready(transfers.store.host["P", 1])
+    key = Key(Kind.MASTERS, 1)
+    transfers.wait_landed(5, key)
+    assert are_ready(transfers.store.host[key])
     transfers = leaving(platform)
     transfers.rest()
     assert are_ready(x for slabs in transfers.store.host.values() for x in slabs)
-    assert [float(transfers.store.host["P", n][0][0]) for n in range(3)] == [0.0, 1.0, 2.0]
+    slabs = [transfers.store.host[Key(Kind.MASTERS, n)] for n in range(3)]
+    assert [float(slab[0]) for (slab,) in slabs] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
@@ -69,10 +73,9 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
         nonlocal now
         task = engine._begun + (instruction.task or 0)
         now = task if instruction.op in COMPUTING else now
-        key = instruction.part, instruction.group
         waits_for, is_there = made.get(task, []), is_computed
         if instruction.op is Op.LAND:
-            waits_for, is_there = engine.store.host.get(key, ()), are_ready
+            waits_for, is_there = engine.store.host.get(instruction.key, ()), are_ready
         was_late = not is_there(waits_for)
         obey(instruction, step)
         if instruction.op in WAITS:

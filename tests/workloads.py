@@ -3,11 +3,13 @@
 import random
 from dataclasses import replace
 
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.tasks import WAITS, Costs, Instruction, Op, Workload
 
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
 MOVES = COPIES | WAITS
-BLOCK = {"P": 4, "O": 8, "G": 4}
+OF_GROUPS = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
+BLOCK = dict(zip(OF_GROUPS, (4, 8, 4), strict=True))
 
 
 def random_workload(seed: int) -> Workload:
@@ -24,8 +26,8 @@ def random_workload(seed: int) -> Workload:
     backward = [rng.random() < 0.9 for _ in stages[1:]] + [True]
     sizes = []
     for _ in range(num_groups):
-        empty = rng.choice(("", "", "", "O", "OG"))
-        sizes.append({part: 0 if part in empty else rng.randint(1, 50) for part in "POG"})
+        empty = rng.choice(((), (), (), OF_GROUPS[1:2], OF_GROUPS[1:]))
+        sizes.append({kind: 0 if kind in empty else rng.randint(1, 50) for kind in OF_GROUPS})
     makes: list[tuple[int, ...]] = [()] * num_stages
     reads: list[tuple[int, ...]] = [()] * num_stages
     values = {}
@@ -49,7 +51,7 @@ def random_workload(seed: int) -> Workload:
         residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
         deferred=rng.random() < 0.5,
         accumulate=rng.random() < 0.5,
-        reduce_reads=frozenset(part for part in "PO" if rng.random() < 0.3),
+        reduce_reads=frozenset(kind for kind in OF_GROUPS[:2] if rng.random() < 0.3),
         costs=Costs(
             forward=tuple(rng.choice((0.0, 1.0, 20.0)) for _ in stages),
             backward=tuple(backward_seconds),
@@ -86,7 +88,7 @@ def costs(num_stages: int, num_groups: int, **changes) -> Costs:
 
 
 def spell(instructions: tuple[Instruction, ...]) -> list[str]:
-    """Records as words such as "FETCH P0", "FORWARD 0", "WAIT -1" and "LAND P2"."""
+    """Instructions as words such as "FETCH M0", "FORWARD 0", "WAIT -1" and "LAND A2"."""
     words = []
     for instruction in instructions:
         numbers = (
@@ -94,8 +96,10 @@ def spell(instructions: tuple[Instruction, ...]) -> list[str]:
             instruction.group,
             instruction.task if instruction.op is Op.WAIT else None,
         )
-        number = next((str(number) for number in numbers if number is not None), "")
-        words.append(f"{instruction.op.name} {instruction.part or ''}{number}".strip())
+        of = next((str(number) for number in numbers if number is not None), "")
+        if instruction.key is not None:
+            of = f"{instruction.key.kind.name[0]}{instruction.key.owner}"
+        words.append(f"{instruction.op.name} {of}".strip())
     return words
 
 
@@ -105,5 +109,5 @@ def computing(instructions: tuple[Instruction, ...]) -> list[str]:
 
 def decoder(**changes) -> Workload:
     """Blocks between an embedding and a head that are four times as large."""
-    large = {part: 4 * size for part, size in BLOCK.items()}
+    large = {kind: 4 * size for kind, size in BLOCK.items()}
     return chain(20, sizes=(large, *(BLOCK,) * 18, large), **changes)

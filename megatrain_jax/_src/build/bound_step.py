@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.program import jaxpr as jx
@@ -95,7 +96,7 @@ def bind_step(
     microbatches: int,
     metrics: tuple[str, ...],
     deferred: bool,
-    reduce_reads: frozenset[str],
+    reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
     training: bool = True,
@@ -185,7 +186,7 @@ def _counted_values(
 
 def _costs(
     bound: Sequence[BoundStage],
-    sizes: Sequence[Mapping[str, int]],
+    sizes: Sequence[Mapping[Kind, int]],
     microbatches: int,
     hardware: Hardware,
 ) -> Costs:
@@ -201,7 +202,7 @@ def _costs(
         for stage, seconds in zip(stages, forward, strict=True)
     ]
     saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
-    moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
+    moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
     return Costs(
         forward=tuple(forward),
         backward=tuple(backward),

@@ -19,6 +19,7 @@ from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
@@ -372,9 +373,9 @@ def _other_bytes(step: BoundStep) -> int:
 def _in_flight_bytes(step: BoundStep) -> int:
     """Most host bytes that are both old copies still being read and new ones being written."""
     sizes = step.workload.sizes
-    lasting = (r for r in step.schedule.steady if r.op is Op.OFFLOAD and r.part in ("P", "O"))
-    groups = {r.group for r in lasting if r.group is not None}
-    moving = sorted((sizes[g]["P"] + sizes[g]["O"] for g in groups), reverse=True)
+    offloaded = (r.key for r in step.schedule.steady if r.op is Op.OFFLOAD)
+    groups = {key.owner for key in offloaded if key is not None and key.kind in LASTING}
+    moving = sorted((sum(sizes[g][kind] for kind in LASTING) for g in groups), reverse=True)
     return sum(moving[:_TASKS_IN_FLIGHT])
 
 

@@ -5,6 +5,7 @@ without this library.
 """
 
 import dataclasses
+import enum
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, joined, numbers
 from megatrain_jax._src.runtime.store import Reader, Store
 
 Path = tuple[str, ...]
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
-_VARIABLES, _SMALL, _RUN = "V", "S", "R"
+
+
+class Small(enum.Enum):
+    """The lists of arrays that are in no group."""
+
+    VARIABLES = enum.auto()  # of the model, beside its parameters
+    OPTIMIZER = enum.auto()  # what all groups share: counts, keys, hyperparameters
+    RUN = enum.auto()  # the seed's key and the number of the next step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +37,17 @@ class Place:
     """Where an array of the store lives.
 
     Attributes:
-        part: "P" masters or "O" optimizer state of a group; "V" variables, "S" small state of the
-            optimizer, "R" the run's own.
-        group: Its group; None for what is in no group.
-        position: Its position among the leaves of its group's part, or in its list.
+        holder: Masters or optimizer state of a group, or a list of small arrays.
+        position: Its position among the holder's leaves.
     """
 
-    part: str
-    group: int | None
+    holder: Key | Small
     position: int
+
+    @property
+    def group(self) -> int | None:
+        """Its group; None for what is in no group."""
+        return self.holder.owner if isinstance(self.holder, Key) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +99,7 @@ def _parameters(spec: RunSpec) -> Iterable[Entry]:
         for position, i in enumerate(rows):
             leaf = spec.leaves[i]
             dtypes[leaf.parameter] = spec.layouts[g].master.dtype
-            place = Place(part="P", group=g, position=position)
+            place = Place(holder=Key(Kind.MASTERS, g), position=position)
             places[leaf.parameter].append((leaf.index, place))
     for p, (path, shape) in enumerate(zip(spec.adapted.paths, spec.adapted.shapes, strict=True)):
         yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
@@ -99,10 +110,10 @@ def _state(spec: RunSpec) -> Iterable[Entry]:
     places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
-            place = Place(part="O", group=g, position=position)
+            place = Place(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
             places[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
-        place = Place(part=_SMALL, group=None, position=position)
+        place = Place(holder=Small.OPTIMIZER, position=position)
         places[leaf.leaf].append((leaf.index, place))
     tree = jax.tree.unflatten(cut.state_def, cut.state_shapes)
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -114,7 +125,7 @@ def _state(spec: RunSpec) -> Iterable[Entry]:
 def _variables(spec: RunSpec) -> Iterable[Entry]:
     shapes = zip(spec.adapted.variable_paths, spec.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
-        place = Place(part=_VARIABLES, group=None, position=position)
+        place = Place(holder=Small.VARIABLES, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
 
 
@@ -122,7 +133,7 @@ def _run() -> Iterable[Entry]:
     """The seed's key and the number of the next step."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
-        place = Place(part=_RUN, group=None, position=position)
+        place = Place(holder=Small.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
@@ -152,26 +163,27 @@ def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Re
     small = small_arrays(store)
 
     def reader(place: Place) -> Reader:
-        if place.group is None:
-            return functools.partial(as_data, small[place.part][place.position])
-        return store.reader((place.part, place.group), place.position)
+        if isinstance(place.holder, Small):
+            return functools.partial(as_data, small[place.holder][place.position])
+        return store.reader(place.holder, place.position)
 
     return [(entry, [reader(place) for place in entry.places]) for entry in entries]
 
 
-def small_arrays(store: Store) -> dict[str, list[jax.Array]]:
-    """The arrays in no group, by part."""
+def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
+    """The arrays in no group."""
     return {
-        _VARIABLES: list(store.variables),
-        _SMALL: list(store.globals),
-        _RUN: [store.key, store.step],
+        Small.VARIABLES: list(store.variables),
+        Small.OPTIMIZER: list(store.globals),
+        Small.RUN: [store.key, store.step],
     }
 
 
-def set_small_arrays(store: Store, arrays: Mapping[str, list[jax.Array]]) -> None:
+def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> None:
     """Replaces the arrays in no group."""
-    store.variables, store.globals = list(arrays[_VARIABLES]), list(arrays[_SMALL])
-    store.key, store.step = arrays[_RUN]
+    store.variables = list(arrays[Small.VARIABLES])
+    store.globals = list(arrays[Small.OPTIMIZER])
+    store.key, store.step = arrays[Small.RUN]
 
 
 def whole_arrays(rows: Iterable[tuple[Entry, list[Reader]]]) -> list[tuple[Entry, np.ndarray]]:

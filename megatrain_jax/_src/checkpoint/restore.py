@@ -21,11 +21,13 @@ from megatrain_jax._src.checkpoint.checksums import verify
 from megatrain_jax._src.checkpoint.contents import (
     Entry,
     Place,
+    Small,
     set_small_arrays,
     small_arrays,
 )
 from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.layout import Layout
@@ -118,23 +120,22 @@ def _fill(
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            arrays = store.append((slab.part, slab.group), slab.layout.encode(values))
+            arrays = store.append(slab.key, slab.layout.encode(values))
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
                     verify(path, known, by_place[place].path, leaf)
             del values
             jax.block_until_ready(arrays)
-            if after is None or after.group != slab.group:
+            if after is None or after.key.owner != slab.key.owner:
                 done()
         _load_small(path, known, store, [entry for entry in entries if not entry.groups])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slab:
-    """A slab to fill: of which part and group, how it is laid out, and its leaves' places."""
+    """A slab to fill: what it is part of, how it is laid out, and its leaves' places."""
 
-    part: str
-    group: int
+    key: Key
     layout: Layout
     places: tuple[Place, ...]
 
@@ -143,14 +144,16 @@ def _slabs(spec: RunSpec) -> list[_Slab]:
     """All slabs, group by group, masters first."""
     found = []
     for g, layout in enumerate(spec.layouts):
-        masters = "P", layout.master, range(len(layout.master.shapes))
+        rows = list(enumerate(layout.state.places))
+        masters = Kind.MASTERS, layout.master, range(len(layout.master.shapes))
         state = [
-            ("O", slab, [i for i, (at, _) in enumerate(layout.state.places) if at == s])
+            (Kind.OPTIMIZER_STATE, slab, [i for i, (at, _) in rows if at == s])
             for s, slab in enumerate(layout.state.layouts)
         ]
-        for part, slab, positions in [masters, *state]:
-            places = tuple(Place(part=part, group=g, position=i) for i in positions)
-            found.append(_Slab(part=part, group=g, layout=slab, places=places))
+        for kind, slab, positions in [masters, *state]:
+            key = Key(kind, g)
+            places = tuple(Place(holder=key, position=i) for i in positions)
+            found.append(_Slab(key=key, layout=slab, places=places))
     return found
 
 
@@ -180,5 +183,6 @@ def _load_small(
         verify(path, known, entry.path, value)
         if entry.key is not None:
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
-        arrays[place.part][place.position] = store.small(value)
+        assert isinstance(place.holder, Small)
+        arrays[place.holder][place.position] = store.small(value)
     set_small_arrays(store, arrays)

@@ -31,9 +31,10 @@ from megatrain_jax._src.checkpoint.contents import (
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.runtime.store import Reader, Store
-from megatrain_jax._src.schedule.tasks import LASTING, Op
+from megatrain_jax._src.schedule.tasks import Op
 
 # How much is given to Orbax at a time, at least: one part's end is not written beside the next
 # one's beginning, which costs up to a second each time.
@@ -192,8 +193,8 @@ def _parts(spec: RunSpec, store: Store, entries: Sequence[Entry]) -> list[_Part]
     """What to write at a time, in the order in which steps will want to replace it."""
     small = rows_of(store, [entry for entry in entries if not entry.groups])
     parts: list[_Part] = [((), small)] if small else []
-    offloads = (r for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
-    replaced = [r.group for r in offloads if r.group is not None and str(r.part) in LASTING]
+    offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
+    replaced = [key.owner for key in offloaded if key is not None and key.kind in LASTING]
     size, copied = PART_BYTES, 0  # so that the first group begins a part
     for g in dict.fromkeys([*replaced, *range(len(spec.layouts))]):
         whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -40,11 +41,11 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
     def reduce_group(gradient, masters, state, loss, small, ok):
         gradient = gradient.astype(jnp.float32)
         shapes = layout.master.shapes
-        if "P" in reads:
+        if Kind.MASTERS in reads:
             masters = layout.master.decode(masters)
         else:
             masters = jnp.zeros(layout.master.size, layout.master.dtype)
-        if "O" in reads:
+        if Kind.OPTIMIZER_STATE in reads:
             state = layout.state.decode(state)
         else:
             state = [jnp.zeros(slab.size, slab.dtype) for slab in layout.state.layouts]
@@ -62,8 +63,8 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         build=lambda: reduce_group,
         takes=(
             layout.master.gradient_aval(gradient),
-            layout.master.at_rest if "P" in reads else None,
-            layout.state.at_rest if "O" in reads else None,
+            layout.master.at_rest if Kind.MASTERS in reads else None,
+            layout.state.at_rest if Kind.OPTIMIZER_STATE in reads else None,
             _LOSS,
             list(cut.globals),
             _OK,

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import Hardware
@@ -17,18 +18,14 @@ class Move(Protocol):
         """The operation, an enum member; only `FETCH` and `OFFLOAD` count."""
 
     @property
-    def group(self) -> int | None:
-        """The group that moves."""
-
-    @property
-    def part(self) -> str | None:
-        """The part of it that moves: "P", "O" or "G"; "A" for a value with the group's number."""
+    def key(self) -> Key | None:
+        """What moves."""
 
 
 def make_plan(
     *,
     names: Sequence[str],
-    sizes: Sequence[Mapping[str, int]],
+    sizes: Sequence[Mapping[Kind, int]],
     values: Mapping[int, int] | None = None,
     num_parameters: Sequence[int],
     templates: Sequence[int | str],
@@ -66,7 +63,7 @@ def make_plan(
 
     Args:
         names: The groups' names; like the three arguments that follow, one entry a group.
-        sizes: Bytes of each group's parts: "P" master weights, "O" optimizer state, "G" gradient.
+        sizes: Bytes of each group's masters, optimizer state and gradient.
         values: Bytes of the values that move, by number.
         num_parameters: Parameters of each group.
         templates: The template that each group's stage uses.
@@ -97,7 +94,7 @@ def make_plan(
         The plan.
     """
     bytes_in, bytes_out, waiting_bytes = _moved(instructions, sizes, values or {})
-    state = [size["P"] + size["O"] for size in sizes]
+    state = [sum(size[kind] for kind in LASTING) for size in sizes]
     peak = sum(state) + waiting_bytes + in_flight_bytes
     process = hardware and pool.process_bytes(peak, largest_slab_bytes, hardware.assumed_host_bytes)
     has_backward = [True] * len(stage_flops) if backward is None else backward
@@ -137,17 +134,19 @@ def make_plan(
 
 
 def _moved(
-    instructions: Iterable[Move], sizes: Sequence[Mapping[str, int]], values: Mapping[int, int]
+    instructions: Iterable[Move], sizes: Sequence[Mapping[Kind, int]], values: Mapping[int, int]
 ) -> tuple[int, int, int]:
     """Returns bytes in, bytes out, and bytes of gradients and values that wait in the host."""
-    moved, waiting = {"FETCH": 0, "OFFLOAD": 0}, {}
+    moved: dict[str, int] = {"FETCH": 0, "OFFLOAD": 0}
+    waiting: dict[Key, int] = {}
     for instruction in instructions:
-        name, group, part = instruction.op.name, instruction.group, instruction.part
-        if name in moved and group is not None and part is not None:
-            size = values[group] if part == "A" else sizes[group][part]
+        name, key = instruction.op.name, instruction.key
+        if name in moved and key is not None:
+            kind, owner = key
+            size = values[owner] if kind is Kind.ACTIVATION else sizes[owner][kind]
             moved[name] += size
-            if name == "OFFLOAD" and part in "GA":
-                waiting[part, group] = size
+            if name == "OFFLOAD" and kind not in LASTING:
+                waiting[key] = size
     return moved["FETCH"], moved["OFFLOAD"], sum(waiting.values())
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.step_kernels import group_kernel, stage_kernel
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import initial, steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -54,7 +55,6 @@ class Engine:
         self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
         self._transfers = Transfers(store)
-        self._host, self._on_device = store.host, store.on_device
         self._messages: list[jax.Array] = []
         self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
         self._combined_ok = store.ok  # of the step whose updates are pending
@@ -180,19 +180,17 @@ class Engine:
         """
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
-        if instruction.part is not None and not waits:
-            rows = [] if step is None else step.rows
-            self._transfers.move(
-                instruction.op, (instruction.part, _known(instruction.group)), task, rows
-            )
+        key = instruction.key
+        if key is not None and not waits:
+            self._transfers.move(instruction.op, key, task, [] if step is None else step.rows)
             return
         if not waits or self._transfers.fetching:
             self._transfers.dispatch()
         if instruction.op is Op.WAIT:
             self._wait(task)
-        elif instruction.op is Op.LAND:
+        elif key is not None:
             self._wait(task)  # a part can land while its task still computes with it
-            self._transfers.wait_landed(task, (str(instruction.part), _known(instruction.group)))
+            self._transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(step, _known(instruction.group), task)
         elif instruction.op is Op.ZEROS:
@@ -208,7 +206,7 @@ class Engine:
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(step, stage, task)
             for i in step.plan.last_read.get((instruction.op, stage), ()):
-                self._host.pop(("A", i), None)
+                self.store.host.pop(Key(Kind.ACTIVATION, i), None)
                 for row in step.rows:
                     row.pop(i, None)
 
@@ -234,7 +232,7 @@ class Engine:
         return self._found[key]
 
     def _masters(self, bound: BoundStage) -> list[Slabs]:
-        return [self._on_device["P", g] for g in bound.groups]
+        return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
@@ -266,7 +264,7 @@ class Engine:
                 [cotangents.pop(i) for i in bound.sent],
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
-                self._on_device["G", g] = (gradient,)
+                self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
             self._tokens[task] = (back or gradients)[0]
             if mode.give_outputs:
                 self._keep(step, bound, row, outputs, task)
@@ -287,20 +285,24 @@ class Engine:
             cotangents[i] = cotangent
 
     def _take_gradient(self, group: int) -> jax.Array:
-        self._host.pop(("G", group), None)
-        (gradient,) = self._on_device.pop(("G", group))
+        self.store.host.pop(Key(Kind.GRADIENT, group), None)
+        (gradient,) = self.store.on_device.pop(Key(Kind.GRADIENT, group))
         return gradient
 
     def _zeros(self, group: int) -> None:
         layout, sharding = self.store.layouts[group].master, self.store.placement.slabs_on_device
         make = self.kernels.get(initial.zeros(layout, sharding))
-        self._on_device["G", group] = (make(),)
+        self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
     def _reduce(self, step: _Step, group: int, task: int) -> None:
-        (gradient,) = self._on_device["G", group]
+        (gradient,) = self.store.on_device[Key(Kind.GRADIENT, group)]
         run, reads = self._find(Op.REDUCE, group, gradient.dtype), self.optimizer.reduce_reads
-        masters = self._on_device["P", group] if "P" in reads else None
-        state = self._on_device.get(("O", group), ()) if "O" in reads else None
+        masters = self.store.on_device[Key(Kind.MASTERS, group)] if Kind.MASTERS in reads else None
+        state = (
+            self.store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
+            if Kind.OPTIMIZER_STATE in reads
+            else None
+        )
         loss = self._means(step)["loss"]
         scalars, *measured = run(gradient, masters, state, loss, self.store.globals, self.store.ok)
         step.scalars[group] = scalars
@@ -324,22 +326,22 @@ class Engine:
 
     def _update(self, step: _Step | None, group: int, task: int) -> None:
         cut = self.optimizer
-        masters = self._on_device.pop(("P", group))
-        state = self._on_device.pop(("O", group), ())
+        masters = self.store.on_device.pop(Key(Kind.MASTERS, group))
+        state = self.store.on_device.pop(Key(Kind.OPTIMIZER_STATE, group), ())
         gradient = self._take_gradient(group)
         run = self._find(Op.UPDATE, group, gradient.dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
-        self._host.pop(("P", group), None)  # stale from here on
-        self._host.pop(("O", group), None)
+        self.store.host.pop(Key(Kind.MASTERS, group), None)  # stale from here on
+        self.store.host.pop(Key(Kind.OPTIMIZER_STATE, group), None)
         # In another step than its gradients, if updates are deferred.
         ok = self._combined_ok if cut.deferred else self.store.ok
         masters, state, *measured = run(masters, state, gradient, messages, ok)
         if step is not None and not cut.deferred:
             self._note(step, group, *measured)
-        self._on_device["P", group] = masters
+        self.store.on_device[Key(Kind.MASTERS, group)] = masters
         self._tokens[task] = masters[0]
         if state:
-            self._on_device["O", group] = state
+            self.store.on_device[Key(Kind.OPTIMIZER_STATE, group)] = state
 
 
 def _known(number: int | None) -> int:

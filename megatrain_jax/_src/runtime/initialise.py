@@ -7,6 +7,7 @@ import jax
 
 from megatrain_jax._src.adapt.initial_values import Initial
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.initial import initial_state, pack
 from megatrain_jax._src.program import jaxpr as jx
@@ -64,9 +65,9 @@ def _fill_group(
 ) -> None:
     layout, part = spec.layouts[g], spec.optimizer.initial_state[g]
     masters = kernels.get(pack(layout.master))(leaves)
-    resting = [store.append(("P", g), masters)]
+    resting = [store.append(Key(Kind.MASTERS, g), masters)]
     if layout.state.layouts:
         state = kernels.get(initial_state(part, layout))(masters)
-        resting.append(store.append(("O", g), state))
+        resting.append(store.append(Key(Kind.OPTIMIZER_STATE, g), state))
     # Waited for, so that the next group's arrays don't join this one's on the device.
     jax.block_until_ready(resting)

@@ -4,7 +4,7 @@ Parts of groups (masters, optimizer state, gradients) and the activations that w
 tuples of arrays by key, in two tiers: pinned host memory and the devices. An update of group 3's
 masters, streamed:
 
-                          host["P", 3]    on_device["P", 3]
+                          host[key]       on_device[key]      key = Key(Kind.MASTERS, 3)
     at rest               version 1       -
     FETCH                 version 1       version 1
     UPDATE                -               version 2          a stale copy has no place in the host
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.schedule.tasks import LASTING, PartKey
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.placement import Placement
 
@@ -40,8 +40,8 @@ class Store:
     Attributes:
         layouts: How each group's state lies in slabs.
         placement: Where its arrays live.
-        host: Slabs in pinned host memory by part and group, and activations by their id.
-        on_device: Slabs on the devices by the same keys; activations are in the rows of their step.
+        host: Slabs in pinned host memory, and activations, of which each microbatch has one.
+        on_device: Slabs on the devices; activations are in the rows of their step.
         variables: Non-parameter state of the model.
         globals: Optimizer state that belongs to no group.
         ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
@@ -61,8 +61,8 @@ class Store:
             key: See the attribute.
         """
         self.layouts, self.placement = tuple(layouts), placement
-        self.host: dict[PartKey, Slabs] = {}
-        self.on_device: dict[PartKey, Slabs] = {}
+        self.host: dict[Key, Slabs] = {}
+        self.on_device: dict[Key, Slabs] = {}
         self.variables: list[jax.Array] = []
         self.globals: list[jax.Array] = []
         self.ok = self.small(jnp.array(True))
@@ -72,7 +72,7 @@ class Store:
 
     # ---- filling, at rest
 
-    def append(self, key: PartKey, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
+    def append(self, key: Key, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
         """Adds arrays, as a layout encodes slabs, to a part at rest; slabs come in their order.
 
         Returns:
@@ -94,17 +94,15 @@ class Store:
 
     # ---- reading, at rest
 
-    def leaves(self, key: PartKey) -> list[np.ndarray]:
+    def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as arrays in host memory, which share its bytes where they can."""
-        part, group = key
-        layout, arrays = self.layouts[group], self.host.get(key, ())
-        return (layout.master if part == "P" else layout.state).read(arrays)
+        layout, arrays = self.layouts[key.owner], self.host.get(key, ())
+        return (layout.master if key.kind is Kind.MASTERS else layout.state).read(arrays)
 
-    def reader(self, key: PartKey, position: int) -> Reader:
+    def reader(self, key: Key, position: int) -> Reader:
         """What reads one leaf of a part; holds the slab that the leaf is in."""
-        part, group = key
-        layout, arrays = self.layouts[group], self.host[key]
-        if part == "P":
+        layout, arrays = self.layouts[key.owner], self.host[key]
+        if key.kind is Kind.MASTERS:
             return functools.partial(layout.master.read_leaf, arrays, position)
         slab, at = layout.state.places[position]
         own = layout.state.by_slab(arrays)[slab]
@@ -134,7 +132,7 @@ class Store:
     def forget_step(self) -> None:
         """Drops what a step that was cut off has on the devices and for itself in the host."""
         self.on_device.clear()
-        for key in [key for key in self.host if key[0] not in LASTING]:
+        for key in [key for key in self.host if key.kind not in LASTING]:
             del self.host[key]
 
     def _move_small(self, sharding: jax.sharding.Sharding) -> None:

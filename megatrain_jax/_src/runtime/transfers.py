@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import jax
 
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.streams import Streams
-from megatrain_jax._src.schedule.tasks import LASTING, Op, PartKey
+from megatrain_jax._src.schedule.tasks import Op
 
 Rows = Sequence[dict[int, jax.Array]]
 """The live values of a step by id, for each microbatch."""
@@ -18,10 +19,10 @@ class Transfers:
     Copies are gathered until `dispatch`, and only then does the store have what they give. Between
     two computations, with group 4 to come for the next one and group 2 done with:
 
-        move(FETCH, ("P", 4), ...)       gathered
-        move(OFFLOAD, ("P", 2), ...)     gathered; gone from store.on_device
-        dispatch()                       store.on_device["P", 4], store.host["P", 2]: on their way
-        wait_landed(task, ("P", 2))      it is there, and the device's copy is gone
+        move(FETCH, Key(MASTERS, 4), ...)       gathered
+        move(OFFLOAD, Key(MASTERS, 2), ...)     gathered; gone from store.on_device
+        dispatch()                              store.on_device[...4], store.host[...2] on their way
+        wait_landed(task, Key(MASTERS, 2))      it is there, and the device's copy is gone
     """
 
     def __init__(self, store: Store):
@@ -33,26 +34,25 @@ class Transfers:
         self.store = store
         self._streams = Streams(store.placement)
         # Offloaded by a task and not waited for: what is on the device until then, and its copies.
-        self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
+        self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
 
-    def move(self, op: Op, key: PartKey, task: int, rows: Rows) -> None:
+    def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
         """Obeys a FETCH, OFFLOAD or RELEASE of a task."""
         if op is Op.FETCH:
             self._fetch(key, rows)
             return
-        part, number = key
-        on_device = self.store.on_device
-        source = tuple(r.pop(number) for r in rows) if part == "A" else on_device.pop(key)
+        if key.kind is Kind.ACTIVATION:
+            source = tuple(row.pop(key.owner) for row in rows)
+        else:
+            source = self.store.on_device.pop(key)
         if op is Op.OFFLOAD:
             self._offload(key, source, task)
 
-    def _fetch(self, key: PartKey, rows: Rows) -> None:
-        part, number = key
-
+    def _fetch(self, key: Key, rows: Rows) -> None:
         def arrive(slabs: Slabs) -> None:
-            if part == "A":
+            if key.kind is Kind.ACTIVATION:
                 for row, value in zip(rows, slabs, strict=True):
-                    row[number] = value
+                    row[key.owner] = value
             else:
                 self.store.on_device[key] = slabs
 
@@ -60,10 +60,10 @@ class Transfers:
             self.dispatch()  # it is still to leave
         self._streams.to_device(self.store.host[key], arrive)
 
-    def _offload(self, key: PartKey, source: Slabs, task: int) -> None:
-        if key[0] in LASTING and self.store.before_replacing is not None:
+    def _offload(self, key: Key, source: Slabs, task: int) -> None:
+        if key.kind in LASTING and self.store.before_replacing is not None:
             self.dispatch()  # it may take long
-            self.store.before_replacing(key[1])
+            self.store.before_replacing(key.owner)
 
         def land(slabs: Slabs) -> None:
             self.store.host[key] = slabs
@@ -80,7 +80,7 @@ class Transfers:
         """Dispatches the gathered copies."""
         self._streams.dispatch()
 
-    def wait_landed(self, task: int, key: PartKey) -> None:
+    def wait_landed(self, task: int, key: Key) -> None:
         """Blocks until what a task offloaded is in the host."""
         if (task, key) not in self._leaving:
             self.dispatch()

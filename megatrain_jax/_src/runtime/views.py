@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, joined
 from megatrain_jax._src.program.optimizer.cut import assemble_state
 from megatrain_jax._src.runtime.store import Store
@@ -15,7 +16,7 @@ def parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
     rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in spec.adapted.shapes]
     views: dict[int, np.ndarray] = {}
     for g, leaves in enumerate(spec.grouping.leaves):
-        views.update(zip(leaves, store.leaves(("P", g)), strict=True))
+        views.update(zip(leaves, store.leaves(Key(Kind.MASTERS, g)), strict=True))
     for i, leaf in enumerate(spec.leaves):
         rows[leaf.parameter].append((leaf.index, views[i]))
     shapes = (shape.shape for shape in spec.adapted.shapes)
@@ -24,5 +25,5 @@ def parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
 
 def optimizer_state(spec: RunSpec, store: Store) -> Any:
     """Optax's state in Optax's own structure."""
-    groups = [store.leaves(("O", g)) for g in range(len(store.layouts))]
+    groups = [store.leaves(Key(Kind.OPTIMIZER_STATE, g)) for g in range(len(store.layouts))]
     return assemble_state(spec.optimizer, groups, store.on_host(store.globals))

@@ -8,7 +8,8 @@ to the device before it, since its memory is allocated in the order of the compu
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from megatrain_jax._src.schedule.tasks import Costs, PartKey
+from megatrain_jax._src.common.keys import Key
+from megatrain_jax._src.schedule.tasks import Costs
 
 
 @dataclass(kw_only=True)
@@ -31,29 +32,29 @@ class Clock:
     device: float = 0.0
     inward: float = 0.0
     outward: float = 0.0
-    arrived: dict[PartKey, float] = field(default_factory=dict)
+    arrived: dict[Key, float] = field(default_factory=dict)
     computed: dict[int, float] = field(default_factory=dict)
-    landed: dict[tuple[int, PartKey], float] = field(default_factory=dict)
+    landed: dict[tuple[int, Key], float] = field(default_factory=dict)
 
-    def fetch(self, key: PartKey, size: int) -> None:
+    def fetch(self, key: Key, size: int) -> None:
         """Copies a part to the device."""
         self._dispatch()
         start = max(self.driver, self.inward, self.device)
         self.inward = self.arrived[key] = start + size * self.costs.byte
 
-    def compute(self, touches: tuple[PartKey, ...], seconds: float, task: int) -> None:
+    def compute(self, touches: tuple[Key, ...], seconds: float, task: int) -> None:
         """Computes on parts."""
         self._dispatch()
         self.device = self.computed[task] = self.over(touches, seconds)
         for key in touches:
             self.arrived.pop(key, None)
 
-    def over(self, touches: Iterable[PartKey], seconds: float) -> float:
+    def over(self, touches: Iterable[Key], seconds: float) -> float:
         """When something would be computed if it came next."""
         ready = (self.arrived.get(key, 0.0) for key in touches)
         return max(self.driver, self.device, *ready) + seconds
 
-    def offload(self, key: PartKey, size: int, task: int) -> None:
+    def offload(self, key: Key, size: int, task: int) -> None:
         """Copies a part that was computed last to the host."""
         self._dispatch()
         start = max(self.driver, self.outward, self.device)
@@ -63,7 +64,7 @@ class Clock:
         """Waits until a task has been computed."""
         self.driver = max(self.driver, self.computed.pop(task, 0.0))
 
-    def land(self, task: int, key: PartKey) -> None:
+    def land(self, task: int, key: Key) -> None:
         """Waits until a part that a task offloaded is in the host."""
         self.driver = max(self.driver, self.landed.pop((task, key), 0.0))
 

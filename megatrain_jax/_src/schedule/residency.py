@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.tasks import (
-    LASTING,
     Computation,
     Instruction,
     Op,
-    PartKey,
     Task,
     Use,
     Workload,
@@ -51,13 +50,13 @@ class Residency:
 
     workload: Workload
     limit: int
-    resident: frozenset[PartKey]
+    resident: frozenset[Key]
     clock: Clock
-    present: set[PartKey] = field(default_factory=set)
-    dirty: set[PartKey] = field(default_factory=set)
-    reserved: Counter[PartKey] = field(default_factory=Counter)
+    present: set[Key] = field(default_factory=set)
+    dirty: set[Key] = field(default_factory=set)
+    reserved: Counter[Key] = field(default_factory=Counter)
     used: dict[int, int] = field(default_factory=dict)
-    leaving: dict[tuple[int, PartKey], int] = field(default_factory=dict)
+    leaving: dict[tuple[int, Key], int] = field(default_factory=dict)
     reserved_bytes: int = 0
     num_bytes: int = 0
     reach: int = 0
@@ -114,19 +113,19 @@ class Residency:
         self.clock.wait(task)
         self._emit(Instruction(op=Op.WAIT, task=task))
 
-    def land(self, task: int, key: PartKey) -> None:
+    def land(self, task: int, key: Key) -> None:
         """Waits until a part that a task offloaded is in the host."""
         self.num_bytes -= self.leaving.pop((task, key))
         self.clock.land(task, key)
-        self._emit(Instruction(op=Op.LAND, group=key[1], part=key[0], task=task))
+        self._emit(Instruction(op=Op.LAND, key=key, task=task))
 
-    def fetch(self, key: PartKey, task: int) -> None:
+    def fetch(self, key: Key, task: int) -> None:
         """Brings a part before a task computes."""
         self.present.add(key)
         self._use_reservation(key)
         self.num_bytes += self.workload.size(key)
         self.clock.fetch(key, self.workload.size(key))
-        self._emit(Instruction(op=Op.FETCH, group=key[1], part=key[0], task=task))
+        self._emit(Instruction(op=Op.FETCH, key=key, task=task))
 
     def compute(self, step: Computation, task: int) -> None:
         """Computes one step of a task."""
@@ -144,7 +143,7 @@ class Residency:
         self.clock.compute(step.touches, step.seconds, task)
         self._emit(step.instruction)
 
-    def evict(self, key: PartKey, task: int) -> None:
+    def evict(self, key: Key, task: int) -> None:
         """Drops a part after its last use in a task, to the host if that has no current copy."""
         size = self.workload.size(key)
         self.present.discard(key)
@@ -152,17 +151,17 @@ class Residency:
             self.dirty.discard(key)
             self.leaving[task, key] = size
             self.clock.offload(key, size, task)
-            self._emit(Instruction(op=Op.OFFLOAD, group=key[1], part=key[0], task=task))
+            self._emit(Instruction(op=Op.OFFLOAD, key=key, task=task))
         else:
             self.used[task] = self.used.get(task, 0) + size
-            self._emit(Instruction(op=Op.RELEASE, group=key[1], part=key[0], task=task))
+            self._emit(Instruction(op=Op.RELEASE, key=key, task=task))
 
-    def reserve(self, key: PartKey) -> None:
+    def reserve(self, key: Key) -> None:
         """Promises room to a part that is to come."""
         self.reserved[key] += 1
         self.reserved_bytes += self.workload.size(key)
 
-    def _use_reservation(self, key: PartKey) -> None:
+    def _use_reservation(self, key: Key) -> None:
         if key not in self.reserved:
             return
         self.reserved_bytes -= self.workload.size(key)
@@ -190,7 +189,7 @@ class Residency:
         for task in tasks:
             starts.append(starts[-1] + len(task.uses))
         line = line[: starts[-1] + boundary]
-        needs: dict[PartKey, list[int]] = {}
+        needs: dict[Key, list[int]] = {}
         for at, use in enumerate(line):
             if not use.creates:
                 needs.setdefault(use.key, []).append(at)
@@ -199,7 +198,8 @@ class Residency:
             early = boundary if last else tasks[number + 1].num_early
             self._make_ready(number, task, line, starts[number + 1] + early)
             if last:  # a first lap may not use all that stays
-                for key in sorted(key for key in self.resident - self.present if key[0] in LASTING):
+                absent = self.resident - self.present
+                for key in sorted(key for key in absent if key.kind in LASTING):
                     self.fetch(key, number)
             for at, step in enumerate(task.steps):
                 self.compute(step, number)
@@ -260,8 +260,8 @@ class Residency:
 
     def _has_to_come(self, use: Use) -> bool:
         """Whether a use needs a copy; what has its room and doesn't last is still to be made."""
-        known = use.key in self.present or (use.key in self.reserved and use.key[0] not in LASTING)
-        return not use.creates and not known
+        to_be_made = use.key in self.reserved and use.key.kind not in LASTING
+        return not use.creates and use.key not in self.present and not to_be_made
 
     def _wait_for_oldest(self) -> None:
         oldest = min((*self.used, *(task for task, _ in self.leaving)), default=None)
@@ -271,7 +271,7 @@ class Residency:
         else:
             self.land(*next(at for at in self.leaving if at[0] == oldest))
 
-    def _is_needed(self, needs: dict[PartKey, list[int]], key: PartKey, start: int) -> bool:
+    def _is_needed(self, needs: dict[Key, list[int]], key: Key, start: int) -> bool:
         if key in self.resident:
             return True
         places = needs.get(key, [])

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.tasks import (
-    LASTING,
-    PASSING,
     Instruction,
     Op,
-    PartKey,
     Task,
     TaskLists,
     Use,
@@ -66,7 +64,7 @@ class Schedule:
     num_tasks: int
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
-    resident: frozenset[PartKey]
+    resident: frozenset[Key]
     kept: frozenset[int]
     seconds: float
     smallest_bytes: int
@@ -112,7 +110,7 @@ def _with_residents(lists: TaskLists, budget: int, bounds: Mapping[str, int]) ->
         return _lay_down(lists, needed, everything, bounds)
     always, units = _residuals(lists), _resident_units(lists)
 
-    def residents(count: int) -> frozenset[PartKey]:
+    def residents(count: int) -> frozenset[Key]:
         return always.union(*units[:count])
 
     most = _most(len(units), lambda count: least_bytes(lists, residents(count)) <= budget)
@@ -130,8 +128,8 @@ def _best(workload: Workload, candidates: Sequence[Schedule]) -> Schedule:
 
 def _moved(workload: Workload, schedule: Schedule) -> int:
     """Bytes that a steady lap copies, both ways."""
-    copies = (r for r in schedule.steady if r.op in (Op.FETCH, Op.OFFLOAD))
-    return sum(workload.size((str(r.part), r.group or 0)) for r in copies)
+    copies = (r.key for r in schedule.steady if r.op in (Op.FETCH, Op.OFFLOAD))
+    return sum(workload.size(key) for key in copies if key is not None)
 
 
 def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
@@ -147,7 +145,7 @@ def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
     def keeping(count: int) -> Workload:
         return replace(workload, kept=frozenset(stages[:count]))
 
-    def fits(count: int, resident: Callable[[TaskLists], frozenset[PartKey]]) -> bool:
+    def fits(count: int, resident: Callable[[TaskLists], frozenset[Key]]) -> bool:
         lists = build_task_lists(keeping(count))
         return least_bytes(lists, resident(lists)) <= budget
 
@@ -168,9 +166,9 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def least_bytes(lists: TaskLists, resident: frozenset[PartKey]) -> int:
+def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The least limit with which a task need only wait for the room of tasks two before it."""
-    nothing: frozenset[PartKey] = frozenset()
+    nothing: frozenset[Key] = frozenset()
     lines = (
         ((*lists.cold, *lists.steady, *lists.steady), resident),
         (lists.flush, nothing),
@@ -203,19 +201,19 @@ class _Residents:
         num_bytes: Bytes of all.
     """
 
-    lasting: frozenset[PartKey]
-    alive: set[PartKey]
+    lasting: frozenset[Key]
+    alive: set[Key]
     num_bytes: int
 
-    def __contains__(self, key: PartKey) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self.lasting or key in self.alive
 
 
 def _residents_at(
-    workload: Workload, tasks: Sequence[Task], resident: frozenset[PartKey]
+    workload: Workload, tasks: Sequence[Task], resident: frozenset[Key]
 ) -> Iterator[_Residents]:
     """For each task, the residents that exist when it begins; one object, good until the next."""
-    passing = {key for key in resident if key[0] in PASSING}
+    passing = {key for key in resident if key.kind in PASSING}
     lasting = resident - passing
     here = _Residents(lasting=lasting, alive=set(), num_bytes=sum(map(workload.size, lasting)))
     for number, task in enumerate(tasks):
@@ -251,45 +249,47 @@ def _least_at(
     return gone + resident.num_bytes + sum(map(workload.size, (*here, *new)))
 
 
-def _residuals(lists: TaskLists) -> frozenset[PartKey]:
-    return frozenset(("R", stage) for stage in lists.workload.kept)
+def _residuals(lists: TaskLists) -> frozenset[Key]:
+    return frozenset(Key(Kind.RESIDUALS, stage) for stage in lists.workload.kept)
 
 
-def _everything(lists: TaskLists) -> frozenset[PartKey]:
+def _everything(lists: TaskLists) -> frozenset[Key]:
     return _residuals(lists).union(*_resident_units(lists))
 
 
-def _resident_units(lists: TaskLists) -> list[tuple[PartKey, ...]]:
+def _resident_units(lists: TaskLists) -> list[tuple[Key, ...]]:
     """What can be made resident, in order of preference; a unit stays as a whole or not at all."""
     workload = lists.workload
     # A gradient that one task makes and consumes needs no lasting room.
     lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
     stages = (workload.stages[0], workload.stages[-1], *workload.stages, range(len(workload.sizes)))
     groups = dict.fromkeys(group for stage in stages for group in stage)
-    state = "PO" if workload.deferred else "POG"
-    units = [tuple((part, group) for part in state) for group in groups]
+    state = [Kind.MASTERS, Kind.OPTIMIZER_STATE]
+    if not workload.deferred:
+        state.append(Kind.GRADIENT)
+    units = [tuple(Key(kind, group) for kind in state) for group in groups]
     if workload.deferred:
         # A waiting gradient saves a round trip for few bytes; those made last are used first.
         produced = [group for _, complete in gradient_tasks(workload) for group in complete]
-        units = [*((("G", group),) for group in reversed(produced)), *units]
+        units = [*((Key(Kind.GRADIENT, group),) for group in reversed(produced)), *units]
     # A value takes one trip out and one in, less for its bytes than what lasts.
-    units += [(("A", i),) for i in workload.values]
+    units += [(Key(Kind.ACTIVATION, i),) for i in workload.values]
     sized = (tuple(key for key in unit if key in lasting) for unit in units)
     return [unit for unit in sized if unit]
 
 
 def _lay_down(
-    lists: TaskLists, limit: int, resident: frozenset[PartKey], bounds: Mapping[str, int]
+    lists: TaskLists, limit: int, resident: frozenset[Key], bounds: Mapping[str, int]
 ) -> Schedule:
     """The schedule of one limit and one set of resident parts."""
     num_tasks = len(lists.steady)
     boundary = _boundary(lists, limit, resident)
 
-    def start(resident: frozenset[PartKey]) -> Residency:
+    def start(resident: frozenset[Key]) -> Residency:
         clock = Clock(costs=lists.workload.costs)
         device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
         for key in resident:
-            if key[0] in LASTING:
+            if key.kind in LASTING:
                 device.reserve(key)
         return device
 
@@ -326,7 +326,7 @@ def _lay_down(
     )
 
 
-def _boundary(lists: TaskLists, limit: int, resident: frozenset[PartKey]) -> int:
+def _boundary(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
     """How many uses of the next lap can have their room while a lap's last task computes."""
     uses = [use for task in lists.steady for use in task.uses]
     ends = []

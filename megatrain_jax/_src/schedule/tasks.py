@@ -10,16 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-PartKey = tuple[str, int]
-"""A part and its number: of a group "P" masters, "O" optimizer state or "G" gradient; "A" and a
-value's id; "R" and a stage whose residuals are kept.
-
-A value ("activation") is what one stage hands to others, residuals are what its forward keeps for
-its backward; of all microbatches. Gradients, values and residuals are made within a lap; masters
-and optimizer state always exist.
-"""
-LASTING = "PO"
-PASSING = "AR"
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 
 
 class Op(enum.Enum):
@@ -41,6 +32,16 @@ class Op(enum.Enum):
 WAITS = frozenset({Op.WAIT, Op.LAND})
 """The instructions in which the driver waits for the device."""
 
+# Kinds of the parts of groups that computing touches, in the order in which they are fetched.
+_TOUCHES = {
+    Op.FORWARD: (Kind.MASTERS,),
+    Op.BACKWARD: (Kind.MASTERS, Kind.GRADIENT),
+    Op.ZEROS: (Kind.GRADIENT,),
+    Op.REDUCE: (Kind.GRADIENT,),  # and what the optimizer reads besides
+    Op.COMBINE: (),
+    Op.UPDATE: (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
@@ -49,9 +50,8 @@ class Instruction:
     Attributes:
         op: What to do.
         stage: The stage of a FORWARD or BACKWARD.
-        group: The group of every instruction but FORWARD, BACKWARD, COMBINE and WAIT; with part
-            "A" the id of a value.
-        part: "P", "O", "G" or "A" of a FETCH, OFFLOAD, RELEASE or LAND.
+        group: The group of a ZEROS, REDUCE or UPDATE.
+        key: What a FETCH, OFFLOAD or RELEASE moves, or a LAND waits for.
         task: The task of its lap this instruction belongs to; for WAIT and LAND the task to wait
             for, where negative numbers count back from the end of the lap before (-1 is its last).
     """
@@ -59,7 +59,7 @@ class Instruction:
     op: Op
     stage: int | None = None
     group: int | None = None
-    part: str | None = None
+    key: Key | None = None
     task: int | None = None
 
 
@@ -93,8 +93,8 @@ class Workload:
         stages: For each stage, in forward order, the groups whose masters it reads.
         backward: For each stage, whether the loss depends on it.
         fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
-        sizes: For each group the bytes of "P", "O" and "G". A part that is missing or has no
-            bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
+        sizes: For each group the bytes of its masters, optimizer state and gradient. What is
+            missing or has no bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
         values: Bytes of each value that is counted, by its id.
         makes: For each stage, the counted values it makes; none unless given.
         reads: For each stage, the counted values it reads.
@@ -104,14 +104,14 @@ class Workload:
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
-        reduce_reads: Parts that REDUCE reads besides the gradient.
+        reduce_reads: Kinds that REDUCE reads besides the gradient.
         costs: How long it takes.
     """
 
     stages: tuple[tuple[int, ...], ...]
     backward: tuple[bool, ...]
     fused_last: bool
-    sizes: tuple[Mapping[str, int], ...]
+    sizes: tuple[Mapping[Kind, int], ...]
     values: Mapping[int, int] = field(default_factory=dict)
     makes: tuple[tuple[int, ...], ...] = ()
     reads: tuple[tuple[int, ...], ...] = ()
@@ -120,7 +120,7 @@ class Workload:
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
-    reduce_reads: frozenset[str] = frozenset()
+    reduce_reads: frozenset[Kind] = frozenset()
     costs: Costs
 
     def __post_init__(self) -> None:
@@ -128,8 +128,9 @@ class Workload:
         assert self.stages and len(self.stages) == len(self.backward)
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
-        assert self.reduce_reads <= {"P", "O"}
-        assert not any(self.size((part, g)) for g in self.frozen for part in "OG")
+        assert self.reduce_reads <= LASTING
+        untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
+        assert not any(self.size(Key(kind, g)) for g in self.frozen for kind in untrained)
         assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
         assert len(self.costs.update) == len(self.sizes)
         made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
@@ -137,12 +138,12 @@ class Workload:
         assert all(self.residuals[s] and self.backward[s] for s in self.kept)
         assert not self.fused_last or len(self.stages) - 1 not in self.kept
 
-    def size(self, key: PartKey) -> int:
+    def size(self, key: Key) -> int:
         """Bytes of one part of one group, of one value, or of one stage's residuals."""
-        part, number = key
-        if part == "R":
-            return self.residuals[number]
-        return self.values[number] if part == "A" else self.sizes[number].get(part, 0)
+        kind, owner = key
+        if kind is Kind.RESIDUALS:
+            return self.residuals[owner]
+        return self.values[owner] if kind is Kind.ACTIVATION else self.sizes[owner].get(kind, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +151,10 @@ class Computation:
     """One computing instruction, what it does to parts and values, and how long it takes."""
 
     instruction: Instruction
-    touches: tuple[PartKey, ...]
-    creates: tuple[PartKey, ...]
-    dirties: tuple[PartKey, ...]
-    kills: tuple[PartKey, ...]
+    touches: tuple[Key, ...]
+    creates: tuple[Key, ...]
+    dirties: tuple[Key, ...]
+    kills: tuple[Key, ...]
     seconds: float
 
 
@@ -161,7 +162,7 @@ class Computation:
 class Use:
     """A task uses a part, which either exists before the task or is created by it."""
 
-    key: PartKey
+    key: Key
     creates: bool
 
 
@@ -180,7 +181,7 @@ class Task:
     steps: tuple[Computation, ...]
     uses: tuple[Use, ...]
     num_early: int
-    last_step: dict[PartKey, int]
+    last_step: dict[Key, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ def build_task_lists(workload: Workload) -> TaskLists:
     first = [[instruction for instruction in task if instruction.op is not pending] for task in lap]
     at_rest = [[instruction for instruction in task if instruction.op is pending] for task in lap]
     forward = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
-    made: set[PartKey] = set()
+    made: set[Key] = set()
     cold = _as_tasks(workload, first, made)
     waiting = set(made)
     steady = _as_tasks(workload, lap, made)
@@ -279,7 +280,7 @@ def _trained_groups(workload: Workload) -> list[int]:
 
 
 def _as_tasks(
-    workload: Workload, lap: Sequence[Sequence[Instruction]], made: set[PartKey]
+    workload: Workload, lap: Sequence[Sequence[Instruction]], made: set[Key]
 ) -> tuple[Task, ...]:
     """Derives what a lap's tasks need; `made` holds what exists of gradients and values."""
     last_read: dict[int, Instruction] = {}
@@ -306,9 +307,9 @@ def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
 def _as_task(workload: Workload, steps: Sequence[Computation]) -> Task:
     stages = [at for at, step in enumerate(steps) if step.instruction.stage is not None]
     stage = max(stages, default=len(steps) - 1)
-    early: dict[PartKey, None] = {}
-    late: dict[PartKey, None] = {}
-    created: dict[PartKey, None] = {}
+    early: dict[Key, None] = {}
+    late: dict[Key, None] = {}
+    created: dict[Key, None] = {}
     for at, step in enumerate(steps):
         for key in step.touches:
             if key in step.creates:
@@ -330,39 +331,46 @@ def _as_task(workload: Workload, steps: Sequence[Computation]) -> Task:
 
 
 def _as_step(
-    workload: Workload, instruction: Instruction, done: Iterable[int], made: set[PartKey]
+    workload: Workload, instruction: Instruction, done: Iterable[int], made: set[Key]
 ) -> Computation:
     """What an instruction touches; `done` are values that it is the last to read."""
     groups = (
         (instruction.group,) if instruction.stage is None else workload.stages[instruction.stage]
     )
 
-    def keys(parts: Iterable[str]) -> tuple[PartKey, ...]:
-        pairs = ((part, group) for group in groups if group is not None for part in parts)
-        return tuple(key for key in dict.fromkeys(pairs) if workload.size(key))
+    def keys(kinds: Iterable[Kind]) -> tuple[Key, ...]:
+        every = (Key(kind, group) for group in groups if group is not None for kind in kinds)
+        return tuple(key for key in dict.fromkeys(every) if workload.size(key))
 
     makes = instruction.op in (Op.BACKWARD, Op.ZEROS)
-    new = tuple(key for key in keys("G") if makes and key not in made)
-    assert instruction.op is not Op.ZEROS or new == keys("G"), "zeros would lose a gradient"
+    gradients = keys([Kind.GRADIENT])
+    new = tuple(key for key in gradients if makes and key not in made)
+    assert instruction.op is not Op.ZEROS or new == gradients, "zeros would lose a gradient"
     updates = instruction.op is Op.UPDATE
-    touches = {Op.FORWARD: "P", Op.BACKWARD: "PG", Op.ZEROS: "G", Op.COMBINE: "", Op.UPDATE: "POG"}
-    touches[Op.REDUCE] = "".join(("G", *sorted(workload.reduce_reads)))
-    read = tuple(("A", i) for i in dict.fromkeys(_reads(workload, instruction)))
-    given: tuple[PartKey, ...] = ()
+    state = keys([Kind.MASTERS, Kind.OPTIMIZER_STATE]) if updates else ()
+    touches = _TOUCHES[instruction.op]
+    if instruction.op is Op.REDUCE:
+        touches = (*touches, *sorted(workload.reduce_reads))
+    read = tuple(Key(Kind.ACTIVATION, i) for i in dict.fromkeys(_reads(workload, instruction)))
+    given: tuple[Key, ...] = ()
     if instruction.op is Op.FORWARD and instruction.stage is not None and workload.makes:
-        given = tuple(("A", i) for i in workload.makes[instruction.stage])
-    used: tuple[PartKey, ...] = ()
+        given = tuple(Key(Kind.ACTIVATION, i) for i in workload.makes[instruction.stage])
+    used: tuple[Key, ...] = ()
     if instruction.stage in workload.kept:
-        residuals = (("R", instruction.stage),)
+        residuals = (Key(Kind.RESIDUALS, instruction.stage),)
         given, used = (
             ((*given, *residuals), ()) if instruction.op is Op.FORWARD else (given, residuals)
         )
     return Computation(
         instruction=instruction,
-        touches=(*keys(touches[instruction.op]), *read, *used, *given),
+        touches=(*keys(touches), *read, *used, *given),
         creates=(*new, *given),
-        dirties=(*keys("G" if makes else "PO" if updates else ()), *given),
-        kills=(*keys("G" if updates else ()), *(("A", i) for i in dict.fromkeys(done)), *used),
+        dirties=(*(gradients if makes else state), *given),
+        kills=(
+            *(gradients if updates else ()),
+            *(Key(Kind.ACTIVATION, i) for i in dict.fromkeys(done)),
+            *used,
+        ),
         seconds=_seconds(workload, instruction),
     )
 

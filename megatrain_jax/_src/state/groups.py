@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program.blocks import Leaf, common_prefix
 from megatrain_jax._src.state.layout import Layout, MixedLayout, layout_of, mixed_layout_of
 
@@ -43,15 +44,16 @@ class GroupLayout:
         """The layouts of all slabs that last."""
         return (self.master, *self.state.layouts)
 
-    def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[str, int]:
+    def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
         """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype.
 
         Masters and state count as they are at rest. Without a dtype there are no gradients.
         """
+        itemsize = jnp.dtype(gradient).itemsize if gradient is not None else 0
         return {
-            "P": self.master.num_bytes,
-            "O": self.state.num_bytes,
-            "G": self.master.size * jnp.dtype(gradient).itemsize if gradient is not None else 0,
+            Kind.MASTERS: self.master.num_bytes,
+            Kind.OPTIMIZER_STATE: self.state.num_bytes,
+            Kind.GRADIENT: self.master.size * itemsize,
         }
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.index import Index, joined
@@ -60,7 +61,7 @@ class OptimizerCut:
         state: For each group the state it owns.
         globals: Small state that belongs to no group: counts, keys, hyperparameters.
         reduce: For each group `(*grads, *params, *state, loss, *globals) -> scalars`.
-        reduce_reads: Which of "P" (params) and "O" (state) any of `reduce` really reads.
+        reduce_reads: Which of masters and optimizer state any of `reduce` really reads.
         combine: `(loss, *globals, *scalars of group 0, *scalars of group 1, ...) ->
             (*messages, *new globals)`.
         apply: For each group `(*grads, *params, *state, *its messages) -> (*new params, *new
@@ -79,7 +80,7 @@ class OptimizerCut:
     state: tuple[tuple[StateLeaf, ...], ...]
     globals: tuple[StateLeaf, ...]
     reduce: tuple[Fragment, ...]
-    reduce_reads: frozenset[str]
+    reduce_reads: frozenset[Kind]
     combine: Fragment
     apply: tuple[Fragment, ...]
     messages: tuple[tuple[int, ...], ...]
@@ -280,9 +281,9 @@ class _Cutter:
         shared = [self.loss, *(self.tokens[t] for t in self.shared)]
         return self.slicer.fragment(eqns, [*self._arguments(g), *shared], scalars)
 
-    def _reads(self, reduced: list[list[Any]]) -> frozenset[str]:
+    def _reads(self, reduced: list[list[Any]]) -> frozenset[Kind]:
         read = self.slicer.sources([v for row in reduced for v in row])
-        kinds = {"P": self.params, "O": self.tokens}
+        kinds = {Kind.MASTERS: self.params, Kind.OPTIMIZER_STATE: self.tokens}
         return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
     def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Fragment:

@@ -1,0 +1,41 @@
+"""The names of what is placed and moved: kinds of parts, and keys that say whose part it is."""
+
+import enum
+from typing import NamedTuple
+
+
+class Kind(enum.IntEnum):
+    """What a part is.
+
+    Kinds are compared, hashed and sorted as the integers they are, since they are in keys that are
+    looked up all the time. The order matters: where nothing else says which of several parts moves
+    first, the smaller key does.
+    """
+
+    ACTIVATION = 0  # what one stage hands to others, of all microbatches
+    GRADIENT = 1  # of a group's masters
+    OPTIMIZER_STATE = 2  # of a group
+    MASTERS = 3  # a group's parameters as they are stored
+    RESIDUALS = 4  # what a stage's forward keeps for its backward, of all microbatches
+
+
+LASTING = frozenset({Kind.MASTERS, Kind.OPTIMIZER_STATE})
+"""Kinds that always exist; the others are made and consumed by training steps."""
+PASSING = frozenset({Kind.ACTIVATION, Kind.RESIDUALS})
+"""Kinds that are made and consumed within one step; a gradient may wait for the next one."""
+
+
+class Key(NamedTuple):
+    """Names one part: the unit that has a size, a place and, but for residuals, moves.
+
+    All microbatches of an activation move together. Were they to move one by one, the microbatch
+    would be a third field.
+
+    Attributes:
+        kind: What it is.
+        owner: The group of masters, optimizer state or a gradient; the id of an activation; the
+            stage of residuals.
+    """
+
+    kind: Kind
+    owner: int
