@@ -96,7 +96,7 @@ def test_nothing_is_written_over_a_strangers_step(kind, tmp_path):
 
 def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
     for step in steps:
-        trainer.num_steps = step
+        trainer._training.num_steps = step
         series.save(trainer, {"batches": step})
     series.finish(trainer)
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch
     shutil.move(tmp_path / "1", tmp_path / "elsewhere")
     (tmp_path / "1").symlink_to(tmp_path / "elsewhere")
     kept = small.tree(tmp_path / "elsewhere")
-    trainer.num_steps = 1
+    trainer._training.num_steps = 1
     remove = shutil.rmtree
 
     def immutable(path, *args, **options):

@@ -79,7 +79,7 @@ def everything(trainer: mt.Trainer) -> list[Any]:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return np.array(jax.random.key_data(x) if is_key else x)
 
-    return jax.tree.map(copied, [trainer.params, trainer.opt_state, trainer._store.variables])
+    return jax.tree.map(copied, [trainer.params, trainer.opt_state, trainer.variables])
 
 
 def losses(result: mt.FitResult) -> list[float]:
@@ -93,7 +93,7 @@ def whole(mode: str) -> SimpleNamespace:
     return SimpleNamespace(
         losses=losses(result),
         state=everything(result.trainer),
-        schedule=result.trainer._spec.first.schedule,
+        schedule=result.trainer.schedule,
     )
 
 
@@ -256,7 +256,7 @@ def test_a_step_that_was_cut_off_is_not_taken_for_whole(mode, tmp_path, monkeypa
 def test_an_evaluation_that_was_cut_off_loses_nothing(mode, monkeypatch):
     optimizer, expected = OPTIMIZERS[mode], whole(mode)
     trainer = run(optimizer, BATCHES[:3]).trainer
-    for record in range(0, len(trainer._spec.first.schedule.evaluation), 4):
+    for record in range(0, len(trainer.schedule.evaluation), 4):
         failing(monkeypatch, record)
         with pytest.raises(RuntimeError, match="no memory"):
             trainer.evaluate(BATCHES[:1])

@@ -94,7 +94,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     gc.collect()
     assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
     trainer = make_trainer(CASE, OPTIMIZERS[optimizer], budget=budget, **options)
-    engine, schedule = trainer._engine, trainer._spec.first.schedule
+    engine, schedule = trainer._engine, trainer.schedule
     gc.collect()
     # Arrays of other tests that look alike.
     base = state_on_device(trainer) + values_on_device(trainer, None)

@@ -69,7 +69,7 @@ def make(optimizer, on_nonfinite: Any = "skip"):
 
 
 def everything(trainer):
-    return [trainer.params, trainer.opt_state, trainer._store.variables]
+    return [trainer.params, trainer.opt_state, trainer.variables]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

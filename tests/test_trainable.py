@@ -87,13 +87,13 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer, monkeypatch
 
     smallest = make("least")
     reference = train(smallest, batches, gradients=False)
-    schedule = smallest._spec.first.schedule
+    schedule = smallest.schedule
     for budget in ((schedule.smallest_bytes + schedule.all_resident_bytes) // 2, 10**9):
         run = train(make(budget), batches, gradients=False)
         check_same_bits(run.params, reference.params)
     monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     keeping = make(10**9)
-    assert keeping._spec.first.schedule.kept
+    assert keeping.schedule.kept
     check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-5, "kept")
 
 

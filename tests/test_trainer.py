@@ -118,14 +118,14 @@ def test_evaluation_uses_eval_mode_and_changes_nothing():
     case = CASES["batchnorm_nnx"]
     trainer = make_trainer(case, OPTIMIZERS["adamw_schedule"])
     trainer.step(case.batch(0))
-    before, variables = trainer.params, [np.asarray(v) for v in trainer._store.variables]
+    before, variables = trainer.params, trainer.variables
     model = trainer.model
     model.eval()
     expected = np.mean([float(case.loss_fn(model, case.batch(s))) for s in (1, 2)])
     values = trainer.evaluate([case.batch(1), case.batch(2)])
     np.testing.assert_allclose(values["loss"], expected, rtol=1e-5)
     check_same_bits(trainer.params, before)
-    check_same_bits([np.asarray(v) for v in trainer._store.variables], variables)
+    check_same_bits(trainer.variables, variables)
 
 
 @pytest.mark.parametrize("name", ["nnx_tied", "linen_numbered", "equinox", "nnx_scan", "last_axis"])

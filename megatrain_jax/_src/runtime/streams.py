@@ -7,6 +7,16 @@ keeps to two of the four streams. Where it isn't its turn and the other directio
 copy, the stream gets a copy of one number in the direction that is its own: one in the other
 direction would hold it up just as well.
 
+Streams 0 and 1 are for copies to the device, 2 and 3 for those to the host. With stream 1 next, a
+slab to fetch (f) and three to offload (a, b, c), the turns are
+
+    stream 1    f       to the device    one call
+    stream 2    a       to the host      one call with b
+    stream 3    b       to the host
+    stream 0    number  to the device    one call with the next, as c may not take their turns
+    stream 1    number  to the device
+    stream 2    c       to the host      one call; stream 3 is next
+
 A call of `device_put` takes far longer in Python than an array in it. So copies are gathered until
 something needs them, and then those that go the same way and whose turns are neighbours share one.
 """
