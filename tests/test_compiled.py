@@ -11,8 +11,9 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax._src.build.step_kernels import compile_ahead
+from megatrain_jax._src.kernels.cache import KernelCache
 from optimizers import OPTIMIZERS
-from runs import make_trainer
+from runs import SLOW, make_trainer
 from zoo import CASES
 
 FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
@@ -49,6 +50,39 @@ def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, 
             trainer.step(case.batch(seed))
         trainer.flush()
         assert not compiled_names(caplog)
+
+
+def signature(args):
+    return jax.tree.structure(args), [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "budget"), [("adamw_schedule", 10**9), ("clip_adamw", "least"), ("muon", "least")]
+)
+def test_calls_pass_what_their_kernels_take(optimizer, budget, monkeypatch):
+    case, get, seen = CASES["nnx_tied"], KernelCache.get, set()
+
+    def watched_get(self, kernel):
+        function = get(self, kernel)
+
+        def run(*args):
+            seen.add(kernel.name)
+            assert signature(args) == signature(kernel.takes), kernel.name
+            return function(*args)
+
+        return function if kernel.takes is None else run
+
+    monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)  # where keeping is worth it
+    monkeypatch.setattr(KernelCache, "get", watched_get)
+    trainer = make_trainer(case, OPTIMIZERS[optimizer], budget=budget, microbatches=2)
+    for seed in range(2):
+        trainer.step(case.batch(seed))
+    trainer.flush()
+    ways = {"forward", "backward"}
+    if budget != "least":
+        ways |= {"forward keeping", "backward of kept"}
+    deferred = {"reduce"} if optimizer == "clip_adamw" else set()
+    assert seen >= ways | deferred | {"update"}
 
 
 def test_the_memory_that_a_function_needs_is_seen():

@@ -1,7 +1,7 @@
-"""What one training or evaluation step of one batch shape is: its program bound to groups.
+"""A step of one batch shape as pure data: the cut loss, bound to groups, and its schedule.
 
-Pure data, derived once per batch shape: which slabs and values each stage takes, which cotangents
-arrive where, when a value is last read, and the schedule.
+Derived once per batch shape, for training or evaluation: which slabs and activations each stage
+takes, which cotangents arrive where, when an activation is last read, and what moves when.
 """
 
 import dataclasses
@@ -73,7 +73,10 @@ class BoundStep:
 
     @functools.cached_property
     def kept_once(self) -> frozenset[int]:
-        """Those that are read of the first microbatch alone: new values of the model's state."""
+        """Ids of those of `kept` that are read of the first microbatch alone.
+
+        They are the new values of the model's variables.
+        """
         read = {i for bound in self.stages for i in bound.stage.inputs}
         return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
 
@@ -190,7 +193,7 @@ def _costs(
     microbatches: int,
     hardware: Hardware,
 ) -> Costs:
-    """Estimates from operations, and for updates from bytes."""
+    """The seconds that stages and updates take, estimated from operations and from bytes."""
     stages = [b.stage for b in bound]
     flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
     rate = hardware.flops_per_s * hardware.sustained / microbatches
@@ -214,9 +217,10 @@ def _costs(
 
 
 def _seconds_saved(residuals: Residuals | None, hardware: Hardware) -> float:
-    """Products run near the device's rate, and what they give is written and read once more."""
+    """The seconds that a backward saves in one microbatch where its forward keeps residuals."""
     if residuals is None:
         return 0.0
+    # Products run near the device's rate, and what they give is written and read once more.
     moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
     return max(0.0, residuals.saved_flops / hardware.flops_per_s - moved)
 
@@ -224,6 +228,10 @@ def _seconds_saved(residuals: Residuals | None, hardware: Hardware) -> float:
 def _bind(
     stages, grouping, layouts, gradients, fused, accumulate, training
 ) -> tuple[BoundStage, ...]:
+    """Binds stages to groups, from the last to the first, as backward goes through them.
+
+    A backward adds to the gradients and cotangents that the backwards before it have made.
+    """
     group_of = grouping.group_of
     position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
     seen_groups: set[int] = set()

@@ -2,6 +2,17 @@
 
 The forward keeps the results of matrix products and attention kernels, which cost the most to
 compute again for the bytes they take; what is elementwise between them is computed again.
+
+A worked example: a stage with leaves `up` and `down` and the input `x`::
+
+    h = x @ up       # a residual
+    y = sin(h) @ down
+    # forward(up, down, x)            -> [y], [h]
+    # backward(up, down, x; h; dy)    -> d_up = x.T @ dh, d_down = sin(h).T @ dy, d_x = dh @ up.T
+    #                                    with dh = cos(h) * (dy @ down.T): no h = x @ up
+
+The pullback holds `up`, `down` and `x`, which the backward is given anyway, and `h`. Only `h` is
+kept: `Residuals.sources` says of each array in the pullback which one of all of these it is.
 """
 
 import dataclasses
@@ -20,7 +31,7 @@ from megatrain_jax._src.program.loss.stages import Stage
 _KEPT_ATTENTION = "dot_product_attention_fwd"
 
 
-def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     """Whether to keep the results of a primitive; a policy of `jax.checkpoint`.
 
     Products with batch axes are left out: their results, such as attention's scores, are large
@@ -84,7 +95,7 @@ def find_residuals(stage: Stage) -> Residuals | None:
     """
     if fires(stage.jaxpr):
         return None
-    saved_flops = count_flops(stage.jaxpr, lambda eqn: is_kept(eqn.primitive, **eqn.params))
+    saved_flops = count_flops(stage.jaxpr, lambda eqn: _is_kept(eqn.primitive, **eqn.params))
     if not saved_flops:
         return None
     first = len(stage.consts)
@@ -92,7 +103,7 @@ def find_residuals(stage: Stage) -> Residuals | None:
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
 
     # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
-    keeping = functools.partial(jax.checkpoint, policy=is_kept, prevent_cse=False)
+    keeping = functools.partial(jax.checkpoint, policy=_is_kept, prevent_cse=False)
 
     def halves(leaves, inputs):
         return differentiated(stage, stage.has_cotangent, leaves, inputs, wrap=keeping)
