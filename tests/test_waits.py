@@ -11,7 +11,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
-from megatrain_jax._src.schedule.tasks import WAITS, Op
+from megatrain_jax._src.schedule.instructions import WAITS, Op
 from megatrain_jax._src.state.placement import default_device, on_one_device
 from optimizers import OPTIMIZERS
 from runs import make_trainer

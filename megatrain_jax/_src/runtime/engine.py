@@ -20,8 +20,8 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
 
 
 @dataclasses.dataclass(kw_only=True)
