@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
+from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.tasks import Instruction, Op, Workload
+from megatrain_jax._src.schedule.workload import Workload
 from workloads import MOVES, WAITS
 
 
@@ -18,8 +19,8 @@ class Machine:
     """Runs instructions on version numbers.
 
     The version of masters and optimizer state is the number of their updates, that of a gradient
-    the lap that made it and the stages summed into it, that of a value or residuals the run that
-    made them.
+    the step that made it and the stages summed into it, that of an activation or residuals the run
+    that made them.
     """
 
     workload: Workload
@@ -29,11 +30,11 @@ class Machine:
     used: dict[int, int] = field(default_factory=dict)  # free once the task has been computed
     leaving: dict[tuple[int, Key], int] = field(default_factory=dict)  # free once landed
     kind: str = ""
-    lap: int = 0
+    step: int = 0
     runs: int = 0
-    last_read: dict[int, Instruction] = field(default_factory=dict)  # of the lap at hand, by value
-    kept: frozenset[int] = frozenset()  # stages of the lap at hand that keep residuals
-    begun: int = 0  # number of the first task of this lap
+    last_read: dict[int, Instruction] = field(default_factory=dict)  # of this step, by activation
+    kept: frozenset[int] = frozenset()  # stages of the step at hand that keep residuals
+    begun: int = 0  # number of the first task of this step
     task: int = -1  # the last task seen
     computing: int = -1  # the last task that computed
     staged: bool = False  # its stage has been computed
@@ -50,9 +51,9 @@ class Machine:
         return range(len(self.workload.sizes))
 
     def run(self, kind: str, schedule: Schedule, *, exact: bool) -> None:
-        """Runs one kind of lap; its ledger has to be exact or else a bound."""
+        """Runs one of the lists; its ledger has to be exact or else a bound."""
         self.kind = kind
-        self.lap += kind in ("cold", "steady")
+        self.step += kind in ("cold", "steady")
         self.runs += 1
         self.workload = replace(self.workload, kept=schedule.kept)
         self.kept = schedule.kept if kind in ("cold", "steady") else frozenset()
@@ -60,7 +61,7 @@ class Machine:
             i: instruction
             for instruction in getattr(schedule, kind)
             if instruction.stage is not None
-            for i in self.values(self.workload.reads, instruction.stage)
+            for i in self.of_stage(self.workload.reads, instruction.stage)
         }
         for instruction, promised in zip(
             getattr(schedule, kind), schedule.ledger[kind], strict=True
@@ -78,13 +79,13 @@ class Machine:
         assert not any(key.kind in PASSING for key in (*self.truth, *self.device, *self.host))
         if kind in ("cold", "steady"):
             self.begun += schedule.num_tasks
-            self.check_end_of_lap()
+            self.check_end_of_step()
         else:
             self.check_rest()
             self.begun, self.task, self.computing = 0, -1, -1
             self.fetched.clear()
 
-    def values(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
+    def of_stage(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
         return table[stage] if table else ()
 
     def move(self, instruction: Instruction, task: int, exact: bool) -> None:
@@ -125,19 +126,19 @@ class Machine:
         if instruction.stage is not None:
             for owner in set(self.workload.stages[instruction.stage]):
                 self.read(Key(Kind.MASTERS, owner), stage=True)
-                updates = self.lap - (self.kind in ("cold", "steady"))
+                updates = self.step - (self.kind in ("cold", "steady"))
                 assert self.truth[Key(Kind.MASTERS, owner)] == updates, (
                     "a stage reads the last step's masters"
                 )
                 if instruction.op is Op.BACKWARD:
                     self.add_gradient(owner, instruction.stage)
-            for i in self.values(self.workload.reads, instruction.stage):
+            for i in self.of_stage(self.workload.reads, instruction.stage):
                 self.read(Key(Kind.ACTIVATION, i), stage=True)
                 assert self.truth[Key(Kind.ACTIVATION, i)] == self.runs, (
                     "a stage reads what this run made"
                 )
             if instruction.op is Op.FORWARD:
-                for i in self.values(self.workload.makes, instruction.stage):
+                for i in self.of_stage(self.workload.makes, instruction.stage):
                     assert Key(Kind.ACTIVATION, i) not in self.truth
                     self.write(Key(Kind.ACTIVATION, i), self.runs)
             if instruction.stage in self.kept:
@@ -148,22 +149,22 @@ class Machine:
                 else:
                     self.read(residuals, stage=True)
                     self.consume(residuals)
-            for i in self.values(self.workload.reads, instruction.stage):
+            for i in self.of_stage(self.workload.reads, instruction.stage):
                 if self.last_read[i] is instruction:
                     self.consume(Key(Kind.ACTIVATION, i))
         elif instruction.op is Op.ZEROS:
             assert Key(Kind.GRADIENT, group) not in self.truth
-            self.write(Key(Kind.GRADIENT, group), (self.lap, frozenset()))
+            self.write(Key(Kind.GRADIENT, group), (self.step, frozenset()))
         elif instruction.op is Op.REDUCE:
             assert self.workload.deferred
             for kind in self.workload.reduce_reads:
                 self.read(Key(kind, group))
             self.reduce(group)
         elif instruction.op is Op.COMBINE:
-            assert self.combined == self.lap - 1
-            self.combined = self.lap
+            assert self.combined == self.step - 1
+            self.combined = self.step
             if self.workload.deferred:
-                assert all(self.reduced[group] == self.lap for group in self.groups)
+                assert all(self.reduced[group] == self.step for group in self.groups)
         else:
             assert instruction.op is Op.UPDATE
             self.update(group)
@@ -186,21 +187,21 @@ class Machine:
         return frozenset(at for at, (used, needed) in enumerate(stages) if needed and group in used)
 
     def add_gradient(self, group: int, stage: int) -> None:
-        lap, stages, key = self.lap, frozenset(), Key(Kind.GRADIENT, group)
+        step, stages, key = self.step, frozenset(), Key(Kind.GRADIENT, group)
         if key in self.truth:
             self.read(key, stage=True)
-            lap, stages = self.truth[key]
+            step, stages = self.truth[key]
         else:
             assert not self.workload.accumulate, "sums over microbatches start from zeros"
-        assert lap == self.lap and stage not in stages
-        self.write(key, (lap, stages | {stage}))
+        assert step == self.step and stage not in stages
+        self.write(key, (step, stages | {stage}))
 
     def reduce(self, group: int) -> None:
         self.read(Key(Kind.GRADIENT, group))
-        assert self.truth[Key(Kind.GRADIENT, group)] == (self.lap, self.backward_stages(group))
-        assert self.combined == self.lap - self.workload.deferred
-        assert self.reduced.get(group, 0) == self.lap - 1
-        self.reduced[group] = self.lap
+        assert self.truth[Key(Kind.GRADIENT, group)] == (self.step, self.backward_stages(group))
+        assert self.combined == self.step - self.workload.deferred
+        assert self.reduced.get(group, 0) == self.step - 1
+        self.reduced[group] = self.step
 
     def update(self, group: int) -> None:
         for kind in (*LASTING, Kind.GRADIENT):
@@ -208,7 +209,7 @@ class Machine:
         if not self.workload.deferred:
             self.reduce(group)  # an update at once measures its gradient itself
         late = self.workload.deferred and self.kind != "flush"
-        made = self.lap - late
+        made = self.step - late
         assert self.reduced[group] == made <= self.combined
         assert self.truth[Key(Kind.GRADIENT, group)] == (made, self.backward_stages(group))
         for kind in LASTING:
@@ -223,20 +224,20 @@ class Machine:
         for copies in (self.truth, self.device, self.host, self.fetched):
             copies.pop(key, None)
 
-    def check_end_of_lap(self) -> None:
-        assert self.combined == self.lap
-        assert all(self.reduced[group] == self.lap for group in self.groups)
-        applied = self.lap - self.workload.deferred
+    def check_end_of_step(self) -> None:
+        assert self.combined == self.step
+        assert all(self.reduced[group] == self.step for group in self.groups)
+        applied = self.step - self.workload.deferred
         assert all(self.truth[Key(Kind.MASTERS, group)] == applied for group in self.groups)
 
     def check_rest(self) -> None:
         assert not self.device and not self.used and not self.leaving
-        assert all(version == self.lap for version in self.truth.values())
+        assert all(version == self.step for version in self.truth.values())
         assert self.host == {key: v for key, v in self.truth.items() if self.workload.size(key)}
 
 
 def run_everything(workload: Workload, schedule: Schedule) -> None:
-    """TaskLists in all orders in which a trainer can run them."""
+    """All lists in all orders in which a trainer can run them."""
     machine = Machine(workload=workload)
     machine.run("evaluation", schedule, exact=True)
     machine.run("cold", schedule, exact=True)

@@ -20,7 +20,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.checkpoint import orbax, restore, save
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import CheckpointError
-from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
 from zoo import CASES

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
-from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
 from zoo import CASES
@@ -43,9 +43,8 @@ def state_on_device(trainer):
 def values_on_device(trainer, step):
     """Bytes of residuals, and of live device arrays that look like values, but for cotangents."""
     plan = trainer._job.first
-    shapes = {
-        (plan.program.values[i].shape, plan.program.values[i].dtype) for i in plan.workload.values
-    }
+    avals = (plan.program.values[i] for i in plan.workload.activations)
+    shapes = {(aval.shape, aval.dtype) for aval in avals}
     cotangents = {id(x) for row in step.cotangents for x in row.values()} if step else set()
     residuals = {id(x): x for x in jax.tree.leaves(step.residuals)} if step else {}
     return sum(x.nbytes for x in residuals.values()) + sum(
@@ -99,20 +98,20 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     # Arrays of other tests that look alike.
     base = state_on_device(trainer) + values_on_device(trainer, None)
     seen = {"cold": [], "steady": [], "flush": []}
-    obey, lap, values = engine.obey, "cold", 0
+    obey, name, values = engine.obey, "cold", 0
 
     def watched(instruction, step):
         nonlocal values
         obey(instruction, step)
         value_bytes = values_on_device(trainer, step)
         values = max(values, value_bytes)
-        seen[lap].append(state_on_device(trainer) + value_bytes - base)
+        seen[name].append(state_on_device(trainer) + value_bytes - base)
 
     monkeypatch.setattr(engine, "obey", watched)
     trainer.step(CASE.batch(0))
-    lap = "steady"
+    name = "steady"
     trainer.step(CASE.batch(1))
-    lap = "flush"
+    name = "flush"
     trainer.flush()
     for name, rows in seen.items():
         ledger = schedule.ledger[name]
@@ -121,7 +120,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
         for k, (actual, allowed) in enumerate(zip(rows, ledger, strict=True)):
             assert actual <= allowed, (name, k, getattr(schedule, name)[k])
     assert max(seen["steady"]) > 0
-    assert values >= max(trainer._job.first.workload.values.values())
+    assert values >= max(trainer._job.first.workload.activations.values())
     assert state_on_device(trainer) + values_on_device(trainer, None) == base
     assert bool(schedule.kept) == (which == 3)
     moved = {instruction.key for instruction in schedule.steady if instruction.op is Op.OFFLOAD}

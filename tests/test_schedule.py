@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.schedule.clock import Clock
+from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import Schedule, plan_schedule
-from megatrain_jax._src.schedule.tasks import Op, Workload
+from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
 from workloads import (
     COPIES,
@@ -17,11 +19,12 @@ from workloads import (
     computing,
     costs,
     decoder,
+    host,
     random_workload,
     spell,
 )
 
-LAPS = ("cold", "steady", "flush", "evaluation")
+LISTS = ("cold", "steady", "flush", "evaluation")
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -39,7 +42,7 @@ def test_every_budget_computes_the_same_on_current_data(seed):
         assert max(max(ledger, default=0) for ledger in schedule.ledger.values()) <= budget
         assert schedule.peak_bytes <= budget
         run_everything(workload, schedule)
-        for name in LAPS:
+        for name in LISTS:
             assert computing(getattr(schedule, name)) == computing(getattr(smallest, name))
 
 
@@ -50,7 +53,7 @@ def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
         num,
         deferred=deferred,
         residuals=(*((size,) * (num - 1)), 0),
-        costs=costs(num, num, recompute=(4.0,) * num, byte=10.0),
+        costs=costs(num, num, recompute=(4.0,) * num, link=host(10.0)),
     )
     all_resident = plan_schedule(workload, None).all_resident_bytes
     assert not plan_schedule(workload, None).kept
@@ -89,8 +92,10 @@ def test_computing_never_waits_for_room(seed):
             assert instruction.task is not None
             if instruction.op not in MOVES:
                 computed = instruction.task
-            elif instruction.op is Op.WAIT or (instruction.op is Op.LAND and workload.costs.byte):
+            elif instruction.op is Op.WAIT:
                 assert instruction.task < computed
+            elif instruction.op is Op.LAND:
+                assert instruction.task < computed or not workload.costs.link.outward
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -100,7 +105,7 @@ def test_nothing_moves_once_everything_is_resident(seed):
     assert without.peak_bytes <= without.all_resident_bytes
     whole = plan_schedule(workload, 10**9)
     assert not COPIES & {instruction.op for instruction in whole.steady}
-    # It waits once for each task that consumes gradients or values, and for no other.
+    # It waits once for each task that consumes gradients or activations, and for no other.
     waits, consumers, last_read = [], set(), {}
     for instruction in whole.steady:
         assert instruction.task is not None
@@ -187,7 +192,7 @@ def test_deferred_step_by_hand():
     assert {"FETCH O0", "FETCH O1"} <= set(backward) and "OFFLOAD G0" not in backward
 
 
-def test_a_single_item_by_hand():
+def test_a_single_task_by_hand():
     workload = chain(1, deferred=True)
     schedule = plan_schedule(workload, None)
     assert spell(schedule.cold) == ["FETCH M0", "FETCH O0", "BACKWARD 0", "REDUCE 0", "COMBINE"]
@@ -196,7 +201,7 @@ def test_a_single_item_by_hand():
         *("WAIT -2", "UPDATE 0", "OFFLOAD M0", "OFFLOAD O0", "WAIT -1", "WAIT 0"),
         *("LAND M0", "LAND O0"),
     ]
-    # At the end of a steady lap: M, O, the new gradient and those of the last two updates.
+    # At the end of a steady step: M, O, the new gradient and those of the last two updates.
     assert schedule.ledger["cold"] == (4, 12, 16, 16, 16)
     assert schedule.ledger["steady"] == (20, 20, 24, 24, 24)
     assert schedule.ledger["flush"] == (20, 20, 20, 20, 16, 12, 8, 0)
@@ -237,8 +242,8 @@ def test_a_tied_gradient_travels_between_its_stages(deferred):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_values_wait_in_the_host_for_their_backward(deferred):
-    plain = {"values": {i: 4 for i in range(7)}, "deferred": deferred}
+def test_activations_wait_in_the_host_for_their_backward(deferred):
+    plain = {"activations": {i: 4 for i in range(7)}, "deferred": deferred}
     makes, reads = ((0,), (1,), (2,), (3,), (4,), (5,), (6,), ()), ((), *((i,) for i in range(7)))
     workload = chain(8, makes=makes, reads=reads, **plain)
     words = spell(plan_schedule(workload, None).steady)
@@ -260,7 +265,7 @@ def test_parts_without_bytes_never_move():
     none = {Kind.OPTIMIZER_STATE: 0}
     bare = chain(3, sizes=(masters | gradient, masters | none | gradient, masters))
     schedule = plan_schedule(bare, None)
-    moved = {r.key for name in LAPS for r in getattr(schedule, name) if r.key}
+    moved = {r.key for name in LISTS for r in getattr(schedule, name) if r.key}
     assert moved == {Key(Kind.MASTERS, group) for group in range(3)}
     assert "UPDATE 2" in spell(schedule.steady)
 
@@ -296,9 +301,9 @@ def test_a_bound_link_is_never_idle(deferred):
 
 @pytest.mark.parametrize("room", [0, 8, 40, 80])
 def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
-    values = {i: 1 for i in range(19)}
-    makes = (*((i,) for i in values), ())
-    workload = decoder(deferred=True, values=values, makes=makes, reads=((), *makes[:-1]))
+    sizes = {i: 1 for i in range(19)}
+    makes = (*((i,) for i in sizes), ())
+    workload = decoder(deferred=True, activations=sizes, makes=makes, reads=((), *makes[:-1]))
     schedule = plan_schedule(workload, plan_schedule(workload, None).smallest_bytes + room)
     fetched: list[int] = []
     between = []
@@ -331,7 +336,7 @@ def test_a_larger_budget_is_faster(deferred):
 @pytest.mark.parametrize("deferred", [False, True])
 def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferred):
     # Copies take no time worth mentioning, so that all schedules are as fast.
-    workload = decoder(deferred=deferred, costs=costs(20, 20, byte=1e-6))
+    workload = decoder(deferred=deferred, costs=costs(20, 20, link=host(1e-6)))
     smallest = plan_schedule(workload, None)
     roomier = plan_schedule(workload, smallest.all_resident_bytes - 1)
     assert roomier.seconds == pytest.approx(smallest.seconds, rel=1e-3)
@@ -342,6 +347,39 @@ def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferr
 def test_coming_to_rest_fetches_no_resident_that_is_due():
     whole = plan_schedule(chain(30, deferred=True), 10**9)
     assert not any(word.startswith("FETCH") for word in spell(whole.flush))
+
+
+class TwoTiers(Costs):
+    """Optimizer state rests in another place than the rest, behind a link of its own."""
+
+    def link_of(self, key: Key) -> Link:
+        other = Link(name="other", inward=self.link.inward, outward=self.link.outward)
+        return other if key.kind is Kind.OPTIMIZER_STATE else self.link
+
+
+@pytest.mark.parametrize(("tiers", "seconds"), [(Costs, 20.0), (TwoTiers, 10.0)])
+def test_the_lanes_of_two_links_work_side_by_side(tiers, seconds):
+    keys = Key(Kind.MASTERS, 0), Key(Kind.OPTIMIZER_STATE, 0)
+    clock = Clock(costs=tiers(forward=(), backward=(), update=(), link=host(1.0)))
+    for key in keys:
+        clock.fetch(key, 10)
+    assert max(map(clock.inward_until, keys)) == seconds
+    clock.compute(keys, 0.0, 0)
+    for key in keys:
+        clock.offload(key, 10, 0)
+    for key in keys:
+        clock.land(0, key)
+    assert clock.driver == 2 * seconds
+
+
+def test_a_second_link_relieves_the_first():
+    busy = costs(20, 20, forward=(0.1,) * 20, backward=(0.3,) * 20)
+    one = decoder(deferred=True, costs=busy)
+    two = replace(one, costs=TwoTiers(**vars(busy)))
+    schedules = [plan_schedule(workload, None) for workload in (one, two)]
+    assert schedules[1].seconds < 0.8 * schedules[0].seconds
+    for workload, schedule in zip((one, two), schedules, strict=True):
+        run_everything(workload, schedule)
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():

@@ -33,7 +33,6 @@ TOO_LONG = {
     "program/jaxpr.py",
     "program/loss/stages.py",
     "runtime/engine.py",
-    "schedule/tasks.py",
     "trainer.py",
 }
 FILES = sorted(SOURCES.rglob("*.py"))

@@ -12,7 +12,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.adapt.model_kinds import path_name
 from megatrain_jax._src.common.keys import PASSING, Kind
-from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, train

@@ -8,7 +8,7 @@ from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.runtime.transfers import Transfers
-from megatrain_jax._src.schedule.tasks import WAITS, Op
+from megatrain_jax._src.schedule.instructions import WAITS, Op
 from megatrain_jax._src.state.pool import device
 from optimizers import OPTIMIZERS
 from runs import make_trainer

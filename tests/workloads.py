@@ -4,12 +4,18 @@ import random
 from dataclasses import replace
 
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.schedule.tasks import WAITS, Costs, Instruction, Op, Workload
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
+from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
 MOVES = COPIES | WAITS
 OF_GROUPS = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
 BLOCK = dict(zip(OF_GROUPS, (4, 8, 4), strict=True))
+
+
+def host(seconds: float) -> Link:
+    """A link to the host over which a byte takes as long either way."""
+    return Link(name="host", inward=seconds, outward=seconds)
 
 
 def random_workload(seed: int) -> Workload:
@@ -30,13 +36,13 @@ def random_workload(seed: int) -> Workload:
         sizes.append({kind: 0 if kind in empty else rng.randint(1, 50) for kind in OF_GROUPS})
     makes: list[tuple[int, ...]] = [()] * num_stages
     reads: list[tuple[int, ...]] = [()] * num_stages
-    values = {}
+    activations = {}
     for i in range(rng.choice((0, 3, 3, 9)) if num_stages > 1 else 0):
         maker = rng.randrange(num_stages - 1)
         makes[maker] += (i,)
         for reader in sorted({rng.randrange(maker + 1, num_stages) for _ in range(2)}):
             reads[reader] += (i,)
-        values[i] = rng.randint(1, 50)
+        activations[i] = rng.randint(1, 50)
     fused_last = rng.random() < 0.7
     keeps = [b and not (fused_last and s == num_stages - 1) for s, b in enumerate(backward)]
     backward_seconds = [rng.choice((0.0, 3.0, 60.0)) for _ in stages]
@@ -45,7 +51,7 @@ def random_workload(seed: int) -> Workload:
         backward=tuple(backward),
         fused_last=fused_last,
         sizes=tuple(sizes),
-        values=values,
+        activations=activations,
         makes=tuple(makes),
         reads=tuple(reads),
         residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
@@ -57,7 +63,7 @@ def random_workload(seed: int) -> Workload:
             backward=tuple(backward_seconds),
             recompute=tuple(rng.choice((0.1, 0.3)) * seconds for seconds in backward_seconds),
             update=tuple(rng.random() for _ in sizes),
-            byte=rng.choice((0.0, 0.1, 1.0)),
+            link=host(rng.choice((0.0, 0.1, 1.0))),
             dispatch=rng.choice((0.0, 0.1)),
         ),
     )
@@ -82,7 +88,7 @@ def costs(num_stages: int, num_groups: int, **changes) -> Costs:
         forward=(4.0,) * num_stages,
         backward=(12.0,) * num_stages,
         update=(0.0,) * num_groups,
-        byte=1.0,
+        link=host(1.0),
     )
     return replace(plain, **changes)
 

@@ -7,7 +7,7 @@ import jax
 from decoder import Batch
 
 import megatrain_jax as mt
-from megatrain_jax._src.schedule.tasks import WAITS, Instruction
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction
 
 
 def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:

@@ -18,14 +18,15 @@ from megatrain_jax._src.kernels.stages import Backward, Binding, Slot
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Program, Stage
+from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule, plan_schedule
-from megatrain_jax._src.schedule.tasks import Costs, Instruction, Op, Workload
+from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
 
 # What Python needs for one instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
-# Bytes of a value that is worth a copy; smaller ones stay where they are and aren't counted.
+# Bytes of an activation that is worth a copy; smaller ones stay where they are, not counted.
 _SMALL = 256
 
 
@@ -128,9 +129,9 @@ def bind_step(
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
-    values, makes, reads = _counted_values(program, microbatches)
+    activations, makes, reads = _counted_activations(program, microbatches)
     workload = Workload(
-        values=values,
+        activations=activations,
         makes=makes,
         reads=reads,
         residuals=tuple(microbatches * b.residuals.num_bytes if b.residuals else 0 for b in bound),
@@ -186,23 +187,23 @@ def _gradient_dtypes(
     )
 
 
-def _counted_values(
+def _counted_activations(
     program: Program, microbatches: int
 ) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Bytes of the values that stages hand on, and for each stage those it makes and reads."""
+    """Bytes of the activations that count, by id, and for each stage those it makes and reads."""
     read = {i for stage in program.stages for i in stage.inputs}
     made = {i for stage in program.stages for i in stage.outputs}
-    values = {}
+    activations = {}
     for i in sorted(read & made - set(program.outputs)):
         num_bytes = microbatches * jx.num_bytes(program.values[i])
         if num_bytes >= _SMALL and not jnp.issubdtype(program.values[i].dtype, jax.dtypes.extended):
-            values[i] = num_bytes
+            activations[i] = num_bytes
 
     def counted(ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(i for i in dict.fromkeys(ids) if i in values)
+        return tuple(i for i in dict.fromkeys(ids) if i in activations)
 
     makes = tuple(counted(stage.outputs) for stage in program.stages)
-    return values, makes, tuple(counted(stage.inputs) for stage in program.stages)
+    return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
 
 
 def _costs(
@@ -223,12 +224,13 @@ def _costs(
     ]
     saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
     moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
+    seconds_per_byte = 1 / hardware.link_bytes_per_s
     return Costs(
         forward=tuple(forward),
         backward=tuple(backward),
         update=tuple(num_bytes / hardware.memory_bytes_per_s for num_bytes in moved),
         recompute=tuple(saved),
-        byte=1 / hardware.link_bytes_per_s,
+        link=Link(name="host", inward=seconds_per_byte, outward=seconds_per_byte),
         dispatch=_SECONDS_PER_RECORD,
     )
 

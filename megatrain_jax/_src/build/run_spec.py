@@ -30,8 +30,8 @@ from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, Optimiz
 from megatrain_jax._src.program.stacks import Stack
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
+from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import plan_schedule
-from megatrain_jax._src.schedule.tasks import Op
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
 
@@ -153,7 +153,7 @@ class Job:
         return make_plan(
             names=self.grouping.names,
             sizes=sizes,
-            values=step.workload.values,
+            values=step.workload.activations,
             num_parameters=[
                 sum(jx.num_elements(self.leaves[i]) for i in rows) for rows in self.grouping.leaves
             ],
@@ -354,7 +354,7 @@ def fit_to_device(job: Job, templates: Templates, device_bytes: int | None, *, h
 
 def _other_bytes(step: BoundStep) -> int:
     """Bytes of the values that live between stages and that the schedule doesn't count."""
-    others = step.kept - step.workload.values.keys()
+    others = step.kept - step.workload.activations.keys()
     times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
     return sum(n * jx.num_bytes(step.program.values[i]) for i, n in times.items())
 

@@ -34,7 +34,7 @@ from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
-from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.schedule.instructions import Op
 
 # How much is given to Orbax at a time, at least: one part's end is not written beside the next
 # one's beginning, which costs up to a second each time.

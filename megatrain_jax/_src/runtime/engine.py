@@ -16,8 +16,8 @@ from megatrain_jax._src.kernels import updates as functions
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.transfers import Transfers
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.pool import device, pinned
 

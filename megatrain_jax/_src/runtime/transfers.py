@@ -6,7 +6,7 @@ import jax
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.runtime.streams import Slabs, Streams
-from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.schedule.instructions import Op
 
 Rows = Sequence[dict[int, jax.Array]]
 """The live values of a step by id, for each microbatch."""

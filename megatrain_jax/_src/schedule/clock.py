@@ -1,27 +1,40 @@
 """Estimates when each instruction of a schedule happens, from a few rates.
 
-Four things work side by side: the driver, which dispatches; the device, which computes in order;
-and the two directions of the link. A copy to the device starts no earlier than what was dispatched
-to the device before it, since its memory is allocated in the order of the computations.
+Several things work side by side: the driver, which dispatches; the device, which computes in order;
+and the two lanes of each link, inward and outward. A copy to the device starts no earlier than what
+was dispatched to the device before it, since its memory is allocated in the order of the
+computations; a copy to the host follows what was computed last.
+
+With parts of 4 bytes, a second for a byte, 6 seconds for a forward and none for a dispatch:
+
+    instruction   inward    device    outward   driver
+    FETCH M0       0 –  4
+    FETCH M1       4 –  8
+    FORWARD 0                4 – 10                        M0 is there at 4
+    OFFLOAD M0                        10 – 14              after what was computed last
+    FORWARD 1               10 – 16
+    FETCH M2      16 – 20                                  the device has been given work until 16
+    WAIT 0                                      10         task 0 has been computed
+    LAND M0                                     14         its copy is there
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from megatrain_jax._src.common.keys import Key
-from megatrain_jax._src.schedule.tasks import Costs
+from megatrain_jax._src.schedule.workload import Costs
 
 
 @dataclass(kw_only=True)
 class Clock:
-    """When each of the four is done with what it has been given, in seconds.
+    """When each of them is done with what it has been given, in seconds.
 
     Attributes:
         costs: The rates.
         driver: When the driver can dispatch the next instruction.
         device: When the device has computed everything.
-        inward: When everything has arrived on the device.
-        outward: When everything has left it.
+        inward: By a link's name, when everything has arrived over it.
+        outward: By a link's name, when everything has left over it.
         arrived: When each part that was fetched is there.
         computed: When each task has been computed.
         landed: When each part that a task offloaded is in the host.
@@ -30,8 +43,8 @@ class Clock:
     costs: Costs
     driver: float = 0.0
     device: float = 0.0
-    inward: float = 0.0
-    outward: float = 0.0
+    inward: dict[str, float] = field(default_factory=dict)
+    outward: dict[str, float] = field(default_factory=dict)
     arrived: dict[Key, float] = field(default_factory=dict)
     computed: dict[int, float] = field(default_factory=dict)
     landed: dict[tuple[int, Key], float] = field(default_factory=dict)
@@ -39,8 +52,13 @@ class Clock:
     def fetch(self, key: Key, size: int) -> None:
         """Copies a part to the device."""
         self._dispatch()
-        start = max(self.driver, self.inward, self.device)
-        self.inward = self.arrived[key] = start + size * self.costs.byte
+        link = self.costs.link_of(key)
+        start = max(self.driver, self.inward_until(key), self.device)
+        self.inward[link.name] = self.arrived[key] = start + size * link.inward
+
+    def inward_until(self, key: Key) -> float:
+        """When the lane to the device over which a part would come has nothing left to do."""
+        return self.inward.get(self.costs.link_of(key).name, 0.0)
 
     def compute(self, touches: tuple[Key, ...], seconds: float, task: int) -> None:
         """Computes on parts."""
@@ -50,28 +68,34 @@ class Clock:
             self.arrived.pop(key, None)
 
     def over(self, touches: Iterable[Key], seconds: float) -> float:
-        """When something would be computed if it came next."""
+        """When a computation on parts would be over if it came next."""
         ready = (self.arrived.get(key, 0.0) for key in touches)
         return max(self.driver, self.device, *ready) + seconds
 
     def offload(self, key: Key, size: int, task: int) -> None:
-        """Copies a part that was computed last to the host."""
+        """Copies a part from the device, after what was computed last."""
         self._dispatch()
-        start = max(self.driver, self.outward, self.device)
-        self.outward = self.landed[task, key] = start + size * self.costs.byte
+        link = self.costs.link_of(key)
+        start = max(self.driver, self.outward.get(link.name, 0.0), self.device)
+        self.outward[link.name] = self.landed[task, key] = start + size * link.outward
 
     def wait(self, task: int) -> None:
-        """Waits until a task has been computed."""
+        """Has the driver wait until a task has been computed."""
         self.driver = max(self.driver, self.computed.pop(task, 0.0))
 
     def land(self, task: int, key: Key) -> None:
-        """Waits until a part that a task offloaded is in the host."""
+        """Has the driver wait until a part that a task offloaded is in the host."""
         self.driver = max(self.driver, self.landed.pop((task, key), 0.0))
 
-    def next_lap(self, num_tasks: int) -> "Clock":
-        """This clock as the lap that follows one of `num_tasks` tasks sees it."""
+    def next_step(self, num_tasks: int) -> "Clock":
+        """A copy of this clock for the step that follows one of `num_tasks` tasks.
+
+        Tasks are numbered from the start of their step: the last task of the one before is -1.
+        """
         return replace(
             self,
+            inward=dict(self.inward),
+            outward=dict(self.outward),
             arrived=dict(self.arrived),
             computed={task - num_tasks: at for task, at in self.computed.items()},
             landed={(task - num_tasks, key): at for (task, key), at in self.landed.items()},

@@ -1,8 +1,22 @@
-"""Lays down the instructions of a lap within a byte limit.
+"""Lays down the instructions of a list of tasks within a byte limit.
 
 Parts are fetched in the order of their use, as far ahead as the limit allows and the link needs to
 be busy, and stay as long as their next use lies within that reach. What a task has to have is made
-room for by waiting; what is further ahead is fetched into room that the clock says is free.
+room for by waiting; what is further ahead is fetched into room that is free already.
+
+An evaluation of four stages, each of which computes for 6 seconds with masters of 4 bytes, over a
+link that takes a second for a byte; to the right are the bytes on the device:
+
+    FETCH M0     4   task 0 needs it,
+    FETCH M1     8   and task 1 needs this when it begins: what one task computes hides no more
+    FORWARD 0    8   from 4 to 10 seconds
+    RELEASE M0   8   its room is not free before task 0 has been computed
+    FETCH M2    12   from 10 to 14, while task 1 computes until 16;
+    FETCH M3    16   one more keeps the link busy until then, and a further one would wait in line
+    FORWARD 1   16
+    RELEASE M1  16
+    WAIT 0      12   the driver is never more than two tasks ahead, and M0's room is free now
+    FORWARD 2   12
 """
 
 from bisect import bisect_left
@@ -13,14 +27,9 @@ from typing import TypeVar
 
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.schedule.clock import Clock
-from megatrain_jax._src.schedule.tasks import (
-    Computation,
-    Instruction,
-    Op,
-    Task,
-    Use,
-    Workload,
-)
+from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.tasks import Computation, Task, Use
+from megatrain_jax._src.schedule.workload import Workload
 
 _At = TypeVar("_At")
 
@@ -42,9 +51,9 @@ class Residency:
         leaving: By task and part, in the order of their dispatch, bytes that are free once the
             part has landed in the host.
         num_bytes: Bytes on the device.
-        reach: How many uses, counted from the start of the lap at hand, have been fetched or have
-            their room.
-        instructions: What was laid down since the start of the lap.
+        reach: How many uses, counted from the start of the list at hand, have been fetched or
+            have their room.
+        instructions: What was laid down since the start of the list at hand.
         ledger: Bytes on the device after each instruction.
     """
 
@@ -63,11 +72,16 @@ class Residency:
     instructions: list[Instruction] = field(default_factory=list)
     ledger: list[int] = field(default_factory=list)
 
-    def next_lap(self, num_tasks: int, reach: int) -> "Residency":
-        """This state as the lap that follows one of `num_tasks` tasks sees it."""
+    def next_step(self, num_tasks: int, reach: int) -> "Residency":
+        """A copy of this state for the step that follows one of `num_tasks` tasks.
+
+        Args:
+            num_tasks: By how much the numbers of earlier tasks go down, so that -1 is the last.
+            reach: How many uses of the new step have been fetched or have their room.
+        """
         return replace(
             self,
-            clock=self.clock.next_lap(num_tasks),
+            clock=self.clock.next_step(num_tasks),
             present=set(self.present),
             dirty=set(self.dirty),
             reserved=Counter(self.reserved),
@@ -79,7 +93,11 @@ class Residency:
         )
 
     def joined(self, other: "Residency") -> "Residency":
-        """What either may hold, at the time of the other; the same parts are present in both."""
+        """A state from which instructions serve after this one and after another one.
+
+        The same parts are present in both. What is dirty or on its way to the host in one of them
+        counts as such, and the clock is the other one's.
+        """
         assert self.present == other.present and self.reserved == other.reserved
         used = _largest(self.used, other.used)
         leaving = _largest(self.leaving, other.leaving)
@@ -93,7 +111,7 @@ class Residency:
         )
 
     def holds_no_more_than(self, other: "Residency") -> bool:
-        """Whether nothing more is dirty or on its way here."""
+        """Whether nothing is dirty or on its way here that isn't in the other state."""
         return (
             self.dirty <= other.dirty
             and all(size <= other.used.get(task, 0) for task, size in self.used.items())
@@ -108,40 +126,40 @@ class Residency:
     # ---- instructions
 
     def wait(self, task: int) -> None:
-        """Waits until a task has been computed."""
+        """Lays down a wait until a task has been computed, which frees what it dropped."""
         self.num_bytes -= self.used.pop(task)
         self.clock.wait(task)
         self._emit(Instruction(op=Op.WAIT, task=task))
 
     def land(self, task: int, key: Key) -> None:
-        """Waits until a part that a task offloaded is in the host."""
+        """Lays down a wait until a part that a task offloaded is in the host, which frees it."""
         self.num_bytes -= self.leaving.pop((task, key))
         self.clock.land(task, key)
         self._emit(Instruction(op=Op.LAND, key=key, task=task))
 
     def fetch(self, key: Key, task: int) -> None:
-        """Brings a part before a task computes."""
+        """Lays down a copy of a part to the device, before a task computes."""
         self.present.add(key)
         self._use_reservation(key)
         self.num_bytes += self.workload.size(key)
         self.clock.fetch(key, self.workload.size(key))
         self._emit(Instruction(op=Op.FETCH, key=key, task=task))
 
-    def compute(self, step: Computation, task: int) -> None:
-        """Computes one step of a task."""
-        for key in step.creates:
+    def compute(self, computation: Computation, task: int) -> None:
+        """Lays down one computation of a task."""
+        for key in computation.creates:
             self.present.add(key)
             self._use_reservation(key)
             self.num_bytes += self.workload.size(key)
-        assert self.present.issuperset(step.touches)
-        self.dirty.update(step.dirties)
-        for key in step.kills:
+        assert self.present.issuperset(computation.touches)
+        self.dirty.update(computation.dirties)
+        for key in computation.kills:
             self.present.discard(key)
             self.dirty.discard(key)
             # Its memory is free once the device has got there, which only a WAIT tells.
             self.used[task] = self.used.get(task, 0) + self.workload.size(key)
-        self.clock.compute(step.touches, step.seconds, task)
-        self._emit(step.instruction)
+        self.clock.compute(computation.touches, computation.seconds, task)
+        self._emit(computation.instruction)
 
     def evict(self, key: Key, task: int) -> None:
         """Drops a part after its last use in a task, to the host if that has no current copy."""
@@ -180,7 +198,7 @@ class Residency:
         """Lays down what tasks need; on return, `boundary` uses of `later` have their room.
 
         Args:
-            tasks: The tasks of a lap.
+            tasks: The tasks of a list.
             later: Those that follow.
             boundary: How many of the uses in `later` are reached at the end, and no more.
         """
@@ -197,14 +215,14 @@ class Residency:
             last = number == len(tasks) - 1
             early = boundary if last else tasks[number + 1].num_early
             self._make_ready(number, task, line, starts[number + 1] + early)
-            if last:  # a first lap may not use all that stays
+            if last:  # a first step may not use all that stays
                 absent = self.resident - self.present
                 for key in sorted(key for key in absent if key.kind in LASTING):
                     self.fetch(key, number)
-            for at, step in enumerate(task.steps):
-                self.compute(step, number)
-                for key in step.touches:
-                    if task.last_step[key] == at and key in self.present:
+            for at, computation in enumerate(task.computations):
+                self.compute(computation, number)
+                for key in computation.touches:
+                    if task.last_touch[key] == at and key in self.present:
                         if not self._is_needed(needs, key, starts[number + 1]):
                             self.evict(key, number)
 
@@ -237,7 +255,7 @@ class Residency:
                 self.land(*at)
         # What is fetched the next time can't come before this task is computed. More than keeps
         # the link busy until then would only wait in line, where streams overtake one another.
-        seconds = sum(step.seconds for step in task.steps)
+        seconds = sum(computation.seconds for computation in task.computations)
         enough = self.clock.over((use.key for use in task.uses), seconds)
         while self.reach < len(line):
             use = line[self.reach]
@@ -245,7 +263,7 @@ class Residency:
             while size > self.room and self.reach < must:
                 self._wait_for_oldest()
             ahead = self.reach >= must and self._has_to_come(use)
-            if size > self.room or (ahead and self.clock.inward > enough):
+            if size > self.room or (ahead and self.clock.inward_until(use.key) > enough):
                 break
             if use.creates:
                 self.reserve(use.key)
@@ -265,7 +283,7 @@ class Residency:
 
     def _wait_for_oldest(self) -> None:
         oldest = min((*self.used, *(task for task, _ in self.leaving)), default=None)
-        assert oldest is not None, "the limit is below the least that a lap needs"
+        assert oldest is not None, "the limit is below the least that a list needs"
         if oldest in self.used:
             self.wait(oldest)
         else:

@@ -1,36 +1,35 @@
-"""What one training step computes, as plain data: instructions, and the tasks they form.
+"""The tasks of a training step, as plain data: what is computed in which order, on which parts.
 
-A task is a stage's forward or backward with the small work that goes with it. This says which
-parts of which groups, and which values between stages, each touches; the schedule decides from
-that what moves when.
+A task is a stage's forward or backward with the small computations that go with it. This says which
+parts each task uses; the schedule decides from that what moves when.
+
+Two stages that read groups 0 and 1, the second of them fused, with updates in their own backward,
+are three tasks (M masters, O optimizer state, G gradient, A an activation, by owner):
+
+    task  computations               uses, early ones first                 creates
+    0     FORWARD 0                  M0                                     A0
+    1     BACKWARD 1, COMBINE,       M1 A0; O1 may arrive while BACKWARD 1  G1
+          UPDATE 1                   computes, if that takes long enough
+    2     BACKWARD 0, UPDATE 0       M0; O0                                 G0
+
+If updates are deferred, since they need a scalar of all gradients, the tasks of a steady step are
+
+    0     UPDATE 0, FORWARD 0        G0 and G1 are of the step before, and their
+    1     UPDATE 1, BACKWARD 1,      memory is free again before this step's are
+          REDUCE 1                   made
+    2     BACKWARD 0, REDUCE 0,
+          COMBINE
+
+The first step leaves the UPDATEs out, and a flush has nothing else.
 """
 
-import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from megatrain_jax._src.common.keys import LASTING, Key, Kind
-
-
-class Op(enum.Enum):
-    """What an instruction asks of the engine."""
-
-    FETCH = "fetch"  # host -> device; both copies are current afterwards
-    OFFLOAD = "offload"  # device -> host, then drop the device copy
-    RELEASE = "release"  # drop a device copy whose host copy is current
-    WAIT = "wait"  # block until a task has been computed
-    LAND = "land"  # block until what a task offloaded is in the host
-    FORWARD = "forward"
-    BACKWARD = "backward"  # adds to the gradients of the stage's groups, creating missing ones
-    ZEROS = "zeros"  # create a group's gradient, all zero
-    REDUCE = "reduce"  # a group's complete gradient -> scalars, where updates are deferred
-    COMBINE = "combine"  # all scalars -> the scalars that updates read
-    UPDATE = "update"  # change a group's masters and optimizer state, consume its gradient
-
-
-WAITS = frozenset({Op.WAIT, Op.LAND})
-"""The instructions in which the driver waits for the device."""
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.workload import Workload
 
 # Kinds of the parts of groups that computing touches, in the order in which they are fetched.
 _TOUCHES = {
@@ -44,111 +43,17 @@ _TOUCHES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instruction:
-    """One thing for the engine to do.
-
-    Attributes:
-        op: What to do.
-        stage: The stage of a FORWARD or BACKWARD.
-        group: The group of a ZEROS, REDUCE or UPDATE.
-        key: What a FETCH, OFFLOAD or RELEASE moves, or a LAND waits for.
-        task: The task of its lap this instruction belongs to; for WAIT and LAND the task to wait
-            for, where negative numbers count back from the end of the lap before (-1 is its last).
-    """
-
-    op: Op
-    stage: int | None = None
-    group: int | None = None
-    key: Key | None = None
-    task: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Estimates of how long things take, in seconds. They decide what moves when, never results.
-
-    Attributes:
-        forward: For each stage, its forward of all microbatches.
-        backward: For each stage, its backward of all microbatches.
-        update: For each group, its update.
-        recompute: For each stage, by how much its backward is shorter if its residuals are kept;
-            nothing unless given.
-        byte: One byte over the link, in either direction.
-        dispatch: What the driver needs to dispatch one instruction.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    update: tuple[float, ...]
-    recompute: tuple[float, ...] = ()
-    byte: float
-    dispatch: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What one training step has to compute, and the bytes it computes on.
-
-    Attributes:
-        stages: For each stage, in forward order, the groups whose masters it reads.
-        backward: For each stage, whether the loss depends on it.
-        fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
-        sizes: For each group the bytes of its masters, optimizer state and gradient. What is
-            missing or has no bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
-        values: Bytes of each value that is counted, by its id.
-        makes: For each stage, the counted values it makes; none unless given.
-        reads: For each stage, the counted values it reads.
-        residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
-            given.
-        kept: The stages that keep them.
-        frozen: The groups that are only read: they have no gradients and are never updated.
-        deferred: Updates need scalars of all gradients, so they happen in the next step.
-        accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
-        reduce_reads: Kinds that REDUCE reads besides the gradient.
-        costs: How long it takes.
-    """
-
-    stages: tuple[tuple[int, ...], ...]
-    backward: tuple[bool, ...]
-    fused_last: bool
-    sizes: tuple[Mapping[Kind, int], ...]
-    values: Mapping[int, int] = field(default_factory=dict)
-    makes: tuple[tuple[int, ...], ...] = ()
-    reads: tuple[tuple[int, ...], ...] = ()
-    residuals: tuple[int, ...] = ()
-    kept: frozenset[int] = frozenset()
-    frozen: frozenset[int] = frozenset()
-    deferred: bool
-    accumulate: bool = False
-    reduce_reads: frozenset[Kind] = frozenset()
-    costs: Costs
-
-    def __post_init__(self) -> None:
-        """Checks what the schedule relies on."""
-        assert self.stages and len(self.stages) == len(self.backward)
-        assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
-        assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
-        assert self.reduce_reads <= LASTING
-        untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
-        assert not any(self.size(Key(kind, g)) for g in self.frozen for kind in untrained)
-        assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
-        assert len(self.costs.update) == len(self.sizes)
-        made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
-        assert set(self.values) == made == read, "every value is made and read"
-        assert all(self.residuals[s] and self.backward[s] for s in self.kept)
-        assert not self.fused_last or len(self.stages) - 1 not in self.kept
-
-    def size(self, key: Key) -> int:
-        """Bytes of one part of one group, of one value, or of one stage's residuals."""
-        kind, owner = key
-        if kind is Kind.RESIDUALS:
-            return self.residuals[owner]
-        return self.values[owner] if kind is Kind.ACTIVATION else self.sizes[owner].get(kind, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Computation:
-    """One computing instruction, what it does to parts and values, and how long it takes."""
+    """A computing instruction, what it does to which parts, and how long it takes.
+
+    Attributes:
+        instruction: The instruction.
+        touches: The parts that have to be on the device for it, those that it creates included.
+        creates: Parts that exist only after it.
+        dirties: Parts that it creates or changes, so that a copy in the host isn't current.
+        kills: Parts that don't exist after it.
+        seconds: Estimate of its time.
+    """
 
     instruction: Instruction
     touches: tuple[Key, ...]
@@ -160,7 +65,7 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A task uses a part, which either exists before the task or is created by it."""
+    """A part that a task uses, and whether the task creates it rather than finds it."""
 
     key: Key
     creates: bool
@@ -168,25 +73,33 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Steps between which nothing is fetched.
+    """Computations between which nothing is fetched.
 
     Attributes:
-        steps: What it computes, in order.
+        computations: What it computes, in order.
         uses: The parts it uses: first those that have to be there when it begins, then those that
             may still arrive while its stage computes, and last those that it creates.
         num_early: How many are of the first kind.
-        last_step: The last of the steps that touches a part.
+        last_touch: For each part, the last of the computations that touches it.
     """
 
-    steps: tuple[Computation, ...]
+    computations: tuple[Computation, ...]
     uses: tuple[Use, ...]
     num_early: int
-    last_step: dict[Key, int]
+    last_touch: dict[Key, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLists:
-    """The tasks of every kind of lap: the same for every budget."""
+    """The tasks of all that can be run: the same for every budget.
+
+    Attributes:
+        workload: What they were made of.
+        cold: A training step that starts at rest.
+        steady: A training step that follows a training step; as many tasks as `cold`.
+        flush: The updates that a training step has left for later.
+        evaluation: Every stage's forward.
+    """
 
     workload: Workload
     cold: tuple[Task, ...]
@@ -196,18 +109,18 @@ class TaskLists:
 
 
 def build_task_lists(workload: Workload) -> TaskLists:
-    """Lists the tasks of every kind of lap of a workload."""
-    lap = _deferred_lap(workload) if workload.deferred else _immediate_lap(workload)
+    """Lists the tasks of a workload."""
+    every = _deferred_step(workload) if workload.deferred else _immediate_step(workload)
     pending = Op.UPDATE if workload.deferred else None
-    # The first lap has nothing to apply; tasks left empty keep its numbering that of all lists.
-    first = [[instruction for instruction in task if instruction.op is not pending] for task in lap]
-    at_rest = [[instruction for instruction in task if instruction.op is pending] for task in lap]
+    # The first step has nothing to apply; tasks left empty keep its numbering that of the others.
+    first = [[i for i in task if i.op is not pending] for task in every]
+    at_rest = [[i for i in task if i.op is pending] for task in every]
     forward = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
     made: set[Key] = set()
     cold = _as_tasks(workload, first, made)
     waiting = set(made)
-    steady = _as_tasks(workload, lap, made)
-    assert made == waiting, "a lap leaves the gradients that the next one starts from"
+    steady = _as_tasks(workload, every, made)
+    assert made == waiting, "a step leaves the gradients that the next one starts from"
     flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
     evaluation = _as_tasks(replace(workload, kept=frozenset()), forward, set())
@@ -216,8 +129,11 @@ def build_task_lists(workload: Workload) -> TaskLists:
     )
 
 
-def _immediate_lap(workload: Workload) -> list[list[Instruction]]:
-    """Each group is updated in the task that completes its gradient."""
+# ---- which computations form a task
+
+
+def _immediate_step(workload: Workload) -> list[list[Instruction]]:
+    """The instructions of each task if a group is updated where its gradient is completed."""
     stages = range(len(workload.stages) - workload.fused_last)
     tasks = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in stages]
     combine = [Instruction(op=Op.COMBINE)]
@@ -230,10 +146,10 @@ def _immediate_lap(workload: Workload) -> list[list[Instruction]]:
     return tasks
 
 
-def _deferred_lap(workload: Workload) -> list[list[Instruction]]:
-    """Each group is updated before its first use in the next lap."""
-    unused = _unused_groups(workload)
-    pending = set(_trained_groups(workload)).difference(unused)
+def _deferred_step(workload: Workload) -> list[list[Instruction]]:
+    """The instructions of each task if a group is updated before its first use in the next step."""
+    unused = workload.unused_groups
+    pending = set(workload.trained_groups).difference(unused)
     tasks = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
         fresh = sorted(pending.intersection(groups))
@@ -255,6 +171,8 @@ def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int
     """The tasks that make gradients, each with the groups whose gradients it completes."""
     stages = [stage for stage, reached in enumerate(workload.backward) if reached]
     trained = [[g for g in groups if g not in workload.frozen] for groups in workload.stages]
+    # Backward goes from the last stage to the first: a group's gradient is begun in the latest of
+    # the stages that read it and complete after the earliest.
     latest = {group: stage for stage in stages for group in trained[stage]}
     earliest = {group: stage for stage in reversed(stages) for group in trained[stage]}
     tasks = []
@@ -264,76 +182,83 @@ def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int
         complete = [group for group in groups if earliest[group] == stage]
         backward = Instruction(op=Op.BACKWARD, stage=stage)
         tasks.append(([*_for_each(begun, Op.ZEROS), backward], complete))
-    tasks.extend((_for_each([group], Op.ZEROS), [group]) for group in _unused_groups(workload))
+    tasks.extend((_for_each([group], Op.ZEROS), [group]) for group in workload.unused_groups)
     return tasks
 
 
-def _unused_groups(workload: Workload) -> list[int]:
-    """Groups that the loss does not depend on; Optax still updates them, with zeros."""
-    reached = zip(workload.stages, workload.backward, strict=True)
-    used = {group for stage, backward in reached if backward for group in stage}
-    return [group for group in _trained_groups(workload) if group not in used]
-
-
-def _trained_groups(workload: Workload) -> list[int]:
-    return [group for group in range(len(workload.sizes)) if group not in workload.frozen]
+# ---- which parts a task uses
 
 
 def _as_tasks(
-    workload: Workload, lap: Sequence[Sequence[Instruction]], made: set[Key]
+    workload: Workload, step: Sequence[Sequence[Instruction]], made: set[Key]
 ) -> tuple[Task, ...]:
-    """Derives what a lap's tasks need; `made` holds what exists of gradients and values."""
+    """Derives what tasks use from their instructions.
+
+    Args:
+        workload: What the instructions compute on.
+        step: The instructions of each task.
+        made: Which gradients, activations and residuals exist before; kept up to date.
+    """
     last_read: dict[int, Instruction] = {}
-    for instruction in chain.from_iterable(lap):
+    for instruction in chain.from_iterable(step):
         last_read.update(dict.fromkeys(_reads(workload, instruction), instruction))
     tasks = []
-    for number, instructions in enumerate(lap):
-        steps = []
+    for number, instructions in enumerate(step):
+        computations = []
         for instruction in instructions:
             done = [i for i in _reads(workload, instruction) if last_read[i] is instruction]
-            steps.append(_as_step(workload, replace(instruction, task=number), done, made))
-            made.update(steps[-1].creates)
-            made.difference_update(steps[-1].kills)
-        tasks.append(_as_task(workload, steps))
+            numbered = replace(instruction, task=number)
+            computations.append(_as_computation(workload, numbered, done, made))
+            made.update(computations[-1].creates)
+            made.difference_update(computations[-1].kills)
+        tasks.append(_as_task(workload, computations))
     return tuple(tasks)
 
 
 def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
-    return (
-        () if instruction.stage is None or not workload.reads else workload.reads[instruction.stage]
-    )
+    """The activations that an instruction reads."""
+    if instruction.stage is None or not workload.reads:
+        return ()
+    return workload.reads[instruction.stage]
 
 
-def _as_task(workload: Workload, steps: Sequence[Computation]) -> Task:
-    stages = [at for at, step in enumerate(steps) if step.instruction.stage is not None]
-    stage = max(stages, default=len(steps) - 1)
+def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
+    stages = [at for at, c in enumerate(computations) if c.instruction.stage is not None]
+    stage = max(stages, default=len(computations) - 1)
     early: dict[Key, None] = {}
     late: dict[Key, None] = {}
     created: dict[Key, None] = {}
-    for at, step in enumerate(steps):
-        for key in step.touches:
-            if key in step.creates:
+    for at, computation in enumerate(computations):
+        for key in computation.touches:
+            if key in computation.creates:
                 created[key] = None
             elif not any(key in known for known in (early, late, created)):
                 (early if at <= stage else late)[key] = None
     # What can't arrive while the stage computes would hold up what follows.
-    seconds = sum(steps[at].seconds for at in stages)
-    hidden = sum(map(workload.size, late)) * workload.costs.byte <= seconds
+    seconds = sum(computations[at].seconds for at in stages)
+    hidden = workload.seconds_inward(late) <= seconds
     return Task(
-        steps=tuple(steps),
+        computations=tuple(computations),
         uses=(
             *(Use(key=key, creates=False) for key in (*early, *late)),
             *(Use(key=key, creates=True) for key in created),
         ),
         num_early=len(early) + (0 if hidden else len(late)),
-        last_step={key: at for at, step in enumerate(steps) for key in step.touches},
+        last_touch={key: at for at, c in enumerate(computations) for key in c.touches},
     )
 
 
-def _as_step(
+def _as_computation(
     workload: Workload, instruction: Instruction, done: Iterable[int], made: set[Key]
 ) -> Computation:
-    """What an instruction touches; `done` are values that it is the last to read."""
+    """What an instruction does to which parts.
+
+    Args:
+        workload: What it computes on.
+        instruction: The instruction.
+        done: Activations that it is the last to read.
+        made: Which gradients, activations and residuals exist before it.
+    """
     groups = (
         (instruction.group,) if instruction.stage is None else workload.stages[instruction.stage]
     )
@@ -343,36 +268,47 @@ def _as_step(
         return tuple(key for key in dict.fromkeys(every) if workload.size(key))
 
     makes = instruction.op in (Op.BACKWARD, Op.ZEROS)
+    updates = instruction.op is Op.UPDATE
     gradients = keys([Kind.GRADIENT])
+    state = keys([Kind.MASTERS, Kind.OPTIMIZER_STATE]) if updates else ()
     new = tuple(key for key in gradients if makes and key not in made)
     assert instruction.op is not Op.ZEROS or new == gradients, "zeros would lose a gradient"
-    updates = instruction.op is Op.UPDATE
-    state = keys([Kind.MASTERS, Kind.OPTIMIZER_STATE]) if updates else ()
     touches = _TOUCHES[instruction.op]
     if instruction.op is Op.REDUCE:
         touches = (*touches, *sorted(workload.reduce_reads))
-    read = tuple(Key(Kind.ACTIVATION, i) for i in dict.fromkeys(_reads(workload, instruction)))
-    given: tuple[Key, ...] = ()
-    if instruction.op is Op.FORWARD and instruction.stage is not None and workload.makes:
-        given = tuple(Key(Kind.ACTIVATION, i) for i in workload.makes[instruction.stage])
-    used: tuple[Key, ...] = ()
-    if instruction.stage in workload.kept:
-        residuals = (Key(Kind.RESIDUALS, instruction.stage),)
-        given, used = (
-            ((*given, *residuals), ()) if instruction.op is Op.FORWARD else (given, residuals)
-        )
+    read = _activations(dict.fromkeys(_reads(workload, instruction)))
+    given, taken = _of_stage(workload, instruction)
     return Computation(
         instruction=instruction,
-        touches=(*keys(touches), *read, *used, *given),
+        touches=(*keys(touches), *read, *taken, *given),
         creates=(*new, *given),
         dirties=(*(gradients if makes else state), *given),
         kills=(
             *(gradients if updates else ()),
-            *(Key(Kind.ACTIVATION, i) for i in dict.fromkeys(done)),
-            *used,
+            *_activations(dict.fromkeys(done)),
+            *taken,
         ),
         seconds=_seconds(workload, instruction),
     )
+
+
+def _activations(ids: Iterable[int]) -> tuple[Key, ...]:
+    return tuple(Key(Kind.ACTIVATION, i) for i in ids)
+
+
+def _of_stage(
+    workload: Workload, instruction: Instruction
+) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """The activations and residuals that a stage makes, and the residuals that it uses up."""
+    stage, given = instruction.stage, ()
+    if stage is None:
+        return (), ()
+    residuals = (Key(Kind.RESIDUALS, stage),) if stage in workload.kept else ()
+    if instruction.op is not Op.FORWARD:
+        return (), residuals
+    if workload.makes:
+        given = _activations(workload.makes[stage])
+    return (*given, *residuals), ()
 
 
 def _seconds(workload: Workload, instruction: Instruction) -> float:

@@ -1,0 +1,133 @@
+"""What a schedule is made for, as plain data: what a step computes, on how many bytes, how fast."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A connection between the device and a place where parts rest; its two ways are independent.
+
+    Attributes:
+        name: What tells it from others.
+        inward: Seconds that one byte takes to the device.
+        outward: Seconds that one byte takes from the device.
+    """
+
+    name: str
+    inward: float
+    outward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Estimates of how long things take, in seconds. They decide what moves when, never results.
+
+    Attributes:
+        forward: For each stage, its forward of all microbatches.
+        backward: For each stage, its backward of all microbatches.
+        update: For each group, its update.
+        recompute: For each stage, by how much its backward is shorter if its residuals are kept;
+            nothing unless given.
+        link: The connection to the host.
+        dispatch: What the driver needs to dispatch one instruction.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+    recompute: tuple[float, ...] = ()
+    link: Link
+    dispatch: float = 0.0
+
+    def link_of(self, key: Key) -> Link:
+        """The link that a part travels over; nowhere else is this decided."""
+        del key  # all parts rest in the host
+        return self.link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one training step has to compute, and the bytes it computes on.
+
+    Attributes:
+        stages: For each stage, in forward order, the groups whose masters it reads.
+        backward: For each stage, whether the loss depends on it.
+        fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
+        sizes: For each group the bytes of its masters, optimizer state and gradient. What is
+            missing or has no bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
+        activations: Bytes of each activation that is counted, by its id.
+        makes: For each stage, the counted activations it makes; none unless given.
+        reads: For each stage, the counted activations it reads.
+        residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
+            given.
+        kept: The stages that keep them.
+        frozen: The groups that are only read: they have no gradients and are never updated.
+        deferred: Updates need scalars of all gradients, so they happen in the next step.
+        accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
+        reduce_reads: Kinds that REDUCE reads besides the gradient.
+        costs: How long it takes.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    backward: tuple[bool, ...]
+    fused_last: bool
+    sizes: tuple[Mapping[Kind, int], ...]
+    activations: Mapping[int, int] = field(default_factory=dict)
+    makes: tuple[tuple[int, ...], ...] = ()
+    reads: tuple[tuple[int, ...], ...] = ()
+    residuals: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
+    frozen: frozenset[int] = frozenset()
+    deferred: bool
+    accumulate: bool = False
+    reduce_reads: frozenset[Kind] = frozenset()
+    costs: Costs
+
+    def __post_init__(self) -> None:
+        """Checks what the schedule relies on."""
+        assert self.stages and len(self.stages) == len(self.backward)
+        assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
+        assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
+        assert self.reduce_reads <= LASTING
+        untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
+        assert not any(self.size(Key(kind, g)) for g in self.frozen for kind in untrained)
+        assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
+        assert len(self.costs.update) == len(self.sizes)
+        made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
+        assert set(self.activations) == made == read, "every activation is made and read"
+        assert all(self.residuals[s] and self.backward[s] for s in self.kept)
+        assert not self.fused_last or len(self.stages) - 1 not in self.kept
+
+    def size(self, key: Key) -> int:
+        """Bytes of one part."""
+        kind, owner = key
+        if kind is Kind.RESIDUALS:
+            return self.residuals[owner]
+        if kind is Kind.ACTIVATION:
+            return self.activations[owner]
+        return self.sizes[owner].get(kind, 0)
+
+    def seconds_inward(self, keys: Iterable[Key]) -> float:
+        """How long parts take to the device; links work side by side."""
+        sizes: dict[str, int] = {}
+        rates: dict[str, float] = {}
+        for key in keys:
+            link = self.costs.link_of(key)
+            sizes[link.name] = sizes.get(link.name, 0) + self.size(key)
+            rates[link.name] = link.inward
+        return max((size * rates[name] for name, size in sizes.items()), default=0.0)
+
+    @property
+    def trained_groups(self) -> list[int]:
+        """The groups that are updated."""
+        return [group for group in range(len(self.sizes)) if group not in self.frozen]
+
+    @property
+    def unused_groups(self) -> list[int]:
+        """Those that the loss does not depend on; Optax still updates them, with zeros."""
+        reached = zip(self.stages, self.backward, strict=True)
+        used = {group for stage, backward in reached if backward for group in stage}
+        return [group for group in self.trained_groups if group not in used]
