@@ -1,4 +1,4 @@
-"""What a checkpoint of a job holds: for each array its path there and where it lives in the store.
+"""What a checkpoint of a run holds: for each array its path there and where it lives in the store.
 
 Paths are those of the user's model and of Optax's own state, so that a checkpoint is readable
 without this library.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, joined, numbers
 from megatrain_jax._src.runtime.engine import Engine
@@ -85,27 +85,27 @@ class Entry:
         return frozenset(place.group for place in self.places if place.group is not None)
 
 
-def entries_of(job: Job) -> tuple[Entry, ...]:
-    """Lists the arrays of a job's checkpoints; empty ones, which Orbax can't save, are left out."""
-    found = [*_parameters(job), *_state(job), *_variables(job), *_run()]
+def entries_of(spec: RunSpec) -> tuple[Entry, ...]:
+    """Lists the arrays of a run's checkpoints; empty ones, which Orbax can't save, are left out."""
+    found = [*_parameters(spec), *_state(spec), *_variables(spec), *_run()]
     return tuple(entry for entry in found if all(entry.shape))
 
 
-def _parameters(job: Job) -> Iterable[Entry]:
+def _parameters(spec: RunSpec) -> Iterable[Entry]:
     places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     dtypes: dict[int, str] = {}
-    for g, rows in enumerate(job.grouping.leaves):
+    for g, rows in enumerate(spec.grouping.leaves):
         for position, i in enumerate(rows):
-            leaf = job.leaves[i]
-            dtypes[leaf.parameter] = job.layouts[g].master.dtype
+            leaf = spec.leaves[i]
+            dtypes[leaf.parameter] = spec.layouts[g].master.dtype
             place = Place(holder=Key(Kind.MASTERS, g), position=position)
             places[leaf.parameter].append((leaf.index, place))
-    for p, (path, shape) in enumerate(zip(job.adapted.paths, job.adapted.shapes, strict=True)):
+    for p, (path, shape) in enumerate(zip(spec.adapted.paths, spec.adapted.shapes, strict=True)):
         yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
 
 
-def _state(job: Job) -> Iterable[Entry]:
-    cut = job.optimizer
+def _state(spec: RunSpec) -> Iterable[Entry]:
+    cut = spec.optimizer
     places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
@@ -121,8 +121,8 @@ def _state(job: Job) -> Iterable[Entry]:
         yield _entry(path, shape.shape, shape.dtype, places[i])
 
 
-def _variables(job: Job) -> Iterable[Entry]:
-    shapes = zip(job.adapted.variable_paths, job.adapted.variable_shapes, strict=True)
+def _variables(spec: RunSpec) -> Iterable[Entry]:
+    shapes = zip(spec.adapted.variable_paths, spec.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
         place = Place(holder=Small.VARIABLES, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
@@ -152,11 +152,13 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]
     )
 
 
-def rows_of(job: Job, engine: Engine, entries: Iterable[Entry]) -> list[tuple[Entry, list[Any]]]:
+def rows_of(
+    spec: RunSpec, engine: Engine, entries: Iterable[Entry]
+) -> list[tuple[Entry, list[Any]]]:
     """For each entry the arrays of its places, as views of the store.
 
     Args:
-        job: What the store holds.
+        spec: What the store holds.
         engine: The store; at rest.
         entries: Which arrays.
     """
@@ -168,7 +170,7 @@ def rows_of(job: Job, engine: Engine, entries: Iterable[Entry]) -> list[tuple[En
         if isinstance(key, Small):
             return as_data(small[key][place.position])
         if key not in views:
-            layout, slabs = job.layouts[key.owner], engine.host.get(key, ())
+            layout, slabs = spec.layouts[key.owner], engine.host.get(key, ())
             is_master = key.kind is Kind.MASTERS
             views[key] = layout.master.views(slabs[0]) if is_master else layout.state.views(slabs)
         return views[key][place.position]

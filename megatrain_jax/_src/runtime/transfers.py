@@ -7,6 +7,7 @@ import jax
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.runtime.streams import Slabs, Streams
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.state.placement import Placement
 
 Rows = Sequence[dict[int, jax.Array]]
 """The live values of a step by id, for each microbatch."""
@@ -24,16 +25,16 @@ class Transfers:
             somebody still reads the old ones.
     """
 
-    def __init__(self, platform: str):
+    def __init__(self, placement: Placement):
         """Starts with nothing anywhere.
 
         Args:
-            platform: See `Copies`.
+            placement: Where it moves them.
         """
         self.host: dict[Key, Slabs] = {}
         self.on_device: dict[Key, Slabs] = {}
         self.before_replacing: Callable[[int], None] | None = None
-        self._streams = Streams(platform)
+        self._streams = Streams(placement)
         self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
 
     def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
