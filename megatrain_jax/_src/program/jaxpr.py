@@ -20,11 +20,10 @@ from jax.extend import core as jex
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, NamedSharding
 
+from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
+
 Var = jex.Var
 Literal = jex.Literal
-CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-REMAT = ("remat2", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.partition import SMALL
-
-DECIDING = ("cond", "while")  # a literal there tells the compiler what is computed, or how often
+from megatrain_jax._src.program.primitives import DECIDING, REMAT
 
 Position = tuple[int, int]  # an equation's row in its body, an operand's column
 
@@ -83,7 +82,7 @@ class Alike:
 
 def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     """Equations of one form; if they are remats, the literals they differ by become operands."""
-    if eqns[0].primitive.name not in jx.REMAT:
+    if eqns[0].primitive.name not in REMAT:
         return eqns
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
     rows = [with_literals_outside(row) for row in zip(*(b.eqns for b in bodies), strict=True)]

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.levels import Lists, Parameter, Path, is_indexed
 from megatrain_jax._src.program.loss.partition import Dataflow, Run
 from megatrain_jax._src.program.loss.upstream import find_upstream
+from megatrain_jax._src.program.primitives import REMAT
 
 _MASTER_BYTES = 4  # of fp32
 
@@ -71,7 +71,7 @@ def _too_large(flow, lists: Lists, run, likes: int, read, row: Sequence[int]) ->
         flow.jaxpr.eqns[i].primitive.name
         for i in row
         if len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
-    }.difference(jx.REMAT)  # these would be opened
+    }.difference(REMAT)  # these would be opened
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
