@@ -17,7 +17,7 @@ from megatrain_jax._src.kernels.stages import Backward, Binding, Slot
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.schedule.search import Schedule, plan_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.tasks import Costs, Instruction, Op, Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -143,7 +143,7 @@ def bind_step(
         reduce_reads=reduce_reads,
         costs=_costs(bound, sizes, microbatches, hardware),
     )
-    schedule = plan_schedule(workload, device_budget)
+    schedule = find_schedule(workload, device_budget)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
         key=key,

@@ -17,7 +17,7 @@ from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.pool import device
+from megatrain_jax._src.state.placement import Placement
 
 
 class Templates:
@@ -92,14 +92,18 @@ class Templates:
 
 
 def compile_ahead(
-    templates: Templates, plan: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
+    templates: Templates,
+    plan: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
 ) -> int:
     """Compiles what a step runs and asks how much memory that needs besides state and activations.
 
     The device runs one function after another, so the largest counts: what it needs within, and
     for a backward the cotangents it takes and gives. Steps find the functions compiled.
     """
-    calls = dict(_calls(templates, plan, layouts, cut, device()))
+    calls = dict(_calls(templates, plan, layouts, cut, placement.slabs_on_device))
     lowered = [(function.lower(*args), beside) for function, args, beside in calls.values()]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         stats = pool.map(lambda row: row[0].compile().memory_analysis(), lowered)
