@@ -11,6 +11,7 @@ import jax
 
 from megatrain_jax._src.program.index import Index, numbers, remaining, shown, sliced_axes
 from megatrain_jax._src.program.levels import STACK, Parameter, Path, block_keys
+from megatrain_jax._src.program.pieces import Pieces, Value, stacked
 from megatrain_jax._src.program.stacks import Stack
 
 
@@ -93,6 +94,16 @@ def find_leaves(
                 for i, stack in sliced.items() if stack.length == length
             ]  # fmt: skip
     return tuple(leaves)
+
+
+def assemble(
+    leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
+) -> list[Value | Pieces]:
+    """The model's parameters from the values of its leaves."""
+    parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
+    for leaf, value in zip(leaves, values, strict=True):
+        parts[leaf.parameter][leaf.index] = value
+    return [stacked(rows) for rows in parts]
 
 
 def _slice_of(key: Path | None, layer: Index) -> Path | None:

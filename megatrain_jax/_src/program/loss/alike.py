@@ -15,6 +15,7 @@ from jax.extend import core as jex
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.partition import SMALL
 from megatrain_jax._src.program.primitives import DECIDING, REMAT
+from megatrain_jax._src.program.structural_key import form, value_key
 
 Position = tuple[int, int]  # an equation's row in its body, an operand's column
 
@@ -34,13 +35,13 @@ class Alike:
             if self._may_differ(eqn, atom) or not jx.is_literal(atom) and is_input(atom):
                 return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
             if jx.is_literal(atom):
-                return jx.value_key(atom.val)
+                return value_key(atom.val)
             return numbers.setdefault(atom, len(numbers))
 
         rows = []
         for eqn in eqns:
             refs = tuple(ref(eqn, a) for a in eqn.invars)
-            rows.append((jx.form(eqn), refs, tuple(str(v.aval) for v in eqn.outvars)))
+            rows.append((form(eqn), refs, tuple(str(v.aval) for v in eqn.outvars)))
             for v in eqn.outvars:
                 numbers.setdefault(v, len(numbers))
         return tuple(rows)
@@ -76,8 +77,8 @@ class Alike:
 
     def _key(self, atom) -> Hashable:
         if jx.is_literal(atom):
-            return jx.value_key(atom.val)
-        return jx.value_key(self.consts[atom]) if atom in self.consts else id(atom)
+            return value_key(atom.val)
+        return value_key(self.consts[atom]) if atom in self.consts else id(atom)
 
 
 def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, Path, find_leaves
-from megatrain_jax._src.program.index import Index
+from megatrain_jax._src.program.blocks import Leaf, Path, assemble, find_leaves
 from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.loss.stages import Program, cut
+from megatrain_jax._src.program.loss.builder import cut
+from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.uncut import uncut_stacks
 from megatrain_jax._src.program.loss.upstream import find_upstream
-from megatrain_jax._src.program.pieces import Pieces, Value, constant, stack, stacked
+from megatrain_jax._src.program.pieces import Value, constant, stack
 from megatrain_jax._src.program.stacks import Stack, Stacks, find_stacks
 
 
@@ -123,16 +123,6 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
     found = uncut_stacks(traced.stacks, leaves)
     return dataclasses.replace(program, warnings=(*program.warnings, *found))
-
-
-def assemble(
-    leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
-) -> list[Value | Pieces]:
-    """The model's parameters from the values of its leaves."""
-    parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
-    for leaf, value in zip(leaves, values, strict=True):
-        parts[leaf.parameter][leaf.index] = value
-    return [stacked(rows) for rows in parts]
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:

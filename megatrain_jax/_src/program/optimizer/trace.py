@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.blocks import Leaf, assemble
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.index import (
     Index,
@@ -26,7 +26,6 @@ from megatrain_jax._src.program.index import (
     sliced_axes,
 )
 from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.loss.trace import assemble
 from megatrain_jax._src.program.optimizer.slicing import without_repeats
 from megatrain_jax._src.program.pieces import Pieces, Value, constant, piece, stack, stacked
 
