@@ -26,17 +26,16 @@ from megatrain_jax._src.adapt.loss_function import (
     takes_rng,
 )
 from megatrain_jax._src.adapt.model_kinds import (
-    Form,
     Parts,
-    Path,
+    Shell,
     check_same_paths,
     flatten,
     is_pytree_model,
     linen_parts,
     parts_of,
-    path_name,
 )
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.model_path import ModelPath, path_name
 from megatrain_jax._src.program.jaxpr import short_errors
 
 
@@ -59,9 +58,9 @@ class AdaptedModel:
             and all arrays of the batch are NumPy's: none is brought back from the device.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[ModelPath, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    variable_paths: tuple[Path, ...]
+    variable_paths: tuple[ModelPath, ...]
     variable_shapes: tuple[jax.ShapeDtypeStruct, ...]
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]]
     params_tree: Callable[[Sequence[Any]], Any]
@@ -153,9 +152,9 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
 
 
 def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
-    params, variables, form = parts_of(model)
+    params, variables, shell = parts_of(model)
     shapes = jax.eval_shape(lambda *trees: trees, params, variables)
-    adapted = _assemble(shapes[0], shapes[1], form)
+    adapted = _assemble(shapes[0], shapes[1], shell)
     initial = initial_from_values(
         jax.tree.leaves(params),
         jax.tree.leaves(variables),
@@ -167,21 +166,21 @@ def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
 def _adapt_traced(
     take_apart: Callable[..., Parts], args: tuple[Any, ...]
 ) -> tuple[AdaptedModel, Initial]:
-    forms = []
+    shells = []
 
     def arrays(*args: Any) -> tuple[Any, Any]:
-        params, variables, form = take_apart(*args)
-        forms.append(form)
+        params, variables, shell = take_apart(*args)
+        shells.append(shell)
         return params, variables
 
     with short_errors():
         traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
-    adapted = _assemble(shapes[0], shapes[1], forms[0])
+    adapted = _assemble(shapes[0], shapes[1], shells[0])
     every_shape = adapted.shapes + adapted.variable_shapes
     return adapted, initial_from_trace(traced, args, len(adapted.shapes), every_shape)
 
 
-def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
+def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
     paths, shapes, params_treedef = _flatten_shapes(params)
     variable_paths, variable_shapes, variables_treedef = _flatten_shapes(variables)
     _check_parameters(paths, shapes)
@@ -204,13 +203,13 @@ def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]:
         args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
-        result, changed = form.call(loss_fn, args, *trees, rng, train)
+        result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
         return *checked_result(loss_fn, result), tuple(_as_declared(*item) for item in new)
 
     def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
-        return form.rebuild(params_tree(leaves), variables_tree(variables))
+        return shell.rebuild(params_tree(leaves), variables_tree(variables))
 
     in_order = jax.tree.leaves(params_tree(shapes))
     assert all(a is b for a, b in zip(in_order, shapes, strict=True)), "leaves change their order"
@@ -239,14 +238,16 @@ def _batch_check(model: Any) -> Callable[[Any], None]:
     return check_batch
 
 
-def _flatten_shapes(tree: Any) -> tuple[tuple[Path, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
+def _flatten_shapes(
+    tree: Any,
+) -> tuple[tuple[ModelPath, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
     # Rebuilt from shape and dtype alone: a weak type would make a second trace differ.
     paths, leaves, treedef = flatten(tree)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     return paths, shapes, treedef
 
 
-def _check_parameters(paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
     if not paths:
         raise ValueError(
             "The model has no parameters: nothing in it is an nnx.Param, a Linen parameter that "
@@ -265,7 +266,7 @@ def _check_parameters(paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStru
         )
 
 
-def _as_declared(path: Path, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
+def _as_declared(path: ModelPath, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
     """Returns a variable's new value in the dtype it had, since a step is compiled for that."""
     found_shape, found_dtype = jnp.shape(value), jnp.result_type(value)
     floats = all(jnp.issubdtype(d, jnp.floating) for d in (found_dtype, shape.dtype))

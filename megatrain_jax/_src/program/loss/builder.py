@@ -25,8 +25,8 @@ from megatrain_jax._src.program.loss.partition import (
     PARAM,
     SMALL,
     Dataflow,
-    Run,
-    find_runs,
+    Stretch,
+    find_stretches,
 )
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.program.loss.state import find_state_use
@@ -46,7 +46,7 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
     _refuse_answers(flow)
-    return _Builder(flow, find_runs(flow)).program(num_variables)
+    return _Builder(flow, find_stretches(flow)).program(num_variables)
 
 
 def _refuse_answers(flow: Dataflow) -> None:
@@ -65,10 +65,10 @@ def _refuse_answers(flow: Dataflow) -> None:
 class _Builder:
     """Collects the equations, inputs and outputs of every stage of one program."""
 
-    def __init__(self, flow: Dataflow, runs: list[Run]):
-        self.flow, self.consts, self.runs = flow, flow.consts, runs
-        self.stage_of = assign(flow, runs)
-        self.rows: list[list[int]] = [[] for _ in runs]  # the equations of each stage, ascending
+    def __init__(self, flow: Dataflow, stretches: list[Stretch]):
+        self.flow, self.consts, self.stretches = flow, flow.consts, stretches
+        self.stage_of = assign(flow, stretches)
+        self.rows: list[list[int]] = [[] for _ in stretches]  # of each stage, ascending
         for i in sorted(self.stage_of):
             self.rows[self.stage_of[i]].append(i)
         self.ids: dict[Any, int] = {}
@@ -103,7 +103,7 @@ class _Builder:
         return home
 
     def program(self, num_variables: int) -> Program:
-        bodies = [self._body(s) for s in range(len(self.runs))]
+        bodies = [self._body(s) for s in range(len(self.stretches))]
         self._unify_inputs(bodies)
         self._add_outputs(bodies)
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
@@ -117,7 +117,7 @@ class _Builder:
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
             state=find_state_use(self.flow.jaxpr, self.flow.data, num_variables),
-            warnings=find_warnings(self.flow, self.runs, self.rows),
+            warnings=find_warnings(self.flow, self.stretches, self.rows),
         )
 
     def _output_var(self, atom):
@@ -131,7 +131,7 @@ class _Builder:
         body = _Body(self, s)
         for i in self.rows[s]:
             body.pull(i)
-        if s == len(self.runs) - 1:
+        if s == len(self.stretches) - 1:
             for v in jx.variables(self.flow.jaxpr.outvars):
                 if self.flow.kind[v] == PARAM and v in self.flow.producer:
                     body.pull(self.flow.producer[v])
@@ -313,13 +313,13 @@ class _Body:
     def stage(self) -> Stage:
         builder = self.builder
         assert self.index is not None
-        run = builder.runs[self.index]
+        stretch = builder.stretches[self.index]
         consts, leaves, inputs = self.operands()
         number = {v: i for i, v in enumerate(builder.flow.parameters)}
         values = tuple(builder.consts[v] for v in consts)
         jaxpr = self.jaxpr(self.outputs)
         return Stage(
-            name=run.name,
+            name=stretch.name,
             jaxpr=jaxpr,
             consts=values,
             key=structural_key(jaxpr, values),
@@ -327,5 +327,5 @@ class _Body:
             is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),
             outputs=tuple(builder.id(v) for v in self.outputs),
-            is_block=bool(run.keys),
+            is_block=bool(stretch.keys),
         )

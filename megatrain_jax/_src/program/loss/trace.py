@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, Path, assemble, find_leaves
+from megatrain_jax._src.program.blocks import Leaf, assemble, find_leaves
 from megatrain_jax._src.program.inline import Inliner
 from megatrain_jax._src.program.loss.builder import cut
 from megatrain_jax._src.program.loss.stages import Program
@@ -27,14 +28,12 @@ class TracedLoss:
         traced: Its jaxpr over flat inputs.
         num_parameters: How many of the inputs are parameters.
         num_variables: How many are non-parameter state.
-        num_batch: How many belong to the batch.
         metrics: Names of the metrics, in output order.
     """
 
     traced: jx.Traced
     num_parameters: int
     num_variables: int
-    num_batch: int
     metrics: tuple[str, ...]
 
     @functools.cached_property
@@ -76,14 +75,13 @@ def trace_loss(
         traced=jx.without_dead_code(traced),
         num_parameters=len(parameters),
         num_variables=len(variables),
-        num_batch=len(jax.tree.leaves(batch)),
         metrics=names,
     )
 
 
 def leaves_of(
     traced: TracedLoss,
-    paths: Sequence[Path],
+    paths: Sequence[ModelPath],
     shapes: Sequence[jax.ShapeDtypeStruct],
     is_trainable: Sequence[bool],
     stacks: Sequence[Stack] | None = None,
