@@ -1,4 +1,4 @@
-"""Builds the stages of a cut program: pure functions of parameters and live values, as jaxprs.
+"""The builder of stages: from the equations of a loss to pure functions, as jaxprs.
 
 Stages with equal equations get equal jaxprs (same order of leaves, inputs and outputs), so that
 they share one compiled template.
