@@ -178,6 +178,34 @@ def swapped(updates):
     return {**updates, "blocks": [second, first, *rest]}
 
 
+def each(function):
+    return lambda updates: jax.tree.map(function, updates)
+
+
+def scaled(gradient):
+    """A gradient times an array of length 1 along the axis of the layers."""
+    if not gradient.ndim:
+        return gradient
+    row = gradient[:1]
+    return gradient * jnp.arange(1.0, row.size + 1).reshape(row.shape)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        each(lambda g: jnp.arccos(jnp.clip(g, -1, 1))),
+        each(lambda g: jax.scipy.special.gammainc(jnp.abs(g) + 1, jnp.abs(g))),
+        each(lambda g: jnp.log2(1 + jnp.abs(g))),
+        each(scaled),
+    ],
+    ids=["acos", "igamma", "log2", "length 1"],
+)
+def test_any_elementwise_update_is_cut_along_stacked_layers(function):
+    make = optax.chain(stateless(function), optax.sgd(0.1))
+    cut, mine, theirs = run_both(stacked_blocks(), lambda _: make, steps=2)
+    assert not cut.deferred and worst_difference(mine, theirs) == 0
+
+
 TWICE = optax.chain(optax.clip_by_global_norm(1.0), optax.normalize_by_update_norm())
 
 

@@ -12,6 +12,7 @@ from megatrain_jax._src.program.blocks import power
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of, trace_loss
+from megatrain_jax._src.program.structural_key import structural_key
 from zoo import CASES, Case
 
 
@@ -134,7 +135,7 @@ def test_power_finds_the_number_of_repetitions(seed):
 
 def key_of(fn, *args):
     traced = jx.trace(fn, *args)
-    return jx.structural_key(traced.jaxpr, traced.consts)
+    return structural_key(traced.jaxpr, traced.consts)
 
 
 def test_structural_keys_tell_computations_apart():

@@ -10,8 +10,8 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.adapt.model_kinds import path_name
 from megatrain_jax._src.common.keys import PASSING, Kind
+from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from oracle import train_plain

@@ -4,7 +4,6 @@ The rest of the library sees parameter leaves and a pure loss, whatever library 
 was written with; what differs between the kinds of model is said here and nowhere else.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,23 +19,24 @@ from megatrain_jax._src.adapt.initial_values import (
     initial_from_values,
     strong_array,
 )
+from megatrain_jax._src.adapt.loss_function import (
+    checked_result,
+    loss_arguments,
+    name_of,
+    takes_rng,
+)
 from megatrain_jax._src.adapt.model_kinds import (
-    Form,
     Parts,
-    Path,
+    Shell,
     check_same_paths,
     flatten,
     is_pytree_model,
     linen_parts,
     parts_of,
-    path_name,
 )
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.model_path import ModelPath, path_name
 from megatrain_jax._src.program.jaxpr import short_errors
-
-# What every step's record has of its own, and what its evaluation's metrics begin with.
-RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
-EVALUATED = "eval_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class AdaptedModel:
             and all arrays of the batch are NumPy's: none is brought back from the device.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[ModelPath, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    variable_paths: tuple[Path, ...]
+    variable_paths: tuple[ModelPath, ...]
     variable_shapes: tuple[jax.ShapeDtypeStruct, ...]
     loss: Callable[..., tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]]
     params_tree: Callable[[Sequence[Any]], Any]
@@ -96,7 +96,7 @@ def adapt(
         key = jax.random.key(seed)
 
         def take_linen_apart(key: jax.Array, batch: Any) -> Parts:
-            return linen_parts(model, loss_fn, key, _loss_arguments(loss_fn, batch, key))
+            return linen_parts(model, loss_fn, key, loss_arguments(loss_fn, batch, key))
 
         return _adapt_traced(take_linen_apart, (key, sample_batch))
     if is_pytree_model(model):
@@ -124,7 +124,7 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model is a {type(model).__qualname__}; {_SUPPORTED}")
     if not checks.can_be_called(model, 0):
         raise TypeError(
-            f"model is the function {_name(model)}, which can't be called without arguments; "
+            f"model is the function {name_of(model)}, which can't be called without arguments; "
             "pass a function of no arguments that builds the model."
         )
 
@@ -139,20 +139,22 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
     model = _call_builder(build)
     if isinstance(model, linen.Module):
         raise TypeError(
-            f"{_name(build)} builds a {type(model).__qualname__}, a Linen module, which holds no "
+            f"{name_of(build)} builds a {type(model).__qualname__}, a Linen module, which holds no "
             "arrays: pass the module itself as the model."
         )
     if isinstance(model, type):
-        raise TypeError(f"{_name(build)} returns the class {model.__qualname__}, not an instance.")
+        raise TypeError(
+            f"{name_of(build)} returns the class {model.__qualname__}, not an instance."
+        )
     if not is_pytree_model(model):
-        raise TypeError(f"{_name(build)} builds a {type(model).__qualname__}; {_SUPPORTED}")
+        raise TypeError(f"{name_of(build)} builds a {type(model).__qualname__}; {_SUPPORTED}")
     return parts_of(model)
 
 
 def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
-    params, variables, form = parts_of(model)
+    params, variables, shell = parts_of(model)
     shapes = jax.eval_shape(lambda *trees: trees, params, variables)
-    adapted = _assemble(shapes[0], shapes[1], form)
+    adapted = _assemble(shapes[0], shapes[1], shell)
     initial = initial_from_values(
         jax.tree.leaves(params),
         jax.tree.leaves(variables),
@@ -164,21 +166,21 @@ def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
 def _adapt_traced(
     take_apart: Callable[..., Parts], args: tuple[Any, ...]
 ) -> tuple[AdaptedModel, Initial]:
-    forms = []
+    shells = []
 
     def arrays(*args: Any) -> tuple[Any, Any]:
-        params, variables, form = take_apart(*args)
-        forms.append(form)
+        params, variables, shell = take_apart(*args)
+        shells.append(shell)
         return params, variables
 
     with short_errors():
         traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
-    adapted = _assemble(shapes[0], shapes[1], forms[0])
+    adapted = _assemble(shapes[0], shapes[1], shells[0])
     every_shape = adapted.shapes + adapted.variable_shapes
     return adapted, initial_from_trace(traced, args, len(adapted.shapes), every_shape)
 
 
-def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
+def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
     paths, shapes, params_treedef = _flatten_shapes(params)
     variable_paths, variable_shapes, variables_treedef = _flatten_shapes(variables)
     _check_parameters(paths, shapes)
@@ -199,15 +201,15 @@ def _assemble(params: Any, variables: Any, form: Form) -> AdaptedModel:
         rng: jax.Array,
         train: bool,
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]:
-        args = _loss_arguments(loss_fn, batch, rng)
+        args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
-        result, changed = form.call(loss_fn, args, *trees, rng, train)
+        result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
-        return *_checked_result(loss_fn, result), tuple(_as_declared(*item) for item in new)
+        return *checked_result(loss_fn, result), tuple(_as_declared(*item) for item in new)
 
     def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
-        return form.rebuild(params_tree(leaves), variables_tree(variables))
+        return shell.rebuild(params_tree(leaves), variables_tree(variables))
 
     in_order = jax.tree.leaves(params_tree(shapes))
     assert all(a is b for a, b in zip(in_order, shapes, strict=True)), "leaves change their order"
@@ -236,14 +238,16 @@ def _batch_check(model: Any) -> Callable[[Any], None]:
     return check_batch
 
 
-def _flatten_shapes(tree: Any) -> tuple[tuple[Path, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
+def _flatten_shapes(
+    tree: Any,
+) -> tuple[tuple[ModelPath, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
     # Rebuilt from shape and dtype alone: a weak type would make a second trace differ.
     paths, leaves, treedef = flatten(tree)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     return paths, shapes, treedef
 
 
-def _check_parameters(paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
     if not paths:
         raise ValueError(
             "The model has no parameters: nothing in it is an nnx.Param, a Linen parameter that "
@@ -262,7 +266,7 @@ def _check_parameters(paths: Sequence[Path], shapes: Sequence[jax.ShapeDtypeStru
         )
 
 
-def _as_declared(path: Path, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
+def _as_declared(path: ModelPath, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
     """Returns a variable's new value in the dtype it had, since a step is compiled for that."""
     found_shape, found_dtype = jnp.shape(value), jnp.result_type(value)
     floats = all(jnp.issubdtype(d, jnp.floating) for d in (found_dtype, shape.dtype))
@@ -279,92 +283,9 @@ def _call_builder(build: Callable[[], Any]) -> Any:
         return build()
     except jax.errors.JAXTypeError as error:
         raise ValueError(
-            f"{_name(build)} can't be traced, because it needs the values of arrays while it "
+            f"{name_of(build)} can't be traced, because it needs the values of arrays while it "
             "builds the model; pass the model that it builds instead."
         ) from error
     except Exception as error:
-        error.add_note(f"This was raised by {_name(build)}, called to build the `model`.")
+        error.add_note(f"This was raised by {name_of(build)}, called to build the `model`.")
         raise
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function))
-
-
-# The user's loss function
-
-
-def takes_rng(loss_fn: Callable[..., Any]) -> bool:
-    """Tells whether to call loss_fn with a key.
-
-    Raises:
-        TypeError: it can't be called with a model and a batch, or those and a key.
-    """
-    expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
-    if not callable(loss_fn):
-        raise TypeError(f"{expected}, not a {type(loss_fn).__qualname__}.")
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError as error:
-        raise TypeError(f"{expected}; {_name(loss_fn)} has no signature to read.") from error
-    every = signature.parameters.values()
-    positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named_rng = len(positional) > 2 and positional[2].name in ("rng", "key")
-    num_required = sum(p.default is p.empty for p in positional)
-    takes_rng = named_rng or num_required > 2
-    try:
-        signature.bind(*(None,) * (3 if takes_rng else 2))
-    except TypeError as error:
-        raise TypeError(f"{expected}, but {_name(loss_fn)} is called as {signature}.") from error
-    return takes_rng
-
-
-def _loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
-    return (batch, rng) if takes_rng(loss_fn) else (batch,)
-
-
-def _checked_result(
-    loss_fn: Callable[..., Any], result: Any
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns what loss_fn returned as (loss, metrics), or says what is wrong with it."""
-    name = f"loss_fn ({_name(loss_fn)})"
-    if isinstance(result, tuple) and len(result) != 2:
-        raise ValueError(f"{name} must return a loss or (loss, metrics), not {len(result)} values.")
-    value, metrics = result if isinstance(result, tuple) else (result, {})
-    loss = _as_number(value)
-    if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} must return a scalar floating-point loss, not {_describe(value)}; take the "
-            "mean over the batch."
-        )
-    if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
-        raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
-    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVALUATED))
-    if reserved:
-        raise ValueError(
-            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
-            f"{', '.join(RESERVED)} and what begins with {EVALUATED}; rename the metric."
-        )
-    numbers = {}
-    for key, metric in metrics.items():
-        number = _as_number(metric)
-        if number is None or number.shape != ():
-            raise ValueError(
-                f"{name} must return scalar numbers as metrics; {key!r} is {_describe(metric)}."
-            )
-        numbers[key] = number
-    return loss, numbers
-
-
-def _as_number(value: Any) -> jax.Array | None:
-    if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float):
-        return None
-    dtype = jnp.result_type(value)
-    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
-    return jnp.asarray(value) if is_real else None
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    return f"a {type(value).__qualname__}"

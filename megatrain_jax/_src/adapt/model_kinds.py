@@ -17,12 +17,12 @@ import numpy as np
 from flax import linen, nnx
 from jax.core import Tracer
 
-Path = tuple[str | int, ...]
+from megatrain_jax._src.common.model_path import ModelPath, path_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """What is particular to one kind of model; holds no arrays.
+class Shell:
+    """A model without its arrays: how it is called with some, and rebuilt around them.
 
     Attributes:
         call: (loss_fn, arguments after the model, params tree, variables tree, rng, train) →
@@ -34,8 +34,8 @@ class Form:
     rebuild: Callable[[Any, Any], Any]
 
 
-# A model taken apart: parameters, state that isn't trained, and the form that rejoins them.
-Parts = tuple[Any, Any, Form]
+# A model taken apart: parameters, state that isn't trained, and the shell that rejoins them.
+Parts = tuple[Any, Any, Shell]
 
 
 def parts_of(model: Any) -> Parts:
@@ -54,12 +54,7 @@ def is_pytree_model(model: Any) -> bool:
     return not jax.tree_util.treedef_is_leaf(treedef) or _is_array(model)
 
 
-def path_name(path: Path) -> str:
-    """Returns a path as users read it, such as `layers/0/kernel`."""
-    return "/".join(map(str, path))
-
-
-def flatten(tree: Any) -> tuple[tuple[Path, ...], list[Any], Any]:
+def flatten(tree: Any) -> tuple[tuple[ModelPath, ...], list[Any], Any]:
     """Returns the paths, the leaves and the structure of a tree of parameters or variables."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     is_nnx = isinstance(tree, nnx.State)
@@ -68,7 +63,7 @@ def flatten(tree: Any) -> tuple[tuple[Path, ...], list[Any], Any]:
     return paths, [leaf for _, leaf in flat], treedef
 
 
-def trainable_mask(trainable: Any, paths: Sequence[Path]) -> tuple[bool, ...]:
+def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ...]:
     """Tells which parameters are to be trained.
 
     Args:
@@ -92,7 +87,7 @@ def trainable_mask(trainable: Any, paths: Sequence[Path]) -> tuple[bool, ...]:
     return found
 
 
-def check_same_paths(what: str, expected: Sequence[Path], tree: Any) -> None:
+def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> None:
     """Checks that a call of the loss function left the model's structure as it was.
 
     Args:
@@ -121,7 +116,7 @@ def check_same_paths(what: str, expected: Sequence[Path], tree: Any) -> None:
     assert found == tuple(expected), f"the {what} changed their order"
 
 
-def _path(keys: Sequence[Any], *, is_nnx: bool = False) -> Path:
+def _path(keys: Sequence[Any], *, is_nnx: bool = False) -> ModelPath:
     # An nnx.State has one more level for the value inside each variable, which names nothing.
     return tuple(
         _component(key)
@@ -186,7 +181,7 @@ def _nnx_parts(model: Any) -> Parts:
     def rebuild(params: Any, variables: Any) -> Any:
         return nnx.merge(graphdef, params, variables)
 
-    return params, variables, Form(call=call, rebuild=rebuild)
+    return params, variables, Shell(call=call, rebuild=rebuild)
 
 
 def _mark_traced_arrays(model: Any) -> None:
@@ -260,7 +255,7 @@ def linen_parts(
     def rebuild(params: Any, variables: Any) -> Any:
         return module.bind({"params": params, **variables})
 
-    return params, state, Form(call=call, rebuild=rebuild)
+    return params, state, Shell(call=call, rebuild=rebuild)
 
 
 def _is_linen_state(
@@ -322,4 +317,4 @@ def _pytree_parts(model: Any) -> Parts:
         return loss_fn(rebuild(params, variables), *args), variables
 
     leaves = [leaf if t else None for (_, leaf), t in zip(flat, trained, strict=True)]
-    return jax.tree.unflatten(treedef, leaves), (), Form(call=call, rebuild=rebuild)
+    return jax.tree.unflatten(treedef, leaves), (), Shell(call=call, rebuild=rebuild)

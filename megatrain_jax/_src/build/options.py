@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, get_args
 
-from megatrain_jax._src.adapt.adapters import check_model, takes_rng
-from megatrain_jax._src.adapt.model_kinds import flatten, path_name
+from megatrain_jax._src.adapt.adapters import check_model
+from megatrain_jax._src.adapt.loss_function import takes_rng
+from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.state import hardware as machines
 from megatrain_jax._src.state.hardware import Hardware
 

@@ -14,12 +14,13 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.adapt.model_kinds import path_name, trainable_mask
+from megatrain_jax._src.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.common.keys import LASTING
+from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf

@@ -9,16 +9,22 @@ from collections.abc import Collection
 from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.flops import ELEMENTWISE, REDUCTIONS
+from megatrain_jax._src.program.primitives import (
+    ARG_REDUCTIONS,
+    CALLS,
+    CUMULATIVE,
+    ELEMENTWISE,
+    REDUCTIONS,
+)
 
 # What only renames an array, or is made anew wherever it is read.
 _FREE = frozenset(
     """broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze
     stop_gradient transpose""".split()
 )
-_FUSED = ELEMENTWISE | _FREE | {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or", "select_n"}
+_FUSED = ELEMENTWISE | _FREE
 _ADDITIONS = ("add", "add_any")
-_FUSING = _FUSED | REDUCTIONS | {"concatenate"}
+_FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate"}
 
 
 def temporary_bytes(jaxpr: Any) -> int:
@@ -85,7 +91,7 @@ def temporary_bytes(jaxpr: Any) -> int:
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     """Whether an equation is one of these, or a call of nothing else (`jnp.where` is one)."""
-    if eqn.primitive.name in jx.CALLS:
+    if eqn.primitive.name in CALLS:
         return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return eqn.primitive.name in names
 

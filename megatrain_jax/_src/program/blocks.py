@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import jax
 
+from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program.index import Index, numbers, remaining, shown, sliced_axes
-from megatrain_jax._src.program.levels import STACK, Parameter, Path, block_keys
+from megatrain_jax._src.program.levels import STACK, Parameter, block_keys
+from megatrain_jax._src.program.pieces import Pieces, Value, stacked
 from megatrain_jax._src.program.stacks import Stack
 
 
@@ -28,12 +30,12 @@ class Leaf:
         is_trainable: Whether it gets a gradient.
     """
 
-    path: Path
+    path: ModelPath
     parameter: int
     index: Index
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
-    block: Path | None
+    block: ModelPath | None
     is_trainable: bool = True
 
     @property
@@ -43,7 +45,7 @@ class Leaf:
 
 
 def find_leaves(
-    paths: Sequence[Path],
+    paths: Sequence[ModelPath],
     shapes: Sequence[jax.ShapeDtypeStruct],
     stacks: Sequence[Stack],
     upstream: Sequence[int | None],
@@ -61,7 +63,7 @@ def find_leaves(
         for path, shape, up in zip(paths, shapes, upstream, strict=True)
     ]
     known = block_keys(parameters)
-    stacked: dict[int, tuple[Path, Stack]] = {}
+    stacked: dict[int, tuple[ModelPath, Stack]] = {}
     for stack in stacks:
         if any(known[i] is not None for i in stack.between - stacked.keys()):
             continue  # slices that are parts of other blocks
@@ -95,7 +97,17 @@ def find_leaves(
     return tuple(leaves)
 
 
-def _slice_of(key: Path | None, layer: Index) -> Path | None:
+def assemble(
+    leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
+) -> list[Value | Pieces]:
+    """The model's parameters from the values of its leaves."""
+    parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
+    for leaf, value in zip(leaves, values, strict=True):
+        parts[leaf.parameter][leaf.index] = value
+    return [stacked(rows) for rows in parts]
+
+
+def _slice_of(key: ModelPath | None, layer: Index) -> ModelPath | None:
     """The block of one slice: the path of all of them with the layer's number in its place."""
     if key is None or STACK not in key:
         return key
@@ -103,7 +115,7 @@ def _slice_of(key: Path | None, layer: Index) -> Path | None:
     return (*key[:at], *numbers(layer), *key[at + 1 :])
 
 
-def common_prefix(paths: Sequence[Path]) -> Path:
+def common_prefix(paths: Sequence[ModelPath]) -> ModelPath:
     """The longest path that all paths start with."""
     first, last = min(paths, key=_sortable), max(paths, key=_sortable)
     n = 0

@@ -11,25 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
-
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow lgamma
-    log log1p logistic max min mul neg nextafter polygamma pow regularized_incomplete_beta rem
-    round rsqrt sign sin sinh sqrt square sub tan tanh zeta
-    """.split()
+from megatrain_jax._src.program.primitives import (
+    ARG_REDUCTIONS,
+    ARITHMETIC,
+    CUMULATIVE,
+    PRODUCTS,
+    REDUCTIONS,
 )
 
-REDUCTIONS = frozenset(
-    """
-    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
-    reduce_sum
-    """.split()
-)
-
-
-_PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
+_COUNTED_BY_OPERAND = REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE
 
 
 def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
@@ -56,7 +46,7 @@ def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) ->
 
 def is_product(eqn: Any, itemsize: int = 0) -> bool:
     """Whether an equation is a matrix product or convolution of operands wider than `itemsize`."""
-    if eqn.primitive.name not in _PRODUCTS:
+    if eqn.primitive.name not in PRODUCTS:
         return False
     return min(v.aval.dtype.itemsize for v in eqn.invars[:2]) > itemsize
 
@@ -73,9 +63,9 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
         return 0
     if name in _SPECIAL:
         return _SPECIAL[name](eqn)
-    if name in ELEMENTWISE:
+    if name in ARITHMETIC:
         return _size(eqn.outvars[0]) if _is_inexact(eqn.outvars[0]) else 0
-    if name in REDUCTIONS:
+    if name in _COUNTED_BY_OPERAND:
         return _size(eqn.invars[0]) if _is_inexact(eqn.invars[0]) else 0
     return 0
 
@@ -130,6 +120,11 @@ def _fft(eqn: Any) -> int:
     return int(5 * points * math.log2(max(2, math.prod(lengths)))) // (1 if is_complex else 2)
 
 
+def _polynomial(eqn: Any) -> int:
+    # By Horner's rule, a multiplication and an addition for each coefficient but the first.
+    return 2 * _size(eqn.outvars[0]) * (len(eqn.invars) - 2) if _is_inexact(eqn.outvars[0]) else 0
+
+
 _SPECIAL: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
@@ -141,4 +136,5 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "scatter-add": _scatter,
     "scatter-mul": _scatter,
     "fft": _fft,
+    "polynomial": _polynomial,
 }

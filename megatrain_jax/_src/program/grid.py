@@ -16,15 +16,8 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from megatrain_jax._src.program.index import remaining
+from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, CUMULATIVE, REDUCTIONS
 
-ELEMENTWISE = frozenset(
-    """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos cosh div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt
-    max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor""".split()
-)
-REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
-_CUMULATIVE = ("cumsum", "cummax", "cummin", "cumprod")
 # The integers that an operand of the equation is known to hold, or None.
 KnownOperand = Callable[[int], np.ndarray | None]
 
@@ -247,12 +240,6 @@ _RULES: dict[str, Callable[..., list[Moved] | None]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "split": _split,
-    "argmax": _reduction,
-    "argmin": _reduction,
-    **dict.fromkeys(REDUCTIONS, _reduction),
-    **dict.fromkeys(_CUMULATIVE, _cumulative),
+    **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS, _reduction),
+    **dict.fromkeys(CUMULATIVE, _cumulative),
 }
-# Operations that only rearrange elements, or take some of them.
-LAYOUT = frozenset(
-    "transpose rev slice dynamic_slice gather squeeze reshape broadcast_in_dim split".split()
-)

@@ -31,6 +31,7 @@ from megatrain_jax._src.program.pieces import (
     together,
     uniform_row,
 )
+from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,11 @@ class Inliner:
     def _eqn(self, eqn, ins) -> Sequence[Value | Pieces]:
         name = eqn.primitive.name
         pieces = [v for v in ins if isinstance(v, Pieces)]
-        if name in jx.CALLS:
-            return self._call(eqn.params[jx.CALLS[name]], ins)
-        if name in jx.REMAT and (pieces or len(_join_known(ins)) > 1):
+        if name in CALLS:
+            return self._call(eqn.params[CALLS[name]], ins)
+        if name in REMAT and (pieces or len(_join_known(ins)) > 1):
             return self._call(eqn.params["jaxpr"], ins)
-        if self.primal and name in jx.CUSTOM_RULES:
+        if self.primal and name in CUSTOM_RULES:
             return self._call(eqn.params["call_jaxpr"], ins)
         if name == "cond" and ins[0].integers is not None:
             which = int(np.clip(ins[0].integers.value, 0, len(eqn.params["branches"]) - 1))

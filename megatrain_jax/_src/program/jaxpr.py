@@ -1,16 +1,14 @@
-"""Everything that touches the form of a jaxpr: tracing, rebinding, slicing, comparing.
+"""Everything that touches the form of a jaxpr: tracing, rebinding, slicing.
 
 Kept in one module because jaxprs change between JAX versions (from 0.11 a closed jaxpr is a jaxpr
 and `scan` has other parameters) while the rest of the package should not notice.
 """
 
 import dataclasses
-import hashlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +16,11 @@ import numpy as np
 from jax import core
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
-from jax.sharding import AxisType, NamedSharding
+
+from megatrain_jax._src.program.primitives import CALLS, REMAT
 
 Var = jex.Var
 Literal = jex.Literal
-CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-REMAT = ("remat2", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,148 +222,6 @@ def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr that has no constants, also under a transformation."""
     return core.eval_jaxpr(jaxpr, (), *args)
-
-
-class Key:
-    """Stands for what a jaxpr computes; there is one for each such thing, told apart by identity.
-
-    A step looks a function up for every call, and what stands behind a key takes longer to hash
-    than the call.
-    """
-
-    __slots__ = ("__weakref__",)
-
-
-_keys: WeakValueDictionary[Hashable, Key] = WeakValueDictionary()
-
-
-def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
-    """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
-
-    `consts` are the values of the jaxpr's first inputs, if these are fixed.
-    Variables are numbered, literals and constants compared by their bytes, parameters recursively,
-    names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
-    What an equation was traced in, such as a mesh, counts, too.
-    """
-    return _keys.setdefault(_jaxpr_key(jaxpr, consts, _RULES), Key())
-
-
-def form(eqn: Any) -> Hashable:
-    """What an equation does: its primitive and parameters, but for the values of literals."""
-    return eqn.primitive.name, _params_key(eqn, _FORM)
-
-
-# What two equations are compared by: with literals within them, with their derivatives.
-_FORM, _VALUES, _RULES = range(3)
-
-
-def _jaxpr_key(jaxpr, consts, level):
-    numbers: dict[Any, int] = {}
-
-    def define(v):
-        numbers[v] = len(numbers)
-        return _aval_key(v.aval)
-
-    def read(a):
-        if not isinstance(a, Literal):
-            return numbers[a]
-        return (*(value_key(a.val) if level > _FORM else ()), str(a.aval))
-
-    invars = (*jaxpr.constvars, *jaxpr.invars)
-    head = tuple((define(v), value_key(c)) for v, c in zip(invars, consts, strict=False))
-    head += tuple(define(v) for v in invars[len(consts) :])
-    body = []
-    for eqn in jaxpr.eqns:
-        ins = tuple(read(a) for a in eqn.invars)
-        outs = tuple(define(v) for v in eqn.outvars)
-        body.append((eqn.primitive.name, ins, _params_key(eqn, level), outs, eqn.ctx))
-    tail = tuple(read(a) for a in jaxpr.outvars)
-    return (head, tuple(body), tail)
-
-
-def variable_numbers(jaxpr: Any) -> dict[Any, int]:
-    """The number `structural_key` gives to each variable."""
-    numbers: dict[Any, int] = {}
-    for v in (*jaxpr.constvars, *jaxpr.invars, *(o for e in jaxpr.eqns for o in e.outvars)):
-        numbers[v] = len(numbers)
-    return numbers
-
-
-def _aval_key(aval):
-    return (
-        getattr(aval, "shape", None),
-        str(getattr(aval, "dtype", aval)),
-        getattr(aval, "weak_type", False),
-    )
-
-
-def value_key(value: Any) -> tuple[Any, ...]:
-    """Shape, dtype and bytes of a fixed array; a hash of the bytes if they are many."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
-    array = np.asarray(value)
-    raw = array.tobytes()
-    return (array.shape, str(array.dtype), raw if len(raw) <= 64 else hashlib.sha256(raw).digest())
-
-
-def _params_key(eqn, level):
-    params = eqn.params
-    if eqn.primitive.name in CUSTOM_RULES:
-        inner = params["call_jaxpr"]
-        key = _jaxpr_key(opened(inner), constants(inner), level)
-        # A rule may call its own function, so only the first derivative is compared.
-        return (key, _vjp_key(eqn)) if level == _RULES else key
-    skipped = ("name",) if "jaxpr" in params else ()
-    if eqn.primitive.name != "sharding_constraint":
-        params = {k: None if _says_nothing(v) else v for k, v in params.items()}
-    return tuple((k, _param_key(v, level)) for k, v in sorted(params.items()) if k not in skipped)
-
-
-def _says_nothing(value) -> bool:
-    """Whether a parameter is a sharding that leaves every axis to the compiler."""
-    if not isinstance(value, NamedSharding):
-        return False
-    automatic = all(kind == AxisType.Auto for kind in value.mesh.axis_types)
-    return automatic and all(name is None for name in value.spec)
-
-
-def _param_key(value, level):
-    if hasattr(value, "eqns"):
-        return _jaxpr_key(opened(value), constants(value), level)
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(_param_key(v, level) for v in value))
-    if isinstance(value, dict):
-        return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
-    if isinstance(value, (np.ndarray, jax.Array)):
-        return value_key(value)
-    if callable(value) and not isinstance(value, type):
-        return ("callable", id(value))
-    try:
-        hash(value)
-    except TypeError:
-        return ("object", id(value))
-    return (type(value).__name__, value)
-
-
-def _vjp_key(eqn):
-    """The key of the VJP of one equation: what tells two custom derivative rules apart."""
-    is_diff = [is_float(v.aval) for v in eqn.invars]
-    keep = [is_float(v.aval) for v in eqn.outvars]
-
-    def vjp(diff, others, cotangents):
-        diff_out, pull = jax.vjp(
-            lambda *d: _floats(bind(eqn, merge(is_diff, d, others)), keep), *diff
-        )
-        return diff_out, pull(cotangents)
-
-    diff, others = split(is_diff, [shape_of(v.aval) for v in eqn.invars])
-    cotangents = [shape_of(v.aval) for v, k in zip(eqn.outvars, keep, strict=True) if k]
-    traced = trace(vjp, diff, others, cotangents)
-    return _jaxpr_key(traced.jaxpr, traced.consts, _VALUES)
-
-
-def _floats(values, keep):
-    return [v for v, k in zip(values, keep, strict=True) if k]
 
 
 def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:

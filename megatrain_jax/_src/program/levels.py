@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-Path = tuple[str | int, ...]
-Matrices = frozenset[tuple[Path, tuple[int, ...]]]
+from megatrain_jax._src.common.model_path import ModelPath
+
+Matrices = frozenset[tuple[ModelPath, tuple[int, ...]]]
 STACK = "[]"  # stands in a path where a slice's number will
 _INDEXED = re.compile(r"^(?:(.*)_)?(\d+)$")
 
@@ -29,7 +30,7 @@ class Parameter:
         upstream: The parameters that run before it, as the bits of a number; None if none reads it.
     """
 
-    path: Path
+    path: ModelPath
     shape: tuple[int, ...]
     count: int = 1
     upstream: int | None = None
@@ -44,11 +45,11 @@ class Parameter:
 class _Opened:
     """What an element is cut into: the block of each of its parameters, and its largest layer."""
 
-    keys: dict[int, Path]
+    keys: dict[int, ModelPath]
     largest: int
 
 
-def block_keys(parameters: Sequence[Parameter]) -> list[Path | None]:
+def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
     """The block of each parameter, or None: the path down to the chosen list's index.
 
     Elements are layers if they are alike, run one after another, and have several matrices each:
@@ -71,7 +72,7 @@ def block_keys(parameters: Sequence[Parameter]) -> list[Path | None]:
     the block would stay `layers_0`.
     """
     lists = Lists(parameters)
-    keys: list[Path | None] = [None] * len(parameters)
+    keys: list[ModelPath | None] = [None] * len(parameters)
     for row in lists.below(range(len(parameters)), 0):
         for kind, count in lists.kinds(row):
             for element in kind:
@@ -90,9 +91,9 @@ class Lists:
         self.parameters = parameters
         self.siblings = _siblings(parameters)
 
-    def below(self, members: Iterable[int], depth: int) -> list[dict[Path, list[int]]]:
+    def below(self, members: Iterable[int], depth: int) -> list[dict[ModelPath, list[int]]]:
         """The first lists below a depth: for each element its parameters."""
-        rows: dict[tuple, dict[Path, list[int]]] = defaultdict(lambda: defaultdict(list))
+        rows: dict[tuple, dict[ModelPath, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i in members:
             path = self.parameters[i].path
             for d in range(depth, len(path)):
@@ -102,9 +103,9 @@ class Lists:
                         break
         return list(rows.values())
 
-    def kinds(self, row: dict[Path, list[int]]) -> list[tuple[list[Path], int]]:
+    def kinds(self, row: dict[ModelPath, list[int]]) -> list[tuple[list[ModelPath], int]]:
         """The elements of a list, like with like, with their number."""
-        kinds: list[tuple[list[Path], set[Matrices]]] = []
+        kinds: list[tuple[list[ModelPath], set[Matrices]]] = []
         for element, members in row.items():
             matrices = self._matrices(members, len(element))
             for kind, known in kinds:
@@ -116,13 +117,13 @@ class Lists:
                 kinds.append(([element], {matrices}))
         return [(kind, self._number(kind, row)) for kind, _ in kinds]
 
-    def opened(self, element: Path, members: Sequence[int], likes: int) -> _Opened | None:
+    def opened(self, element: ModelPath, members: Sequence[int], likes: int) -> _Opened | None:
         """The layers of an element with so many likes, or None if it is better left whole."""
-        keys: dict[int, Path] = {}
-        layers: dict[Path, list[int]] = {}
+        keys: dict[int, ModelPath] = {}
+        layers: dict[ModelPath, list[int]] = {}
         largest = 0
         for row in self.below(members, len(element)):
-            found: dict[int, Path] = {}
+            found: dict[int, ModelPath] = {}
             any_layers = False
             for kind, count in self.kinds(row):
                 inside = [row[inner] for inner in kind]
@@ -142,7 +143,7 @@ class Lists:
         good = held and sum(sizes[i] for i in held) >= 3 * beside
         return _Opened(keys=keys, largest=largest) if good else None
 
-    def repeats(self, kind: list[Path], row, count: int, likes: int) -> bool:
+    def repeats(self, kind: list[ModelPath], row, count: int, likes: int) -> bool:
         """Whether like elements are enough to be layers of an element with so many likes."""
         matrices = min(len(self._matrices(row[element], len(element))) for element in kind)
         return count > 1 if matrices > 1 else matrices == 1 and count > max(2, likes)
@@ -173,7 +174,7 @@ class Lists:
             if sum(n > 1 for n in p.shape) > 1 and p.size >= least
         )
 
-    def _number(self, kind: list[Path], row) -> int:
+    def _number(self, kind: list[ModelPath], row) -> int:
         slices = row[kind[0]] if kind[0][-1] == STACK else ()
         return max((self.parameters[i].count for i in slices), default=len(kind))
 
@@ -181,22 +182,22 @@ class Lists:
         return sum(self.parameters[i].size for i in members)
 
 
-def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[Path]]:
+def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
     """The elements of each list, but for those that are nothing but one stack."""
-    stacks: dict[Path, set[Path | None]] = defaultdict(set)
+    stacks: dict[ModelPath, set[ModelPath | None]] = defaultdict(set)
     for path in (p.path for p in parameters):
         for depth, component in enumerate(path):
             if _index(component) is not None:
                 below = [d for d in range(depth + 1, len(path)) if path[d] == STACK]
                 stacks[path[: depth + 1]].add(path[: below[0]] if below else None)
-    siblings: dict[tuple, set[Path]] = defaultdict(set)
+    siblings: dict[tuple, set[ModelPath]] = defaultdict(set)
     for element, found in stacks.items():
         if None in found or len(found) > 1:
             siblings[_list_of(element, len(element) - 1)].add(element)
     return siblings
 
 
-def _list_of(path: Path, depth: int) -> tuple:
+def _list_of(path: ModelPath, depth: int) -> tuple:
     """Which list a path's component is an index of: where it stands, and its stem."""
     found = _index(path[depth])
     return path[:depth], found[0] if found else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
-from megatrain_jax._src.program.grid import ELEMENTWISE, LAYOUT
+from megatrain_jax._src.program.primitives import LAYOUT, is_elementwise
 
 # What is known of a value: nothing, or that it is a constant, or that it follows from a counter.
 _UNKNOWN, _CONSTANT, _COUNTER = range(3)
@@ -75,7 +75,7 @@ class _Search:
                 level.update((v, max(ins, default=_CONSTANT)) for v in eqn.outvars)
             if name in ("dynamic_slice", "gather") and flags[0]:
                 self.found |= all(ins[1:]) and _COUNTER in ins[1:] and _takes_one(eqn)
-            elif name in ELEMENTWISE | LAYOUT and any(flags):
+            elif any(flags) and (name in LAYOUT or is_elementwise(eqn)):
                 whole.update(eqn.outvars)
         return [of(a) for a in jaxpr.outvars]
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
-from megatrain_jax._src.program.grid import ELEMENTWISE, moved
+from megatrain_jax._src.program.grid import moved
 from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
+from megatrain_jax._src.program.primitives import is_elementwise
 
 FOLDS = {
     "reduce_sum": jax.lax.add,
@@ -20,6 +21,7 @@ FOLDS = {
     "reduce_prod": jax.lax.mul,
     "reduce_and": jax.lax.bitwise_and,
     "reduce_or": jax.lax.bitwise_or,
+    "reduce_xor": jax.lax.bitwise_xor,
 }
 NOTHING: frozenset = frozenset()
 
@@ -124,7 +126,7 @@ def stack(value: Value | Pieces) -> Value:
 def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
     """The equation applied slice by slice, or None if it mixes slices."""
     name, operand = eqn.primitive.name, ins[0]
-    if name in ELEMENTWISE:
+    if is_elementwise(eqn):
         return _map(eqn, ins)
     others = [v for v in ins[1:] if isinstance(v, Value)]
     if not isinstance(operand, Pieces) or len(others) < len(ins) - 1:
@@ -185,11 +187,16 @@ def _map(eqn, ins) -> list[Pieces]:
     cells = []
     for at in places(shape, axes):
         row = [
-            v if isinstance(v, Value) and not a.aval.shape else piece(v, axes, at)
+            v if isinstance(v, Value) and not a.aval.shape else piece(v, axes, _within(a, axes, at))
             for v, a in zip(ins, eqn.invars, strict=True)
         ]
         cells.append(_bound(eqn, row))
     return [sliced(shape, axes, column) for column in zip(*cells, strict=True)]
+
+
+def _within(atom, axes: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
+    """Positions in a result as those in an operand, which may be of length 1 along an axis."""
+    return tuple(min(i, atom.aval.shape[axis] - 1) for axis, i in zip(axes, at, strict=True))
 
 
 def _fold(eqn, operand: Pieces) -> Value | Pieces:
@@ -227,7 +234,7 @@ def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] |
             return jx.bind(eqn.replace(params={**params, **within}), [ins[0].array])[0]
 
         return filled
-    if name in ELEMENTWISE and len(eqn.outvars) == 1 and any(v.row for v in ins):
+    if is_elementwise(eqn) and len(eqn.outvars) == 1 and any(v.row for v in ins):
         if all(v.row or not a.aval.shape for v, a in zip(ins, eqn.invars, strict=True)):
 
             def computed(axes):

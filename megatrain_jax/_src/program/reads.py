@@ -15,8 +15,9 @@ import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
-from megatrain_jax._src.program.grid import ELEMENTWISE, REDUCTIONS, moved
+from megatrain_jax._src.program.grid import moved
 from megatrain_jax._src.program.loops import reads_by_counter
+from megatrain_jax._src.program.primitives import CALLS, REDUCTIONS, is_elementwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class Reads:
     def _eqn(self, eqn, ins: list[Trail]) -> Sequence[Trail]:
         name = eqn.primitive.name
         if jx.called(eqn) is not None:
-            return self._call(eqn.params[jx.CALLS.get(name, "jaxpr")], ins)
+            return self._call(eqn.params[CALLS.get(name, "jaxpr")], ins)
         if name == "cond" and ins[0].integers is not None:
             branches = eqn.params["branches"]
             which = int(np.clip(ins[0].integers.value, 0, len(branches) - 1))
@@ -250,7 +251,7 @@ def _row(x: Trail, i: int) -> Trail:
 def _moved(eqn, k: int, view: View, ins: Sequence[Trail]) -> list[View | None] | None:
     """Where a view of operand `k` is in each result; None if its slices are mixed or lost."""
     name, aval = eqn.primitive.name, eqn.invars[k].aval
-    if name in ELEMENTWISE:
+    if is_elementwise(eqn):
         if any(v.aval.shape != aval.shape for v in eqn.outvars):
             return None
         alone = all(v.parameter == view.parameter for x in ins for v in x.views)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from megatrain_jax._src.adapt.adapters import EVALUATED
+from megatrain_jax._src.adapt.loss_function import EVALUATED
 from megatrain_jax._src.build.batches import batch_size
 from megatrain_jax._src.build.options import LoopOptions, eval_batches
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt

@@ -14,8 +14,8 @@ from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.partition import SMALL
-
-DECIDING = ("cond", "while")  # a literal there tells the compiler what is computed, or how often
+from megatrain_jax._src.program.primitives import DECIDING, REMAT
+from megatrain_jax._src.program.structural_key import form, value_key
 
 Position = tuple[int, int]  # an equation's row in its body, an operand's column
 
@@ -35,13 +35,13 @@ class Alike:
             if self._may_differ(eqn, atom) or not jx.is_literal(atom) and is_input(atom):
                 return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
             if jx.is_literal(atom):
-                return jx.value_key(atom.val)
+                return value_key(atom.val)
             return numbers.setdefault(atom, len(numbers))
 
         rows = []
         for eqn in eqns:
             refs = tuple(ref(eqn, a) for a in eqn.invars)
-            rows.append((jx.form(eqn), refs, tuple(str(v.aval) for v in eqn.outvars)))
+            rows.append((form(eqn), refs, tuple(str(v.aval) for v in eqn.outvars)))
             for v in eqn.outvars:
                 numbers.setdefault(v, len(numbers))
         return tuple(rows)
@@ -77,13 +77,13 @@ class Alike:
 
     def _key(self, atom) -> Hashable:
         if jx.is_literal(atom):
-            return jx.value_key(atom.val)
-        return jx.value_key(self.consts[atom]) if atom in self.consts else id(atom)
+            return value_key(atom.val)
+        return value_key(self.consts[atom]) if atom in self.consts else id(atom)
 
 
 def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
     """Equations of one form; if they are remats, the literals they differ by become operands."""
-    if eqns[0].primitive.name not in jx.REMAT:
+    if eqns[0].primitive.name not in REMAT:
         return eqns
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
     rows = [with_literals_outside(row) for row in zip(*(b.eqns for b in bodies), strict=True)]

@@ -6,15 +6,15 @@ import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.borders import find_borders
-from megatrain_jax._src.program.loss.partition import EFFECT, MAIN, Dataflow, Run
+from megatrain_jax._src.program.loss.partition import EFFECT, MAIN, Dataflow, Stretch
 
 
-def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
+def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
     """The stage of each main equation, and of each that is there for its effect."""
     jaxpr = flow.jaxpr
     main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
     position = {i: p for p, i in enumerate(main)}
-    starts = find_borders(flow, runs, main, position)
+    starts = find_borders(flow, stretches, main, position)
     stage_of: dict[int, int] = {}
     first_use: dict[int, int] = {}
     for p, i in enumerate(main):
@@ -33,8 +33,8 @@ def assign(flow: Dataflow, runs: list[Run]) -> dict[int, int]:
             if flow.kind[v] == MAIN
         ]  # fmt: skip
         stage_of[i] = max([home, *sources])
-    stage_of = _postponed(flow, main, stage_of, len(runs) - 1)
-    return _with_effects(flow, stage_of, first_use, len(runs) - 1)
+    stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
+    return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 
 
 def _with_effects(

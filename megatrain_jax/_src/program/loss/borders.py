@@ -1,11 +1,11 @@
-"""Finds the borders between stages: where a traced loss is cut between two runs of reads.
+"""Finds the borders between stages: where a traced loss is cut between two stretches of reads.
 
-A border lies between the last read of one run and the first read of the next. What is computed
+A border lies between the last read of one stretch and the first read of the next. What is computed
 there belongs to neither by itself: a dropout after a block may end it or begin the next one.
 Example: `embed a [norm W1] add drop [norm W2] add drop head`, with reads in brackets and as many
 bytes alive before each `drop` as after it. Cut before the drops, the blocks are `norm W1 add` and
 `drop norm W2 add`, and the head begins with a drop; cut after them, both are `norm W add drop`.
-So borders are chosen for all runs that read alike at once: the equations before the first read
+So borders are chosen for all stretches that read alike at once: the equations before the first read
 and those after the last one are the same in as many of them as possible.
 """
 
@@ -16,27 +16,27 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.loss.partition import MAIN, PARAM, Dataflow, Run
+from megatrain_jax._src.program.loss.partition import MAIN, PARAM, Dataflow, Stretch
 
-_Stage = tuple[int, int, int]  # a run, its border, the next run's border
+_Stage = tuple[int, int, int]  # a stretch, its border, the next one's
 
 
 def find_borders(
-    flow: Dataflow, runs: Sequence[Run], main: Sequence[int], position: dict[int, int]
+    flow: Dataflow, stretches: Sequence[Stretch], main: Sequence[int], position: dict[int, int]
 ) -> list[int]:
     """The first main equation of each stage: of the places with the fewest bytes alive one."""
-    return _Borders(flow, runs, main, position).find()
+    return _Borders(flow, stretches, main, position).find()
 
 
 class _Borders:
-    """Borders by the run that they precede; one more stands for the end."""
+    """Borders by the stretch that they precede; one more stands for the end."""
 
-    def __init__(self, flow, runs, main, position):
-        self.flow, self.runs, self.main, self.position = flow, runs, main, position
+    def __init__(self, flow, stretches, main, position):
+        self.flow, self.stretches, self.main, self.position = flow, stretches, main, position
         self.alive = _live_bytes(flow, main, position)
         between = [
             range(before.last + 1, after.first + 1)
-            for before, after in zip(runs, runs[1:], strict=False)
+            for before, after in zip(stretches, stretches[1:], strict=False)
         ]
         self.gaps = [range(1), *between, range(len(main), len(main) + 1)]
         self.fewest = [min(self.alive[p] for p in gap) for gap in self.gaps]
@@ -46,16 +46,16 @@ class _Borders:
         rows = [ids.setdefault(_row(flow, i), len(ids)) for i in main]
         self.back = [_distances(flow, i, p, position) for p, i in enumerate(main)]
         self.like: dict[tuple, list[int]] = defaultdict(list)
-        for k, run in enumerate(runs):
-            self.like[tuple(rows[run.first : run.last + 1])].append(k)
+        for k, stretch in enumerate(stretches):
+            self.like[tuple(rows[stretch.first : stretch.last + 1])].append(k)
         # What lies between a border and the first read, or the last read and a border, by number.
         self.before = [
-            _numbers(rows, range(run.first, gap.start - 1, -1), -1, ids)
-            for run, gap in zip(runs, self.gaps, strict=False)
+            _numbers(rows, range(stretch.first, gap.start - 1, -1), -1, ids)
+            for stretch, gap in zip(stretches, self.gaps, strict=False)
         ]
         self.after = [
-            _numbers(rows, range(run.last + 1, gap.stop), 0, ids)
-            for run, gap in zip(runs, self.gaps[1:], strict=True)
+            _numbers(rows, range(stretch.last + 1, gap.stop), 0, ids)
+            for stretch, gap in zip(stretches, self.gaps[1:], strict=True)
         ]
 
     def find(self) -> list[int]:
@@ -67,15 +67,15 @@ class _Borders:
                 left = [k for k in left if k not in {stage[0] for stage in alike}]
         return [
             self.fixed.get(g, min(self.gaps[g], key=lambda p, g=g: self._order(g, p)))
-            for g in range(len(self.runs))
+            for g in range(len(self.stretches))
         ]
 
     def _order(self, g: int, p: int) -> tuple[int, int, int]:
-        """Of equal cuts the one after which the next run takes the least, then the earliest."""
+        """Of equal cuts the one after which the next stretch takes the least, then the earliest."""
         return self.alive[p], self._taken(g, p) if self.alive[p] == self.fewest[g] else 0, p
 
     def _alike(self, members: Sequence[int]) -> list[_Stage]:
-        """The borders that make the most of these runs equal stages; nothing if no two are."""
+        """The borders that make the most of these stretches equal stages; nothing if no two are."""
         limit = self._limit(members)
         found: dict[tuple[int, int], list[_Stage]] = defaultdict(list)
         for k in members:
@@ -99,19 +99,19 @@ class _Borders:
         return max(groups.values(), key=len)
 
     def _choices(self, k: int, members: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-        """The borders of run `k`; a run right after it that is like it begins as it does."""
+        """The borders of stretch `k`; one right after it that is like it begins as it does."""
         for start in self._allowed(k, limit):
             if k + 1 in members:
-                end = self.runs[k + 1].first - (self.runs[k].first - start)
+                end = self.stretches[k + 1].first - (self.stretches[k].first - start)
                 if end in self._allowed(k + 1, limit):
                     yield start, end
             else:
                 yield from ((start, end) for end in self._allowed(k + 1, limit))
 
     def _limit(self, members: Sequence[int]) -> int:
-        """The most bytes that a border next to these runs and between blocks needs at least."""
-        borders = {g for k in members for g in (k, k + 1) if 0 < g < len(self.runs)}
-        inner = [g for g in borders if self.runs[g - 1].keys and self.runs[g].keys]
+        """The most bytes that a border of these stretches between blocks needs at least."""
+        borders = {g for k in members for g in (k, k + 1) if 0 < g < len(self.stretches)}
+        inner = [g for g in borders if self.stretches[g - 1].keys and self.stretches[g].keys]
         return max((self.fewest[g] for g in inner), default=0)
 
     def _allowed(self, g: int, limit: int) -> list[int]:
@@ -136,16 +136,16 @@ class _Borders:
         return sum(self.alive[p] - self.fewest[g] for g, p in borders.items())
 
     def _preference(self, stages: Sequence[_Stage]) -> tuple[int, int, int, list[_Stage]]:
-        """Most stages, fewest bytes alive, then the fewest taken by the next runs, earliest."""
+        """Most stages, fewest bytes alive, fewest taken by the next stretches, earliest."""
         borders = {g: p for k, start, end in stages for g, p in ((k, start), (k + 1, end))}
-        taken = [self._taken(g, p) for g, p in borders.items() if g < len(self.runs)]
+        taken = [self._taken(g, p) for g, p in borders.items() if g < len(self.stretches)]
         return -len(stages), self._excess(stages), sum(taken), list(stages)
 
     def _taken(self, g: int, cut: int) -> int:
-        """Bytes made before `cut` that the equations from there to the end of run `g` read."""
+        """Bytes made before `cut` that the equations from there to the end of stretch `g` read."""
         if (g, cut) not in self.taken:
             flow, position = self.flow, self.position
-            stretch = self.main[cut : self.runs[g].last + 1]
+            stretch = self.main[cut : self.stretches[g].last + 1]
             values = {
                 v for i in stretch for v in jx.variables(flow.jaxpr.eqns[i].invars)
                 if flow.kind[v] == MAIN and position[flow.producer[v]] < cut

@@ -1,7 +1,7 @@
 """Finds what each equation of a traced loss depends on, and the stretches that read one block.
 
 An equation depends on parameters, on data (batch, state, randomness), on both, or on neither.
-Those that depend on both are walked in order and cut between runs of reads of one block; those
+Those that depend on both are walked in order and cut between stretches of reads of one block; those
 that depend on parameters only, or on nothing, are repeated in every stage that needs them; those
 that depend on data only run once, in the prologue, unless a single stage uses a large result.
 What something outside sees, a print or a callback, happens once: where its last operand is made.
@@ -13,16 +13,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program import effects
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, Path, power
+from megatrain_jax._src.program.blocks import Leaf, power
 
 SMALL = 1024  # elements: data-only values up to this size are computed once, before the stages
 CONST, PARAM, DATA, MAIN, EFFECT = range(5)  # the last: for the sake of its effect alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Stretch:
     """A stretch of equations that become one stage.
 
     Attributes:
@@ -33,7 +34,7 @@ class Run:
     """
 
     name: str
-    keys: frozenset[Path]
+    keys: frozenset[ModelPath]
     first: int
     last: int
 
@@ -108,36 +109,40 @@ class Dataflow:
         return frozenset().union(*(self.reads.get(v, ()) for v in ins))
 
 
-def find_runs(flow: Dataflow) -> list[Run]:
+def find_stretches(flow: Dataflow) -> list[Stretch]:
     """Lists the stages as stretches of reads, in forward order."""
     main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
     events = [(p, flow.read_by(i)) for p, i in enumerate(main) if i not in flow.floating]
     events = [(p, reads) for p, reads in events if reads]
     loops = _loops(flow.leaves, events)
-    runs: list[Run] = []
+    stretches: list[Stretch] = []
     history: list[list[tuple[int, int]]] = []
     for p, reads in events:
         keys = frozenset(k for i in reads if (k := loops.get(i, flow.leaves[i].block)) is not None)
         own = sorted(i for i in reads if i in loops or flow.leaves[i].block is not None)
         if not keys:
             continue
-        if runs and runs[-1].keys == keys:
-            runs[-1] = dataclasses.replace(runs[-1], last=p)
+        if stretches and stretches[-1].keys == keys:
+            stretches[-1] = dataclasses.replace(stretches[-1], last=p)
             history[-1] += [(p, i) for i in own]
         else:
-            runs.append(Run(name="", keys=keys, first=p, last=p))
+            stretches.append(Stretch(name="", keys=keys, first=p, last=p))
             history.append([(p, i) for i in own])
-    runs = [r for run, reads in zip(runs, history, strict=True) for r in _passes(run, reads)]
-    return _named(_with_rest(flow, events, runs, loops), flow.leaves)
+    stretches = [
+        r
+        for stretch, reads in zip(stretches, history, strict=True)
+        for r in _passes(stretch, reads)
+    ]
+    return _named(_with_rest(flow, events, stretches, loops), flow.leaves)
 
 
-def _loops(leaves: Sequence[Leaf], events) -> dict[int, Path]:
+def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
     """Leaves outside blocks whose module is applied several times in a row, with that module."""
     order = [(p, i) for p, reads in events for i in sorted(reads)]
     rest = {i for _, i in order if leaves[i].block is None}
-    found: dict[int, Path] = {}
+    found: dict[int, ModelPath] = {}
     prefixes = {leaves[i].path[:d] for i in rest for d in range(1, len(leaves[i].path))}
-    under: dict[Path, list[tuple[int, int]]] = defaultdict(list)
+    under: dict[ModelPath, list[tuple[int, int]]] = defaultdict(list)
     in_blocks = [p for p, i in order if leaves[i].block is not None]
     for p, i in order:
         for d in range(1, len(leaves[i].path) + 1):
@@ -154,33 +159,33 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, Path]:
     return found
 
 
-def _passes(run: Run, reads: list[tuple[int, int]]) -> list[Run]:
-    """Splits a run in which the same reads repeat: one block's weights applied several times."""
+def _passes(stretch: Stretch, reads: list[tuple[int, int]]) -> list[Stretch]:
+    """Splits a stretch whose reads repeat: one block's weights applied several times."""
     times = power([i for _, i in reads]) if len({i for _, i in reads}) > 1 else 1
     size = len(reads) // times
-    if len(run.keys) > 1 or times == 1:
-        return [run]
+    if len(stretch.keys) > 1 or times == 1:
+        return [stretch]
     chunks = [reads[k * size : (k + 1) * size] for k in range(times)]
     if any(a[-1][0] >= b[0][0] for a, b in zip(chunks, chunks[1:], strict=False)):
-        return [run]
-    return [dataclasses.replace(run, first=c[0][0], last=c[-1][0]) for c in chunks]
+        return [stretch]
+    return [dataclasses.replace(stretch, first=c[0][0], last=c[-1][0]) for c in chunks]
 
 
-def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
+def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
     """Adds the stages of parameters outside blocks: before, after, and alone between blocks."""
     rest = [
         (p, i) for p, reads in events for i in sorted(reads)
         if flow.leaves[i].block is None and i not in loops
     ]  # fmt: skip
-    if not runs:
-        return [Run(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
-    ends = (0, len(runs))
-    gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before run k) or -1 inside a run
+    if not stretches:
+        return [Stretch(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
+    ends = (0, len(stretches))
+    gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before stretch k) or -1 inside one
     outside: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    lasts = [run.last for run in runs]
+    lasts = [stretch.last for stretch in stretches]
     for p, i in rest:
         k = bisect_left(lasts, p)
-        inside = k < len(runs) and p >= runs[k].first
+        inside = k < len(stretches) and p >= stretches[k].first
         gaps[i].add(-1 if inside else k)
         if not inside:
             outside[k].append((p, i))
@@ -192,29 +197,29 @@ def _with_rest(flow, events, runs: list[Run], loops) -> list[Run]:
             own = [reads[0 if k == 0 else -1][0]]
         positions[k] = own
     out = []
-    for k in range(len(runs) + 1):
+    for k in range(len(stretches) + 1):
         if positions.get(k):
             out.append(
-                Run(name="", keys=frozenset(), first=min(positions[k]), last=max(positions[k]))
+                Stretch(name="", keys=frozenset(), first=min(positions[k]), last=max(positions[k]))
             )
-        out += runs[k : k + 1]
+        out += stretches[k : k + 1]
     return out
 
 
-def _named(runs: list[Run], leaves) -> list[Run]:
+def _named(stretches: list[Stretch], leaves) -> list[Stretch]:
     seen: dict[frozenset, int] = defaultdict(int)
     named = []
-    blocks = [k for k, run in enumerate(runs) if run.keys]
-    for k, run in enumerate(runs):
-        if run.name:
-            named.append(run)
+    blocks = [k for k, stretch in enumerate(stretches) if stretch.keys]
+    for k, stretch in enumerate(stretches):
+        if stretch.name:
+            named.append(stretch)
             continue
-        if not run.keys:
+        if not stretch.keys:
             name = "embedding" if k < blocks[0] else "head" if k > blocks[-1] else f"between {k}"
         else:
-            name = " + ".join(".".join(map(str, key)) for key in sorted(run.keys, key=str))
-            seen[run.keys] += 1
-            if seen[run.keys] > 1:
-                name += f" (pass {seen[run.keys]})"
-        named.append(dataclasses.replace(run, name=name))
+            name = " + ".join(".".join(map(str, key)) for key in sorted(stretch.keys, key=str))
+            seen[stretch.keys] += 1
+            if seen[stretch.keys] > 1:
+                name += f" (pass {seen[stretch.keys]})"
+        named.append(dataclasses.replace(stretch, name=name))
     return named

@@ -8,8 +8,7 @@ import dataclasses
 from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
-
-_DRAWS = ("threefry2x32", "rng_bit_generator", "rng_uniform")
+from megatrain_jax._src.program.primitives import draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,6 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
 
 
 def _draws(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if name.startswith("random_") or name in _DRAWS:
+    if draws(eqn.primitive.name):
         return True
     return any(_draws(inner) for jaxpr in jx.inner_jaxprs(eqn) for inner in jaxpr.eqns)

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf, Path, find_leaves
-from megatrain_jax._src.program.index import Index
+from megatrain_jax._src.program.blocks import Leaf, assemble, find_leaves
 from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.loss.stages import Program, cut
+from megatrain_jax._src.program.loss.builder import cut
+from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.uncut import uncut_stacks
 from megatrain_jax._src.program.loss.upstream import find_upstream
-from megatrain_jax._src.program.pieces import Pieces, Value, constant, stack, stacked
+from megatrain_jax._src.program.pieces import Value, constant, stack
 from megatrain_jax._src.program.stacks import Stack, Stacks, find_stacks
 
 
@@ -27,14 +28,12 @@ class TracedLoss:
         traced: Its jaxpr over flat inputs.
         num_parameters: How many of the inputs are parameters.
         num_variables: How many are non-parameter state.
-        num_batch: How many belong to the batch.
         metrics: Names of the metrics, in output order.
     """
 
     traced: jx.Traced
     num_parameters: int
     num_variables: int
-    num_batch: int
     metrics: tuple[str, ...]
 
     @functools.cached_property
@@ -76,14 +75,13 @@ def trace_loss(
         traced=jx.without_dead_code(traced),
         num_parameters=len(parameters),
         num_variables=len(variables),
-        num_batch=len(jax.tree.leaves(batch)),
         metrics=names,
     )
 
 
 def leaves_of(
     traced: TracedLoss,
-    paths: Sequence[Path],
+    paths: Sequence[ModelPath],
     shapes: Sequence[jax.ShapeDtypeStruct],
     is_trainable: Sequence[bool],
     stacks: Sequence[Stack] | None = None,
@@ -123,16 +121,6 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
     found = uncut_stacks(traced.stacks, leaves)
     return dataclasses.replace(program, warnings=(*program.warnings, *found))
-
-
-def assemble(
-    leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
-) -> list[Value | Pieces]:
-    """The model's parameters from the values of its leaves."""
-    parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
-    for leaf, value in zip(leaves, values, strict=True):
-        parts[leaf.parameter][leaf.index] = value
-    return [stacked(rows) for rows in parts]
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:

@@ -4,35 +4,36 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.levels import Lists, Parameter, Path, is_indexed
-from megatrain_jax._src.program.loss.partition import Dataflow, Run
+from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.program.levels import Lists, Parameter, is_indexed
+from megatrain_jax._src.program.loss.partition import Dataflow, Stretch
 from megatrain_jax._src.program.loss.upstream import find_upstream
+from megatrain_jax._src.program.primitives import REMAT
 
 _MASTER_BYTES = 4  # of fp32
 
 
 def find_warnings(
-    flow: Dataflow, runs: Sequence[Run], rows: Sequence[Sequence[int]]
+    flow: Dataflow, stretches: Sequence[Stretch], rows: Sequence[Sequence[int]]
 ) -> tuple[str, ...]:
     """Names the stages that hold several blocks, or more of the model than they should.
 
     Args:
         flow: What the equations depend on.
-        runs: The stages.
+        stretches: The stages.
         rows: The equations of each stage.
     """
     read = [set().union(*map(flow.read_by, row)) for row in rows]
     found = [
-        _together(flow, run, rows[s], read[s])
-        for s, run in enumerate(runs) if len(run.keys) > 1
+        _together(flow, stretch, rows[s], read[s])
+        for s, stretch in enumerate(stretches) if len(stretch.keys) > 1
     ]  # fmt: skip
     sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
     large = [
-        s for s, run in enumerate(runs)
-        if len(run.keys) < 2 and 4 * sum(sorted(sizes[j] for j in read[s])[:-1]) > sum(sizes)
+        s for s, stretch in enumerate(stretches)
+        if len(stretch.keys) < 2 and 4 * sum(sorted(sizes[j] for j in read[s])[:-1]) > sum(sizes)
     ]  # fmt: skip
-    if large and any(run.keys for run in runs):
+    if large and any(stretch.keys for stretch in stretches):
         upstream = find_upstream(flow.jaxpr, len(flow.consts), len(flow.leaves))
         lists = Lists([
             Parameter(path=leaf.path, shape=leaf.shape, upstream=up)
@@ -42,11 +43,11 @@ def find_warnings(
         for s in large:
             if likes.index(likes[s]) == s:  # what is said of a stage holds for its likes
                 number = likes.count(likes[s])
-                found += _too_large(flow, lists, runs[s], number, read[s], rows[s])
+                found += _too_large(flow, lists, stretches[s], number, read[s], rows[s])
     return tuple(found)
 
 
-def _together(flow, run: Run, row: Sequence[int], read: AbstractSet[int]) -> str:
+def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]) -> str:
     """Says which operation reads several blocks."""
     guilty = {
         flow.jaxpr.eqns[i].primitive.name
@@ -55,13 +56,13 @@ def _together(flow, run: Run, row: Sequence[int], read: AbstractSet[int]) -> str
     }
     remedy = ". Call the layers one after another, not stacked" if "scan" in guilty else ""
     return (
-        f"the parameters of {run.name} can't be separated, because one operation "
+        f"the parameters of {stretch.name} can't be separated, because one operation "
         f"({', '.join(sorted(guilty))}) reads them together: they form one stage of "
         f"{_memory(flow, read)} of fp32 parameters that must fit on the device at once{remedy}"
     )
 
 
-def _too_large(flow, lists: Lists, run, likes: int, read, row: Sequence[int]) -> list[str]:
+def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]) -> list[str]:
     """Says why the parts that repeat in a large stage have no stages of their own."""
     parts = _repeated_parts(lists, read, likes)
     if not parts:
@@ -71,7 +72,7 @@ def _too_large(flow, lists: Lists, run, likes: int, read, row: Sequence[int]) ->
         flow.jaxpr.eqns[i].primitive.name
         for i in row
         if len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
-    }.difference(jx.REMAT)  # these would be opened
+    }.difference(REMAT)  # these would be opened
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
@@ -86,21 +87,21 @@ def _too_large(flow, lists: Lists, run, likes: int, read, row: Sequence[int]) ->
         remedy = f"put them into a list (`layers/3`), or call them by number (`{_numbered(parts)}`)"
     share = _memory(flow, read), _memory(flow, range(len(flow.leaves)))
     return [
-        f"the stage {run.name} holds {share[0]} of the model's {share[1]} of fp32 parameters, "
+        f"the stage {stretch.name} holds {share[0]} of the model's {share[1]} of fp32 parameters, "
         f"because its like parts {', '.join(names[:3])}{', …' if len(names) > 3 else ''} {why}: "
         f"{remedy}, and each becomes a stage"
     ]
 
 
-def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[Path, list[int]]:
+def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[ModelPath, list[int]]:
     """The like modules that hold most of a stage, each with its parameters; {} if none do."""
     paths = {j: lists.parameters[j].path for j in sorted(read)}
-    rows: dict[Path, dict[Path, list[int]]] = {}
+    rows: dict[ModelPath, dict[ModelPath, list[int]]] = {}
     for j, path in paths.items():
         for depth in range(len(path)):
             row = rows.setdefault(path[:depth], {})
             row.setdefault(path[: depth + 1], []).append(j)
-    best: dict[Path, list[int]] = {}
+    best: dict[ModelPath, list[int]] = {}
     held = sum(lists.parameters[j].size for j in read) / 2
     for row in rows.values():
         for kind, count in lists.kinds(row):
@@ -110,7 +111,7 @@ def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[Pa
     return best
 
 
-def _numbered(parts: Mapping[Path, Sequence[int]]) -> str:
+def _numbered(parts: Mapping[ModelPath, Sequence[int]]) -> str:
     stems = {str(part[-1]).rstrip("0123456789_") for part in parts}
     return f"{stems.pop() if len(stems) == 1 else 'layer'}_1"
 

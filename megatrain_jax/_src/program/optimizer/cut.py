@@ -27,7 +27,7 @@ from megatrain_jax._src.program.optimizer.slicing import (
     influences,
 )
 from megatrain_jax._src.program.optimizer.trace import (
-    Form,
+    LeafMap,
     Shapes,
     StateLeaf,
     flatten_init,
@@ -113,13 +113,13 @@ def cut_optimizer(
         CoupledGroupsError: it couples parameters in a way that can't be cut.
     """
     traced = trace_optimizer(optimizer, params_tree, shapes)
-    form = Form(traced, leaves, group_of, num_groups)
-    return _cut(form, flatten_update(form), flatten_init(form))
+    leaf_map = LeafMap(traced, leaves, group_of, num_groups)
+    return _cut(leaf_map, flatten_update(leaf_map), flatten_init(leaf_map))
 
 
-def _cut(form: Form, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
+def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
     try:
-        cutter = _Cutter(form, update, init)
+        cutter = _Cutter(leaf_map, update, init)
         try:
             return cutter.cut()
         except Conflict:
@@ -127,13 +127,13 @@ def _cut(form: Form, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
             if again is None:
                 raise
     except Conflict as conflict:
-        raise CoupledGroupsError(_message(conflict, form, update, init)) from None
-    return _cut(form, again, init)
+        raise CoupledGroupsError(_message(conflict, leaf_map, update, init)) from None
+    return _cut(leaf_map, again, init)
 
 
-def _message(conflict: Conflict, form: Form, update: jx.Traced, init: jx.Traced) -> str:
-    leaves = [leaf.name for leaf in form.leaves]
-    tokens = [f"state{token.name}" for token in form.tokens]
+def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> str:
+    leaves = [leaf.name for leaf in leaf_map.leaves]
+    tokens = [f"state{token.name}" for token in leaf_map.tokens]
     invars = update.jaxpr.invars[len(update.consts) : -1]
     name_of = dict(zip(invars, [*leaves, *leaves, *tokens], strict=True))
     name_of.update(zip(init.jaxpr.invars[len(init.consts) :], leaves, strict=True))
@@ -166,27 +166,27 @@ def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
 class _Cutter:
     """Finds who owns which state and slices the flat update."""
 
-    def __init__(self, form: Form, update: jx.Traced, init: jx.Traced):
-        self.form, self.update, self.init = form, update, init
-        n = len(form.leaves)
+    def __init__(self, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced):
+        self.leaf_map, self.update, self.init = leaf_map, update, init
+        n = len(leaf_map.leaves)
         inputs = list(update.jaxpr.invars[len(update.consts) :])
         self.grads, self.params = inputs[:n], inputs[n : 2 * n]
         self.tokens, self.loss = inputs[2 * n : -1], inputs[-1]
         self.initial_params = list(init.jaxpr.invars[len(init.consts) :])
-        self.initial_groups = dict(zip(self.initial_params, form.group_of, strict=True))
+        self.initial_groups = dict(zip(self.initial_params, leaf_map.group_of, strict=True))
         outputs = list(update.jaxpr.outvars)
         self.new_params, self.new_tokens = outputs[:n], outputs[n:]
         self.owner = self._owners()
-        self.owned = jx.members(self.owner, form.num_groups)
+        self.owned = jx.members(self.owner, leaf_map.num_groups)
         self.shared = [t for t, o in enumerate(self.owner) if o is None]
         owners = [NEUTRAL if owner is None else owner for owner in self.owner]
         labels = {**self._parameter_groups(), self.loss: NEUTRAL}
         labels.update(zip(self.tokens, owners, strict=True))
         self.initial = Slicer(self.init, self.initial_groups, owners)
-        self.slicer = Slicer(self.update, labels, [*form.group_of, *owners])
+        self.slicer = Slicer(self.update, labels, [*leaf_map.group_of, *owners])
 
     def _parameter_groups(self) -> dict[Any, int]:
-        groups = self.form.group_of
+        groups = self.leaf_map.group_of
         return {**dict(zip(self.grads, groups, strict=True)),
                 **dict(zip(self.params, groups, strict=True))}  # fmt: skip
 
@@ -195,7 +195,7 @@ class _Cutter:
         nothing: tuple[frozenset, frozenset] = (frozenset(), frozenset())
         owners: list[int | None] = []
         for token, likely, old, new in zip(
-            self.form.tokens, self.form.likely, self.tokens, self.new_tokens, strict=True
+            self.leaf_map.tokens, self.leaf_map.likely, self.tokens, self.new_tokens, strict=True
         ):
             size = jx.num_elements(token)
             groups = found[old][1] | (nothing if jx.is_literal(new) else found.get(new, nothing))[0]
@@ -213,8 +213,8 @@ class _Cutter:
 
     def cut(self) -> OptimizerCut:
         """Slices everything."""
-        form, owned = self.form, self.owned
-        groups = range(form.num_groups)
+        leaf_map, owned = self.leaf_map, self.owned
+        groups = range(leaf_map.num_groups)
         outputs = [self._outputs(g) for g in groups]
         closures = [self.slicer.closure(out, self.slicer.is_message) for out in outputs]
         ids: dict[Any, int] = {}
@@ -227,10 +227,10 @@ class _Cutter:
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
             skips=False,
-            state_def=form.traced.state_def,
-            state_shapes=form.traced.state_shapes,
-            state=tuple(tuple(form.tokens[t] for t in owned[g]) for g in groups),
-            globals=tuple(form.tokens[t] for t in self.shared),
+            state_def=leaf_map.traced.state_def,
+            state_shapes=leaf_map.traced.state_shapes,
+            state=tuple(tuple(leaf_map.tokens[t] for t in owned[g]) for g in groups),
+            globals=tuple(leaf_map.tokens[t] for t in self.shared),
             reduce=reduce,
             reduce_reads=self._reads(reduced),
             combine=combine,
@@ -240,12 +240,12 @@ class _Cutter:
             ),
             messages=tuple(tuple(ids[v] for v in messages) for _, messages in closures),
             num_messages=len(ids),
-            initial_state=tuple(self._initial(g, form.groups[g], owned[g]) for g in groups),
+            initial_state=tuple(self._initial(g, leaf_map.groups[g], owned[g]) for g in groups),
             initial_globals=self._initial(None, (), self.shared),
         )
 
     def _arguments(self, g: int) -> list[Any]:
-        leaves = self.form.groups[g]
+        leaves = self.leaf_map.groups[g]
         return [
             *(self.grads[i] for i in leaves),
             *(self.params[i] for i in leaves),
@@ -254,7 +254,7 @@ class _Cutter:
 
     def _outputs(self, g: int) -> list[Any]:
         """New parameters and state of a group; what is another group's scalar becomes a message."""
-        outputs = [self.new_params[i] for i in self.form.groups[g]]
+        outputs = [self.new_params[i] for i in self.leaf_map.groups[g]]
         outputs += [self.new_tokens[t] for t in self.owned[g]]
         for v in jx.variables(outputs):
             if self.slicer.group[v] not in (g, MIXED, NEUTRAL):
@@ -269,7 +269,7 @@ class _Cutter:
     def _combine(self, messages: list[Any]) -> tuple[Fragment, list[list[Any]]]:
         outputs = [*messages, *(self.new_tokens[t] for t in self.shared)]
         eqns, scalars = self.slicer.closure(outputs, self.slicer.is_reduced)
-        reduced: list[list[Any]] = [[] for _ in range(self.form.num_groups)]
+        reduced: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
         for v in scalars:
             reduced[self.slicer.group[v]].append(v)
         arguments = [self.loss, *(self.tokens[t] for t in self.shared)]
@@ -292,8 +292,8 @@ class _Cutter:
         for t, v in zip(tokens, outputs, strict=True):
             if any(groups[u] != g for u in slicer.sources(jx.variables([v]))):
                 raise ValueError(
-                    f"optimizer initialises state{self.form.tokens[t].name} from parameters that "
-                    f"it isn't the state of alone; {_SUGGESTION}"
+                    f"optimizer initialises state{self.leaf_map.tokens[t].name} from "
+                    f"parameters that it isn't the state of alone; {_SUGGESTION}"
                 )
         eqns, _ = slicer.closure(outputs, lambda _: False)
         return slicer.fragment(eqns, [self.initial_params[i] for i in leaves], outputs)

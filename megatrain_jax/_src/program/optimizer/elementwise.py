@@ -14,14 +14,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.flops import ELEMENTWISE
-
-_OTHERS = frozenset(
-    """
-    and convert_element_type copy eq ge gt is_finite le lt ne not or reduce_precision select_n
-    stop_gradient xor
-    """.split()
-)
+from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, ELEMENTWISE
 
 
 class _NotElementwise(Exception):
@@ -88,9 +81,9 @@ def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
 
 def _inner(eqn: Any) -> Any | None:
     """The jaxpr of a call that only wraps it."""
-    if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in jx.CUSTOM_RULES:
+    if eqn.primitive.name in CALLS:
+        return eqn.params[CALLS[eqn.primitive.name]]
+    if eqn.primitive.name in CUSTOM_RULES:
         return eqn.params["call_jaxpr"]
     return None
 
@@ -122,7 +115,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
         elif name == "broadcast_in_dim" and _fills(eqn, flags, shape):
             params, out_flags = (), [True]
-        elif name in ELEMENTWISE | _OTHERS and _is_pointwise(eqn, flags, shape):
+        elif name in ELEMENTWISE and _is_pointwise(eqn, flags, shape):
             params, out_flags = _params(eqn), [True] * len(eqn.outvars)
         else:
             raise _NotElementwise

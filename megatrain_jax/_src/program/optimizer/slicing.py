@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.structural_key import structural_key
 
 MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
 LARGE = 65536  # elements: values up to this size may be shared by all groups
@@ -232,7 +233,7 @@ class Slicer:
         used = list(dict.fromkeys(v for v in jx.variables(atoms) if v in self.consts))
         values = tuple(self.consts[v] for v in used)
         jaxpr = jx.sub_jaxpr(self.jaxpr, eqns, [*used, *arguments], outputs)
-        return Fragment(jaxpr=jaxpr, consts=values, key=jx.structural_key(jaxpr, values))
+        return Fragment(jaxpr=jaxpr, consts=values, key=structural_key(jaxpr, values))
 
 
 def influences(

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.blocks import Leaf, assemble
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.index import (
     Index,
@@ -26,7 +26,6 @@ from megatrain_jax._src.program.index import (
     sliced_axes,
 )
 from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.loss.trace import assemble
 from megatrain_jax._src.program.optimizer.slicing import without_repeats
 from megatrain_jax._src.program.pieces import Pieces, Value, constant, piece, stack, stacked
 
@@ -155,7 +154,7 @@ def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shap
             )
 
 
-class Form:
+class LeafMap:
     """How parameters and state are represented: whole, or as slices."""
 
     def __init__(
@@ -246,27 +245,32 @@ def _take(value: Value | Pieces, index: Index) -> Any:
     return piece(value, sliced_axes(index), numbers(index)).array
 
 
-def flatten_update(form: Form) -> jx.Traced:
+def flatten_update(leaf_map: LeafMap) -> jx.Traced:
     """`(grads, params, tokens, loss) -> (new params, new tokens)`, one array per leaf and token."""
-    source, n = form.traced.update, len(form.traced.param_shapes)
+    source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
 
     def flat(grads, params, tokens, loss):
-        args = [*form.params(grads), *form.params(params), *form.state(tokens), Value(loss)]
+        args = [
+            *leaf_map.params(grads),
+            *leaf_map.params(params),
+            *leaf_map.state(tokens),
+            Value(loss),
+        ]
         out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
-        return form.leaf_values(out[:n]), form.token_values(out[n:])
+        return leaf_map.leaf_values(out[:n]), leaf_map.token_values(out[n:])
 
-    shapes = form.leaf_shapes()
-    tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in form.tokens]
+    shapes = leaf_map.leaf_shapes()
+    tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaf_map.tokens]
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     return without_repeats(jx.without_dead_code(jx.trace(flat, shapes, shapes, tokens, loss)))
 
 
-def flatten_init(form: Form) -> jx.Traced:
+def flatten_init(leaf_map: LeafMap) -> jx.Traced:
     """`params -> tokens`."""
-    source = form.traced.init
+    source = leaf_map.traced.init
 
     def flat(params):
-        args = [*map(constant, source.consts), *form.params(params)]
-        return form.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
+        args = [*map(constant, source.consts), *leaf_map.params(params)]
+        return leaf_map.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
 
-    return jx.without_dead_code(jx.trace(flat, form.leaf_shapes()))
+    return jx.without_dead_code(jx.trace(flat, leaf_map.leaf_shapes()))

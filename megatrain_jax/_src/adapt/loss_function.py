@@ -1,0 +1,103 @@
+"""The user's loss function: how it is called, and what it has to return.
+
+`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` gives a loss or (loss, metrics). What is
+wrong with either is said here, in the words of the user's own function.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What every step's record has of its own, and what its evaluation's metrics begin with.
+RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
+EVALUATED = "eval_"
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function as users wrote it."""
+    return getattr(function, "__name__", repr(function))
+
+
+def takes_rng(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function is called with a random key.
+
+    Raises:
+        TypeError: it can't be called with a model and a batch, or those and a key.
+    """
+    expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
+    if not callable(loss_fn):
+        raise TypeError(f"{expected}, not a {type(loss_fn).__qualname__}.")
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError as error:
+        raise TypeError(f"{expected}; {name_of(loss_fn)} has no signature to read.") from error
+    every = signature.parameters.values()
+    positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named_rng = len(positional) > 2 and positional[2].name in ("rng", "key")
+    num_required = sum(p.default is p.empty for p in positional)
+    takes_rng = named_rng or num_required > 2
+    try:
+        signature.bind(*(None,) * (3 if takes_rng else 2))
+    except TypeError as error:
+        raise TypeError(f"{expected}, but {name_of(loss_fn)} is called as {signature}.") from error
+    return takes_rng
+
+
+def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
+    """What a loss function is called with after the model: the batch, and a key if it takes one."""
+    return (batch, rng) if takes_rng(loss_fn) else (batch,)
+
+
+def checked_result(
+    loss_fn: Callable[..., Any], result: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What a loss function returned, as (loss, metrics).
+
+    Raises:
+        ValueError: It is no scalar loss with scalar metrics, or a metric has a name that is taken.
+    """
+    name = f"loss_fn ({name_of(loss_fn)})"
+    if isinstance(result, tuple) and len(result) != 2:
+        raise ValueError(f"{name} must return a loss or (loss, metrics), not {len(result)} values.")
+    value, metrics = result if isinstance(result, tuple) else (result, {})
+    loss = _as_number(value)
+    if loss is None or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must return a scalar floating-point loss, not {_describe(value)}; take the "
+            "mean over the batch."
+        )
+    if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
+        raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
+    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVALUATED))
+    if reserved:
+        raise ValueError(
+            f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
+            f"{', '.join(RESERVED)} and what begins with {EVALUATED}; rename the metric."
+        )
+    numbers = {}
+    for key, metric in metrics.items():
+        number = _as_number(metric)
+        if number is None or number.shape != ():
+            raise ValueError(
+                f"{name} must return scalar numbers as metrics; {key!r} is {_describe(metric)}."
+            )
+        numbers[key] = number
+    return loss, numbers
+
+
+def _as_number(value: Any) -> jax.Array | None:
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float):
+        return None
+    dtype = jnp.result_type(value)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+    return jnp.asarray(value) if is_real else None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    return f"a {type(value).__qualname__}"

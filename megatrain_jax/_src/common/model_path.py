@@ -1,0 +1,8 @@
+"""Paths in a user's model: where a parameter or a variable lives, as `("layers", 3, "kernel")`."""
+
+ModelPath = tuple[str | int, ...]
+
+
+def path_name(path: ModelPath) -> str:
+    """A path as users read it, such as `layers/3/kernel`."""
+    return "/".join(map(str, path))

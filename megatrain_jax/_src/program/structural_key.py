@@ -1,0 +1,166 @@
+"""Keys of jaxprs: equal for those that compute the same, so that they share one compiled function.
+
+Two blocks of a model are traced to equations on different variables. Their keys are equal, since
+variables are numbered in the order in which they appear:
+
+    a:f32[8] = dot x w1; b:f32[8] = tanh a     dot 0 1 -> 2; tanh 2 -> 3
+    c:f32[8] = dot b w2; d:f32[8] = tanh c     dot 0 1 -> 2; tanh 2 -> 3
+
+Literals and constants count by their bytes, parameters of equations recursively, names of nested
+jits not at all, and a custom derivative rule by what its VJP computes.
+"""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.primitives import CUSTOM_RULES
+
+
+class Key:
+    """Stands for what a jaxpr computes; there is one for each such thing, told apart by identity.
+
+    A step looks a function up for every call, and what stands behind a key takes longer to hash
+    than the call.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+_keys: WeakValueDictionary[Hashable, Key] = WeakValueDictionary()
+
+
+def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
+    """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
+
+    `consts` are the values of the jaxpr's first inputs, if these are fixed.
+    Variables are numbered, literals and constants compared by their bytes, parameters recursively,
+    names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
+    What an equation was traced in, such as a mesh, counts, too.
+    """
+    return _keys.setdefault(_jaxpr_key(jaxpr, consts, _RULES), Key())
+
+
+def form(eqn: Any) -> Hashable:
+    """What an equation does: its primitive and parameters, but for the values of literals."""
+    return eqn.primitive.name, _params_key(eqn, _FORM)
+
+
+# What two equations are compared by: with literals within them, with their derivatives.
+_FORM, _VALUES, _RULES = range(3)
+
+
+def _jaxpr_key(jaxpr, consts, level):
+    numbers: dict[Any, int] = {}
+
+    def define(v):
+        numbers[v] = len(numbers)
+        return _aval_key(v.aval)
+
+    def read(a):
+        if not jx.is_literal(a):
+            return numbers[a]
+        return (*(value_key(a.val) if level > _FORM else ()), str(a.aval))
+
+    invars = (*jaxpr.constvars, *jaxpr.invars)
+    head = tuple((define(v), value_key(c)) for v, c in zip(invars, consts, strict=False))
+    head += tuple(define(v) for v in invars[len(consts) :])
+    body = []
+    for eqn in jaxpr.eqns:
+        ins = tuple(read(a) for a in eqn.invars)
+        outs = tuple(define(v) for v in eqn.outvars)
+        body.append((eqn.primitive.name, ins, _params_key(eqn, level), outs, eqn.ctx))
+    tail = tuple(read(a) for a in jaxpr.outvars)
+    return (head, tuple(body), tail)
+
+
+def variable_numbers(jaxpr: Any) -> dict[Any, int]:
+    """The number `structural_key` gives to each variable."""
+    numbers: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars, *(o for e in jaxpr.eqns for o in e.outvars)):
+        numbers[v] = len(numbers)
+    return numbers
+
+
+def _aval_key(aval):
+    return (
+        getattr(aval, "shape", None),
+        str(getattr(aval, "dtype", aval)),
+        getattr(aval, "weak_type", False),
+    )
+
+
+def value_key(value: Any) -> tuple[Any, ...]:
+    """Shape, dtype and bytes of a fixed array; a hash of the bytes if they are many."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
+    array = np.asarray(value)
+    raw = array.tobytes()
+    return (array.shape, str(array.dtype), raw if len(raw) <= 64 else hashlib.sha256(raw).digest())
+
+
+def _params_key(eqn, level):
+    params = eqn.params
+    if eqn.primitive.name in CUSTOM_RULES:
+        inner = params["call_jaxpr"]
+        key = _jaxpr_key(jx.opened(inner), jx.constants(inner), level)
+        # A rule may call its own function, so only the first derivative is compared.
+        return (key, _vjp_key(eqn)) if level == _RULES else key
+    skipped = ("name",) if "jaxpr" in params else ()
+    if eqn.primitive.name != "sharding_constraint":
+        params = {k: None if _says_nothing(v) else v for k, v in params.items()}
+    return tuple((k, _param_key(v, level)) for k, v in sorted(params.items()) if k not in skipped)
+
+
+def _says_nothing(value) -> bool:
+    """Whether a parameter is a sharding that leaves every axis to the compiler."""
+    if not isinstance(value, NamedSharding):
+        return False
+    automatic = all(kind == AxisType.Auto for kind in value.mesh.axis_types)
+    return automatic and all(name is None for name in value.spec)
+
+
+def _param_key(value, level):
+    if hasattr(value, "eqns"):
+        return _jaxpr_key(jx.opened(value), jx.constants(value), level)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(_param_key(v, level) for v in value))
+    if isinstance(value, dict):
+        return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return value_key(value)
+    if callable(value) and not isinstance(value, type):
+        return ("callable", id(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value).__name__, value)
+
+
+def _vjp_key(eqn):
+    """The key of the VJP of one equation: what tells two custom derivative rules apart."""
+    is_diff = [jx.is_float(v.aval) for v in eqn.invars]
+    keep = [jx.is_float(v.aval) for v in eqn.outvars]
+
+    def vjp(diff, others, cotangents):
+        diff_out, pull = jax.vjp(
+            lambda *d: _floats(jx.bind(eqn, jx.merge(is_diff, d, others)), keep), *diff
+        )
+        return diff_out, pull(cotangents)
+
+    diff, others = jx.split(is_diff, [jx.shape_of(v.aval) for v in eqn.invars])
+    cotangents = [jx.shape_of(v.aval) for v, k in zip(eqn.outvars, keep, strict=True) if k]
+    traced = jx.trace(vjp, diff, others, cotangents)
+    return _jaxpr_key(traced.jaxpr, traced.consts, _VALUES)
+
+
+def _floats(values, keep):
+    return [v for v, k in zip(values, keep, strict=True) if k]
