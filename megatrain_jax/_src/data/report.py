@@ -112,7 +112,7 @@ class Report:
             raise DataError("\n".join([f"{self._total()}:", *self.examples(), *hints]))
 
     def examples(self) -> list[str]:
-        """Returns the first origins of each reason, the most frequent first, and the rest as a count."""
+        """Returns the first origins of each reason, the most frequent first, and how many more."""
         lines = []
         counts = self.left_out + self.file_faults
         for reason, count in counts.most_common(_REASONS_SHOWN):
