@@ -56,6 +56,7 @@ _UPDATES = (
 _PEERS = (
     *("RoundPipe, updates one step old", "DeepSpeed ZeRO-3 offload"),
     *("RoundPipe, exact updates", "PyTorch FSDP2 CPUOffloadPolicy"),
+    "PyTorch, all on the GPU in bf16",
 )
 _PLAIN = (
     *("decoder, jax.jit and Optax", "vit, jax.jit and Optax", "vit, least", "vit, automatic"),
