@@ -312,7 +312,7 @@ class DatasetIterator(Iterator[Batch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Says, as JSON can hold it, which batch is next."""
+        """Returns, as JSON can hold it, which batch is next."""
         return {**self._iterator.get_state(), "data": self._fingerprint}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
