@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def main() -> None:
-    """Runs the job."""
+    """Plans, trains, exports, and writes the report."""
     args = parse_arguments()
     if (args.out / "model").exists():
         sys.exit(f"{args.out / 'model'} exists already: move it away, or choose another --out")
@@ -118,7 +118,7 @@ def figures(result: mt.FitResult, tokens: int) -> dict[str, Any]:
 
 
 class Clock:
-    """Seconds of each part of the job."""
+    """The seconds of each part of a run."""
 
     def __init__(self):
         """Starts the first part."""

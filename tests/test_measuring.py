@@ -15,7 +15,9 @@ import all_rows
 import batches
 import common
 import large
+import numpy as np
 import peers
+import plain
 import pytest
 import record
 import small_gpu
@@ -121,6 +123,20 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
     assert found["update_mode"] == "deferred"
     assert read_while_drained(reads, MIN_STEPS) == [True] * 4 and not all(reads)
     assert found["num_measured_steps"] == MIN_STEPS == len(found["seconds_of_steps"])
+
+
+def test_the_plain_step_trains_as_the_library_does():
+    import plain_measure
+    from shapes import SHAPES
+
+    shape = dataclasses.replace(SHAPES["tiny"], num_layers=2, vocab_size=64, seq_len=8)
+    options = {"model": "decoder", "clip": 1.0, "microbatches": 2, "steps": MIN_STEPS}
+    found = {
+        budget: plain_measure.measure(argparse.Namespace(device_budget=budget, **options), shape)
+        for budget in ("plain", "least")
+    }
+    assert found["plain"]["num_parameters"] == found["least"]["num_parameters"]
+    np.testing.assert_allclose(found["plain"]["losses"], found["least"]["losses"], rtol=1e-5)
 
 
 def test_peers_are_timed_by_the_same_lines(monkeypatch):
@@ -248,6 +264,8 @@ def test_all_rows_are_rows_of_the_tables(monkeypatch):
         "large": large.rows("qwen2.5-7b-untied", 32),
     }
     names = {table: {row.name for row in rows} for table, rows in tables.items()}
+    tables["plain"] = plain.rows(shape, "vit-g")
+    names["plain"] = {row.name for row in tables["plain"]}
     names["peers"] = {peer.title for peer in peers.PEERS.values()}
     for part in all_rows.PARTS:
         assert part.row is None or part.row in names[part.script], part.name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megatrain_jax._src.models.names import entries, leaves
+from megatrain_jax._src.models.names import leaves, parameter_tensors
 from megatrain_jax.models import Decoder, Pretrained, load_pretrained
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -82,7 +82,7 @@ def test_logits_and_gradients(pair):
     np.testing.assert_allclose(ours, logits.detach().numpy(), atol=1e-4)
     expected = named_gradients(reference)
     found = {path: np.asarray(value) for path, value in leaves_of(grads)}
-    for entry in entries(pretrained.config):
+    for entry in parameter_tensors(pretrained.config):
         parts = [expected.pop(name) for name in entry.names]
         want = np.stack(parts) if entry.stacked else parts[0]
         got = found.pop(entry.path)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain_jax._src.models.rotary import tables
+from megatrain_jax._src.models.rotary import cos_sin_tables
 from megatrain_jax.models import DecoderConfig, Rope
 
 LLAMA = {
@@ -178,7 +178,7 @@ def test_stretched_wavelengths_are_those_of_transformers():
         config = transformers.LlamaConfig(**values)
         expected, scale = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
         rope = DecoderConfig.from_hf(config.to_dict()).rope
-        _, sines = tables(rope, np.ones((1, 1), np.int32))
+        _, sines = cos_sin_tables(rope, np.ones((1, 1), np.int32))
         np.testing.assert_allclose(sines[0, 0], scale * np.sin(expected.numpy()), rtol=1e-5)
 
 

@@ -15,7 +15,7 @@ import transformers
 from flax import nnx
 
 import megatrain_jax as mt
-from megatrain_jax._src.models.names import entries, leaves
+from megatrain_jax._src.models.names import leaves, parameter_tensors
 from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_pretrained
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -124,7 +124,7 @@ def test_one_tensor_at_a_time(tmp_path):
     assert traced_peak(lambda: opened.append(load_pretrained(source))) < largest
 
     def read() -> None:
-        for entry in entries(opened[0].config):
+        for entry in parameter_tensors(opened[0].config):
             np.asarray(at(opened[0].params, entry.path))
 
     assert largest <= traced_peak(read) < 2 * largest
@@ -140,7 +140,7 @@ def test_leaves_have_shapes_without_being_read(tmp_path):
     assert np.asarray(stack, np.float32).dtype == np.float32
     found = {path: value.shape for path, value in leaves(nnx.eval_shape(pretrained.model))}
     assert found == {
-        e.path: at(pretrained.params, e.path).shape for e in entries(pretrained.config)
+        e.path: at(pretrained.params, e.path).shape for e in parameter_tensors(pretrained.config)
     }
     assert ("layers", 0, "self_attn", "q_proj", "weight") in found
 

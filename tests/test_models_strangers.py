@@ -13,7 +13,7 @@ import pytest
 import transformers
 from flax import nnx
 
-from megatrain_jax._src.models.names import entries
+from megatrain_jax._src.models.names import parameter_tensors
 from megatrain_jax.models import Decoder, load_pretrained, save_pretrained
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
@@ -55,7 +55,7 @@ def sharded(folder: Path, factor: float = 2.0) -> Path:
 def check_same_as_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     pretrained = load_pretrained(folder)
-    for entry in entries(pretrained.config):
+    for entry in parameter_tensors(pretrained.config):
         ours = np.asarray(at(pretrained.params, entry.path))
         np.testing.assert_array_equal(ours, reference[entry.names[0]].numpy())
 

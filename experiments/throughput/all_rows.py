@@ -56,6 +56,11 @@ _UPDATES = (
 _PEERS = (
     *("RoundPipe, updates one step old", "DeepSpeed ZeRO-3 offload"),
     *("RoundPipe, exact updates", "PyTorch FSDP2 CPUOffloadPolicy"),
+    "PyTorch, all on the GPU in bf16",
+)
+_PLAIN = (
+    *("decoder, jax.jit and Optax", "vit, jax.jit and Optax", "vit, least", "vit, automatic"),
+    *("decoder, automatic", "decoder, least"),
 )
 _LARGE = ("qwen2.5-7b-untied, auto", "32 layers, auto")
 _LARGE_BATCHES = (
@@ -65,6 +70,7 @@ _LARGE_BATCHES = (
 PARTS = [
     *_table("updates", *_UPDATES, seconds=90),
     *_table("peers", *_PEERS, seconds=180),
+    *_table("plain", *_PLAIN, seconds=120),
     *_table("large", *_LARGE, seconds=240, options=("--layers", "32")),
     *_table(
         "small_gpu",
@@ -80,7 +86,7 @@ PARTS = [
     Part(script="disk_to_disk", seconds=420),
     Part(script="data", seconds=60, has_shape=False),
 ]
-_TABLES = {"updates", "peers", "large", "small_gpu", "batches", "start"}
+_TABLES = {"updates", "peers", "plain", "large", "small_gpu", "batches", "start"}
 
 
 def command(part: Part, args: argparse.Namespace) -> list[str]:

@@ -63,7 +63,7 @@ class Page:
     text: str
 
     def at(self, position: int, what: str) -> str:
-        """Returns what is wrong, with where."""
+        """Returns a problem as a line with its place."""
         line = self.text.count("\n", 0, position) + 1
         return f"{self.path.relative_to(ROOT)}:{line} {what}"
 
@@ -231,7 +231,7 @@ def _too_few_steps(path: Path) -> list[str]:
 
 
 def _without_source(page: Page, prose: str) -> list[str]:
-    """What looks measured and is not a link's."""
+    """Lists numbers that look measured and have no link to a result."""
     prose, found = _blank(_LINK, prose), []
     given = [text.strip() for match in _GIVEN.finditer(page.text) for text in match[1].split(";")]
     said = " ".join(_SAID.findall(page.text))
@@ -249,7 +249,7 @@ def _without_source(page: Page, prose: str) -> list[str]:
 
 
 def _not_marked(page: Page, visible: str) -> list[str]:
-    """Sections with early results that don't say so."""
+    """Lists sections that show results from before the protocol without saying so."""
     starts = [0, *(match.start() for match in _HEADING.finditer(visible))]
     found = []
     for start, end in zip(starts, [*starts[1:], len(visible)], strict=True):

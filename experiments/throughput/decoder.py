@@ -22,12 +22,12 @@ def rotary_tables(length: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns each pair (i, i + head_dim / 2) of x [batch, length, heads, head_dim] by its angle."""
-    cosines, sines = tables
+def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates each pair (i, i + head_dim / 2) of x [batch, length, heads, head_dim]."""
+    cosines, sines = cos_sin
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cosines - second * sines, second * cosines + first * sines]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cosines - second * sines, second * cosines + first * sines]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -61,12 +61,12 @@ class Block(nnx.Module):
         self.up = linear(shape.dim, shape.mlp_dim)
         self.down = linear(shape.mlp_dim, shape.dim)
 
-    def __call__(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(self, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Maps x to the same shape: [batch, length, dim]."""
         y = self.attention_norm(x)
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (f(y).reshape(heads) for f in (self.query, self.key, self.value))
-        mixed = causal_attention(rotate(q, tables), rotate(k, tables), v)
+        mixed = causal_attention(rotate(q, cos_sin), rotate(k, cos_sin), v)
         x = x + self.out(mixed.reshape(*x.shape[:2], -1))
         y = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
@@ -92,9 +92,9 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens [batch, length] to what the head reads: [batch, length, dim]."""
         x = self.embedding(tokens)
-        tables = rotary_tables(tokens.shape[1], self.shape.head_dim)
+        cos_sin = rotary_tables(tokens.shape[1], self.shape.head_dim)
         for block in self.blocks:
-            x = block(x, tables)
+            x = block(x, cos_sin)
         return self.norm(x)
 
 

@@ -51,7 +51,7 @@ def is_early(result: Result) -> bool:
 
 
 def seconds_per_step(result: Result) -> Figure:
-    """The mean."""
+    """Returns the mean seconds of a step."""
     if "mean_seconds_per_step" in result:
         return result["mean_seconds_per_step"]
     steps = _early_seconds(result)
@@ -85,7 +85,7 @@ def num_measured_steps(result: Result) -> int:
 
 
 def tokens_per_second(result: Result) -> Figure:
-    """By the mean."""
+    """Returns the rate by the mean seconds of a step."""
     seconds = seconds_per_step(result)
     if "history" in result and is_early(result):
         tokens = round(result["tokens_per_second"] * result["seconds_per_step"])
@@ -101,19 +101,19 @@ def tflops(result: Result) -> Figure:
 
 
 def prediction_error(result: Result) -> Figure:
-    """By how much of a step the plan's estimate was more than it took."""
+    """Returns how far the plan's estimate of a step was above the measured seconds, as a share."""
     predicted, seconds = result.get("predicted_seconds_per_step"), seconds_per_step(result)
     return predicted / seconds - 1 if predicted and seconds else None
 
 
 def process_error(result: Result) -> Figure:
-    """By how much of it the plan of the process's host memory was more than its peak."""
+    """Returns how far the plan of the process's host memory was above its peak, as a share."""
     planned, peak = result.get("planned_process_gib"), result.get("peak_host_gib")
     return planned / peak - 1 if planned and peak else None
 
 
 def dispatch_share(result: Result) -> Figure:
-    """What Python needs to dispatch a step with nothing in flight, of a step."""
+    """Returns the seconds in which Python dispatches a step with nothing in flight, as a share."""
     dispatch, seconds = result.get("dispatch_seconds_per_step"), seconds_per_step(result)
     return dispatch / seconds if dispatch and seconds else None
 
@@ -125,7 +125,7 @@ def drained_at_most(result: Result) -> Figure:
 
 
 def tokens_per_second_at_least(result: Result) -> Figure:
-    """The rate of that."""
+    """Returns the rate of a step that takes the seconds of `drained_at_most`."""
     seconds, rate = seconds_per_step(result), tokens_per_second(result)
     most = drained_at_most(result)
     return seconds and rate and most and rate * seconds / most
@@ -138,7 +138,7 @@ def link_rate(result: Result) -> Figure:
 
 
 def link_share(result: Result) -> Figure:
-    """The same as a share of what a plain copy reaches in that direction."""
+    """Returns `link_rate` as a share of what a plain copy reaches in that direction."""
     moved, rates = result["planned_gib_in_and_out"], result.get("link_gib_per_s")
     rate = link_rate(result)
     return rate and rates and rate / rates["in" if moved[0] >= moved[1] else "out"]
@@ -164,7 +164,7 @@ def percent_of_gpu(result: Result) -> int | None:
 
 
 def is_of_one_run(path: Path, first: Path) -> bool:
-    """Whether two files may be called so; early ones by their folder, and commits if they tell."""
+    """Whether two files are of one run; early ones by their folder, and by commits if they tell."""
     results = read(path), read(first)
     if not any(map(is_early, results)):
         return results[0]["record"]["run"] == results[1]["record"]["run"]

@@ -18,7 +18,7 @@ _GENERATED = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re
 
 
 def write_list() -> None:
-    """Makes the list anew."""
+    """Writes the list of all files anew."""
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(_GENERATED.sub(lambda _: list_of_files(), text), encoding="utf-8")
 

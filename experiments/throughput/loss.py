@@ -24,13 +24,13 @@ from megatrain_jax import losses
 
 
 def full_logits(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """The same loss with the logits of all tokens at once."""
+    """The loss that is measured, with the logits of all tokens at once."""
     logits = jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def full_logits_rounded(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """With logits rounded to the dtype of the hidden states before the softmax."""
+    """The loss with logits rounded to the dtype of the hidden states before the softmax."""
     logits = jnp.einsum("td,vd->tv", hidden, head).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 

@@ -102,7 +102,7 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
 
 
 def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
-    """Returns what the library foresees."""
+    """Returns the figures of a plan: memory, transfers, arithmetic and the estimate of a step."""
     return {
         "update_mode": plan.update_mode,
         "num_parameters": plan.num_parameters,

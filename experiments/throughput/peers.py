@@ -30,15 +30,17 @@ _COLUMNS = (SECONDS, SPREAD, TOKENS, PEAK_DEVICE, PEAK_HOST)
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFacts:
-    """What a peer is called and needs.
+    """What a peer is called, how it is configured, and what it needs.
 
     Attributes:
         title: Its name in the table.
+        tried: How `torch_peers.py` configures it, and what its makers offer that was not tried.
         modules: What has to be importable.
         install: The command that installs it.
     """
 
     title: str
+    tried: str
     modules: tuple[str, ...] = ("torch", "transformers")
     install: str = "pip install torch transformers"
 
@@ -47,21 +49,33 @@ class PeerFacts:
 PEERS = {
     "zero3": PeerFacts(
         title="DeepSpeed ZeRO-3 offload",
+        tried="parameters and optimizer state offloaded, buckets of 500M elements; not tried: "
+        "parameters on the GPU, Twin-Flow's ratio, SuperOffload, ZenFlow, a loss in chunks",
         modules=("torch", "transformers", "deepspeed"),
         install="pip install torch transformers deepspeed",
     ),
-    "fsdp2": PeerFacts(title="PyTorch FSDP2 CPUOffloadPolicy"),
+    "fsdp2": PeerFacts(
+        title="PyTorch FSDP2 CPUOffloadPolicy",
+        tried="a unit for each block, pinned memory, fused AdamW on the host; not tried: explicit "
+        "prefetching, a loss in chunks",
+    ),
     "roundpipe": PeerFacts(
         title="RoundPipe, updates one step old",
+        tried="2 microbatches, its own loss in chunks; not tried: other numbers of microbatches",
         modules=("torch", "transformers", "roundpipe"),
         install="pip install torch transformers roundpipe==0.1.1",
     ),
     "roundpipe-exact": PeerFacts(
         title="RoundPipe, exact updates",
+        tried="the same, each step waiting for its own update",
         modules=("torch", "transformers", "roundpipe"),
         install="pip install torch transformers roundpipe==0.1.1",
     ),
-    "resident": PeerFacts(title="PyTorch, all on the GPU in bf16"),
+    "resident": PeerFacts(
+        title="PyTorch, all on the GPU in bf16",
+        tried="activations recomputed, fused AdamW, no fp32 masters; not tried: fp32 masters, "
+        "torch.compile, keeping activations",
+    ),
 }
 
 
@@ -116,6 +130,8 @@ def main() -> None:
     try:
         run_table(found, args, _COLUMNS, "of the first")
     finally:
+        for facts in PEERS.values():
+            print(f"{facts.title}: {facts.tried}", flush=True)
         for line in absent:
             print(f"not installed: {line}", flush=True)
 

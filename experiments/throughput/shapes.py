@@ -66,6 +66,29 @@ SHAPES = {
         batch_size=16,
         seq_len=2048,
     ),
+    # ViT-G/14 (https://arxiv.org/abs/2106.04560): 256 patches of an image, 1,000 classes.
+    "vit-g": Shape(
+        dim=1664,
+        num_layers=48,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=104,
+        mlp_dim=8192,
+        vocab_size=1000,
+        batch_size=128,
+        seq_len=256,
+    ),
+    "vit-tiny": Shape(
+        dim=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        mlp_dim=128,
+        vocab_size=10,
+        batch_size=4,
+        seq_len=4,
+    ),
     # About 10M parameters: starting costs more than training.
     "small": Shape(
         dim=256,

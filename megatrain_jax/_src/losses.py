@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
 
 from megatrain_jax._src.common import checks
 
@@ -19,7 +19,7 @@ _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
 class _Options(NamedTuple):
-    """What is fixed when the loss is traced; see `next_token`."""
+    """The options of `next_token` that are fixed when it is traced."""
 
     chunk: int
     z_loss: float
@@ -27,16 +27,16 @@ class _Options(NamedTuple):
 
 
 def next_token(
-    hidden: jax.Array,
-    head: jax.Array,
-    labels: ArrayLike,
+    hidden: Float[Array, "*rows width"],
+    head: Float[Array, "vocabulary width"],
+    labels: Integer[ArrayLike, "*rows"],
     *,
-    mask: ArrayLike | None = None,
-    count: ArrayLike | None = None,
+    mask: Shaped[ArrayLike, "*rows"] | None = None,
+    count: Shaped[ArrayLike, ""] | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
     chunk: int = 4096,
-) -> jax.Array:
+) -> Float[Array, ""]:
     """Mean cross-entropy of the labels, from hidden states and the head's weights.
 
     Products are accumulated, and everything else is computed, in fp32. With the gradients, memory
@@ -44,15 +44,15 @@ def next_token(
     `hidden`, of the head's gradient in fp32, and of both gradients.
 
     Args:
-        hidden: Final hidden states, after the last norm: (..., width), of any float dtype.
-        head: The head's weights, or a tied embedding's: (vocabulary, width).
-        labels: What each position should predict: integers (...); tokens already shifted by one.
-            Negative ones, as Hugging Face's -100, do not count. One that counts and is beyond the
-            vocabulary makes the loss NaN, and so its gradients.
-        mask: Which labels count, or with which weight: (...); None counts all.
-        count: What the sum over the labels is divided by, a scalar; None takes the sum of their
-            weights. Where a batch is cut into microbatches, whose losses are averaged, the mean
-            over all its labels takes the same count for each: that of the batch over their number.
+        hidden: Final hidden states, after the last norm, of any float dtype.
+        head: The head's weights, or a tied embedding's.
+        labels: What each position should predict: tokens already shifted by one. Negative ones, as
+            Hugging Face's -100, do not count. One that counts and is beyond the vocabulary makes
+            the loss NaN, and so its gradients.
+        mask: Which labels count, or with which weight; None counts all.
+        count: What the sum over the labels is divided by; None takes the sum of their weights.
+            Where a batch is cut into microbatches, whose losses are averaged, the mean over all
+            its labels takes the same count for each: that of the batch over their number.
         z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
             logits from drifting (PaLM, arXiv 2204.02311, section 5).
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
@@ -60,7 +60,7 @@ def next_token(
             writes the head's gradient.
 
     Returns:
-        The loss, a scalar in fp32; 0 if nothing counts. It can be differentiated once, by `hidden`
+        The loss in fp32; 0 if nothing counts. It can be differentiated once, by `hidden`
         and `head`.
 
     Raises:
@@ -108,13 +108,15 @@ def next_token(
     weights = jnp.where(beyond, jnp.nan, weights)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Divided outside, so that gradients of single tokens are large enough for half precision.
-    total: jax.Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
+    total: Array = _sum(options, flat, head, labels.reshape(-1), weights.reshape(-1))
     divisor = weights.sum() if count is None else count.astype(jnp.float32)
     return total / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
 
 
-def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
-    """How many labels count, which is what `next_token` divides by unless it is told.
+def num_labels(
+    labels: Integer[ArrayLike, "*rows"], mask: Shaped[ArrayLike, "*rows"] | None = None
+) -> Float[Array, ""]:
+    """Returns how many labels count, which is what `next_token` divides by unless it is told.
 
     A loss function that returns it as the metric `weight` has its evaluations weighted by it.
 
@@ -123,7 +125,7 @@ def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
         mask: See `next_token`.
 
     Returns:
-        The sum of the labels' weights, a scalar in fp32.
+        The sum of the labels' weights, in fp32.
 
     Examples:
         >>> float(num_labels(jnp.array([[4, 0, 49], [7, -100, -100]])))
@@ -132,12 +134,16 @@ def num_labels(labels: ArrayLike, mask: ArrayLike | None = None) -> jax.Array:
     return _weights(jnp.asarray(labels), mask).sum()
 
 
-def _weights(labels: jax.Array, mask: ArrayLike | None) -> jax.Array:
+def _weights(
+    labels: Integer[Array, "*rows"], mask: Shaped[ArrayLike, "*rows"] | None
+) -> Float[Array, "*rows"]:
+    """Returns the weight of each label; negative ones have none."""
     weights = (labels >= 0).astype(jnp.float32)
     return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
 
 
-def _array(name: str, value: Any, what: str, *kinds: Any) -> jax.Array:
+def _array(name: str, value: Any, what: str, *kinds: Any) -> Array:
+    """Returns an argument as an array, or raises a `TypeError` that names it."""
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -148,7 +154,15 @@ def _array(name: str, value: Any, what: str, *kinds: Any) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(options: _Options, hidden, head, labels, weights) -> jax.Array:
+def _sum(
+    options: _Options,
+    hidden: Float[Array, "tokens width"],
+    head: Float[Array, "vocabulary width"],
+    labels: Integer[Array, " tokens"],
+    weights: Float[Array, " tokens"],
+) -> Float[Array, ""]:
+    """Sums the weighted losses of all tokens, chunk by chunk."""
+
     def add(total, rows):
         loss, _ = _chunk(options, head, *rows)
         return total + loss, None
@@ -158,6 +172,17 @@ def _sum(options: _Options, hidden, head, labels, weights) -> jax.Array:
 
 
 def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
+    """The forward of `_sum`: its result, and the gradients by `hidden` and `head`.
+
+    A chunk's logits are made once, and read while they are there:
+
+        logits = hidden @ head.T
+        loss += weight * (log_sum_exp(logits) - logits[label])
+        logits_gradient = weight * (softmax(logits) - one_hot(label))
+        hidden_gradient = logits_gradient @ head
+        head_gradient += logits_gradient.T @ hidden
+    """
+
     def add(carry, rows):
         total, head_gradient = carry
         loss, logits_gradient = _chunk(options, head, *rows)
@@ -175,6 +200,7 @@ def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
 
 
 def _backward(_: _Options, gradients, cotangent):
+    """The backward of `_sum`: scales the gradients that its forward has taken."""
     hidden, head, labels = gradients
     scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
     return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
@@ -183,8 +209,12 @@ def _backward(_: _Options, gradients, cotangent):
 _sum.defvjp(_sum_and_gradients, _backward)
 
 
-def _chunks(chunk: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Rows in equal chunks of at most so many; what is missing at the end has no weight."""
+def _chunks(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
+    """Cuts the first axis into equal chunks of at most `chunk`; zeros fill the last one.
+
+    For example, 10 tokens in chunks of at most 4 are 3 chunks of 4, of which 2 tokens are zeros:
+    their weight is 0, too.
+    """
     size = arrays[0].shape[0]
     count = max(1, -(-size // chunk))
     rows = -(-size // count)
@@ -194,8 +224,14 @@ def _chunks(chunk: int, *arrays: jax.Array) -> list[jax.Array]:
     return [x.reshape(count, rows, *x.shape[1:]) for x in arrays]
 
 
-def _chunk(options: _Options, head, hidden, labels, weights):
-    """A chunk's part of the loss, and its gradient by the logits: (rows, vocabulary) in fp32."""
+def _chunk(
+    options: _Options,
+    head: Float[Array, "vocabulary width"],
+    hidden: Float[Array, "chunk width"],
+    labels: Integer[Array, " chunk"],
+    weights: Float[Array, " chunk"],
+) -> tuple[Float[Array, ""], Float[Array, "chunk vocabulary"]]:
+    """Returns a chunk's part of the loss, and its gradient by the logits, in fp32."""
     logits = _product(hidden, head.astype(hidden.dtype), 1, 1)
     slope = 1.0
     if options.softcap is not None:
@@ -210,8 +246,10 @@ def _chunk(options: _Options, head, hidden, labels, weights):
     return jnp.sum(losses * weights), gradient * (slope * weights[:, None])
 
 
-def _product(x, y, x_axis: int, y_axis: int):
-    """Sums products along one axis of each, in fp32."""
+def _product(
+    x: Float[Array, "a b"], y: Float[Array, "c d"], x_axis: int, y_axis: int
+) -> Float[Array, "..."]:
+    """Returns the matrix product over one axis of each, accumulated in fp32."""
     return jax.lax.dot_general(
         x, y, (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=jnp.float32
     )

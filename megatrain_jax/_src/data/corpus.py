@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatrain_jax._src.data.report import InvalidRow, Place, Report, TooLong
+from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, TooLong
 
 WhenTooLong = Literal["error", "cut", "split", "drop"]
 TOO_LONG = ("error", "cut", "split", "drop")
@@ -26,7 +26,7 @@ class Corpus:
         lengths: int32 (pieces,), its tokens.
         goes_on: bool (pieces,), whether the token after its last one is of the same document.
         documents: int32 (pieces,), which document it is of, counted from 0.
-        digest: Of all tokens and of which are learned.
+        digest: A hash of all tokens and of which are learned.
     """
 
     tokens: np.ndarray
@@ -49,8 +49,12 @@ class Corpus:
         return sum(array.nbytes for array in (*arrays, self.goes_on, self.documents))
 
 
-class Builder:
-    """Collects documents, and decides about those that don't fit a row.
+class CorpusBuilder:
+    """A corpus in the making: collects documents, and decides about those that don't fit a row.
+
+    For example, with rows of 4 tokens a document of 10 is one fault ("error", "drop"), its first 4
+    tokens ("cut"), or pieces of 4, 4 and 2 ("split"), of which those stay that have something to
+    learn.
 
     The arrays grow in place: bytearrays are extended by an eighth at a time, by moving pages
     rather than bytes where the system can, so that tokens are not held twice.
@@ -64,14 +68,14 @@ class Builder:
         report: Report,
         fault_of: Callable[[np.ndarray], InvalidRow | None],
     ):
-        """Starts empty.
+        """Makes an empty corpus.
 
         Args:
             length: Tokens of a row.
             too_long: What becomes of a document that is longer.
             errors: Whether it is an error if there is nothing to learn in a document.
-            report: Where that is written down.
-            fault_of: Says why some tokens, int32 (n,), can't be used, if they can't.
+            report: Where left-out documents are written down.
+            fault_of: Returns why tokens, int32 (n,), can't be used; None if they can.
         """
         self._length = length
         self._too_long = too_long
@@ -106,20 +110,24 @@ class Builder:
         self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
         self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
 
-    def end(self, place: Place) -> None:
-        """Ends the document at hand; it came from `place`."""
+    def end(self, origin: RowOrigin) -> None:
+        """Ends the document at hand, and keeps it or writes down why not.
+
+        Args:
+            origin: Where it came from.
+        """
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
         fault, self._fault = self._fault, None
         if fault is not None:
-            self._leave_out(place, fault, self._errors)
+            self._leave_out(origin, fault, self._errors)
             return
         if size:
             self._learned[begin] = 0
         too_long = size > self._length
         if too_long and self._too_long in ("error", "drop"):
             fault = TooLong(f"longer than `length`={self._length}", f"{size} tokens")
-            self._leave_out(place, fault, self._too_long == "error")
+            self._leave_out(origin, fault, self._too_long == "error")
             return
         if too_long and self._too_long == "cut":
             self._truncate(begin + self._length)
@@ -127,7 +135,7 @@ class Builder:
         if not pieces:
             cut = " in what `length` leaves of it" if too_long else ""
             fault = InvalidRow(f"nothing to learn{cut}", f"{size} tokens")
-            self._leave_out(place, fault, self._errors and not too_long)
+            self._leave_out(origin, fault, self._errors and not too_long)
             return
         self._report.num_cut += too_long and self._too_long == "cut"
         every = -(-(self.num_tokens - begin) // self._length)
@@ -168,8 +176,8 @@ class Builder:
                 pieces.append((start, stop))
         return pieces
 
-    def _leave_out(self, place: Place, fault: InvalidRow, error: bool) -> None:
-        self._report.leave_out(place, fault, error)
+    def _leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool) -> None:
+        self._report.leave_out(origin, fault, error)
         self._truncate(self._begin)
 
     def _truncate(self, num_tokens: int) -> None:

@@ -34,14 +34,16 @@ class Batches:
     A batch takes the next rows, be it from two epochs; only the last one may have too few.
     """
 
-    def __init__(self, corpus: Corpus, chosen: np.ndarray, packing: Packing, options: "Options"):
-        """Builds nothing yet.
+    def __init__(
+        self, corpus: Corpus, chosen: np.ndarray, packing: Packing, options: "DatasetOptions"
+    ):
+        """Takes what batches are made of; each is built when it is asked for.
 
         Args:
             corpus: The tokens.
             chosen: int32 (n,), which pieces of the corpus are used.
-            packing: Of these.
-            options: Of the dataset.
+            packing: Which lengths of these pieces share a row.
+            options: How they become batches.
         """
         self._corpus = corpus
         self._chosen = chosen
@@ -51,7 +53,7 @@ class Batches:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many there are; as many as can be counted if epochs never end."""
+        """The number of batches; the largest integer that `len` may return if epochs never end."""
         rows = self._num_rows
         return sys.maxsize if rows is None else -(-rows // self._options.batch_size)
 
@@ -86,22 +88,22 @@ class Batches:
             return self._epochs[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the lock, for another process."""
+        """Returns the state without the lock and the drawn epochs, for another process."""
         return {**self.__dict__, "_lock": None, "_epochs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With a lock of its own."""
+        """Takes such a state, with a lock of its own."""
         self.__dict__.update(state, _lock=threading.Lock())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How documents become batches.
+class DatasetOptions:
+    """The options of a dataset: how documents become batches.
 
     Attributes:
         length: Tokens of a row.
         batch_size: Rows of a batch.
-        seed: Of the order.
+        seed: The seed of the order.
         shuffle: Whether the order is drawn, anew every epoch.
         epochs: How often every document is seen; None goes on for ever.
         workers: How many threads build batches ahead; with 0 each is built when it is asked for.
@@ -115,7 +117,7 @@ class Options:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        """Checks them.
+        """Checks each option.
 
         Raises:
             TypeError: If one has another type.
@@ -147,12 +149,14 @@ class Dataset:
         summary: What it was made from.
     """
 
-    def __init__(self, corpus: Corpus, summary: Summary, options: Options, documents: Any = None):
+    def __init__(
+        self, corpus: Corpus, summary: Summary, options: DatasetOptions, documents: Any = None
+    ):
         """Takes what `chat` and `text` have made.
 
         Args:
             corpus: The tokens, which other datasets may share.
-            summary: Of all the corpus.
+            summary: What the whole corpus was made from.
             options: How it becomes batches.
             documents: Which documents of the corpus it has; None takes all.
         """
@@ -194,9 +198,9 @@ class Dataset:
             raise TypeError("with `epochs`=None the batches never end")
         return len(self._batches)
 
-    def __iter__(self) -> "Iterating":
+    def __iter__(self) -> "DatasetIterator":
         """Starts with the first batch."""
-        return Iterating(self.grain(), self._fingerprint)
+        return DatasetIterator(self.grain(), self._fingerprint)
 
     def __str__(self) -> str:
         """Says what an epoch is."""
@@ -209,7 +213,7 @@ class Dataset:
         )
 
     def __repr__(self) -> str:
-        """Shows the same."""
+        """Shows documents, tokens, rows and batches."""
         return f"Dataset({self})"
 
     def grain(self) -> grain.IterDataset:
@@ -290,15 +294,15 @@ class Dataset:
         return digest.hexdigest()
 
 
-class Iterating(Iterator[Batch]):
-    """Iterates over a dataset's batches; knows which data its state belongs to."""
+class DatasetIterator(Iterator[Batch]):
+    """An iterator of a dataset's batches, whose state says which data it belongs to."""
 
     def __init__(self, batches: grain.IterDataset, fingerprint: str):
         """Starts with the first batch.
 
         Args:
             batches: What to iterate over.
-            fingerprint: Of the data and the order of its batches.
+            fingerprint: A hash of the data and of the order of its batches.
         """
         self._iterator: Any = iter(batches)
         self._fingerprint = fingerprint
@@ -308,7 +312,7 @@ class Iterating(Iterator[Batch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Says, as JSON can hold it, which batch is next."""
+        """Returns, as JSON can hold it, which batch is next."""
         return {**self._iterator.get_state(), "data": self._fingerprint}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ _KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", *_PASSED_ON}
 
 
 class Conversation(NamedTuple):
-    """What an assistant shall learn to say.
+    """A conversation from which an assistant learns what to say.
 
     Attributes:
         messages: Dicts with a role and a content, in an order that `to_conversation` has checked.

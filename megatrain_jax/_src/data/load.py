@@ -8,11 +8,18 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.data.corpus import TOO_LONG, Builder, WhenTooLong
-from megatrain_jax._src.data.dataset import Dataset, Options
+from megatrain_jax._src.data.corpus import TOO_LONG, CorpusBuilder, WhenTooLong
+from megatrain_jax._src.data.dataset import Dataset, DatasetOptions
 from megatrain_jax._src.data.forms import Conversation, to_conversation, to_text
 from megatrain_jax._src.data.reading import Paths, as_paths, blocks, rows
-from megatrain_jax._src.data.report import DataError, InvalidRow, Place, Report, Summary, TooLong
+from megatrain_jax._src.data.report import (
+    DataError,
+    InvalidRow,
+    Report,
+    RowOrigin,
+    Summary,
+    TooLong,
+)
 from megatrain_jax._src.data.template import Template
 from megatrain_jax._src.data.tokenise import TRAIN_ON, Tokens, TrainOn, add_conversations, add_texts
 from megatrain_jax._src.data.vocabulary import BeyondVocabulary
@@ -93,7 +100,7 @@ def chat(
     tokens = _tokens(tokenizer)
     template = Template(tokens.tokenizer, chat_template, template_variables)
     report, errors = Report(), invalid == "error"
-    builder = Builder(options.length, too_long, errors, report, tokens.vocabulary.fault)
+    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault)
     read = _progress((item for path in names for item in rows(path, report, errors)), progress)
     conversations = _conversations(read, report, errors)
     add_conversations(conversations, template, tokens, train_on, errors, builder, report)
@@ -146,7 +153,7 @@ def text(
     names = as_paths(paths)
     tokens = _tokens(tokenizer)
     report, errors = Report(), invalid == "error"
-    builder = Builder(options.length, too_long, errors, report, tokens.vocabulary.fault)
+    builder = CorpusBuilder(options.length, too_long, errors, report, tokens.vocabulary.fault)
     parts = (part for path in names for part in _parts(path, report, errors))
     add_texts(_progress(parts, progress), tokens, errors, builder, report)
     return _finish(builder, report, options, progress)
@@ -159,39 +166,41 @@ def _tokens(tokenizer: Any) -> Tokens:
 
 
 def _conversations(
-    read: Iterable[tuple[Place, Mapping[str, Any]]], report: Report, errors: bool
-) -> Iterator[tuple[Place, Conversation]]:
-    for place, row in read:
+    read: Iterable[tuple[RowOrigin, Mapping[str, Any]]], report: Report, errors: bool
+) -> Iterator[tuple[RowOrigin, Conversation]]:
+    for origin, row in read:
         try:
             conversation = to_conversation(row)
         except InvalidRow as fault:
-            report.leave_out(place, fault, errors)
+            report.leave_out(origin, fault, errors)
             continue
         report.ignored.update(conversation.ignored)
-        yield place, conversation
+        yield origin, conversation
 
 
-def _parts(path: str, report: Report, errors: bool) -> Iterator[tuple[Place, str, bool]]:
+def _parts(path: str, report: Report, errors: bool) -> Iterator[tuple[RowOrigin, str, bool]]:
     if Path(path).suffix.lower() != ".txt":
-        for place, row in rows(path, report, errors):
+        for origin, row in rows(path, report, errors):
             try:
                 content, ignored = to_text(row)
             except InvalidRow as fault:
-                report.leave_out(place, fault, errors)
+                report.leave_out(origin, fault, errors)
                 continue
             report.ignored.update(ignored)
-            yield place, content, True
+            yield origin, content, True
         return
-    place, before = Place(path, 1, "line"), None
+    origin, before = RowOrigin(path, 1, "line"), None
     for part in blocks(path, report, errors):
         if before is not None:
-            yield place, before, False
+            yield origin, before, False
         before = part
     if before is not None:
-        yield place, before, True
+        yield origin, before, True
 
 
-def _finish(builder: Builder, report: Report, options: Options, progress: bool) -> Dataset:
+def _finish(
+    builder: CorpusBuilder, report: Report, options: DatasetOptions, progress: bool
+) -> Dataset:
     longest = builder.longest
     report.check(
         {
@@ -228,8 +237,8 @@ def _finish(builder: Builder, report: Report, options: Options, progress: bool) 
 
 def _options(
     length: int, batch_size: int, seed: int, shuffle: bool, epochs: int | None, workers: int
-) -> Options:
-    return Options(
+) -> DatasetOptions:
+    return DatasetOptions(
         length=length,
         batch_size=batch_size,
         seed=seed,

@@ -16,7 +16,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Which lengths share a row.
+    """A packing: which lengths share a row.
 
     Attributes:
         ranks: int32 (pieces,), row after row, by how many pieces each is shorter or equal (the
@@ -35,7 +35,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Which pieces are in which row.
+    """One epoch's rows: which pieces are in which row.
 
     Attributes:
         pieces: int32 (pieces,), row after row.
@@ -53,6 +53,9 @@ class Epoch:
 
 def pack(lengths: np.ndarray, length: int) -> Packing:
     """Packs by best fit, the longest first: each goes to the fullest row that has room for it.
+
+    For example, lengths 5, 3, 3, 2 and 1 in rows of 8: 5 begins row 0, 3 fills it; the other 3
+    begins row 1, 2 and 1 follow it. So `ranks` are [0, 1, 2, 3, 4] and `offsets` [0, 2, 5].
 
     Args:
         lengths: int32 (pieces,), from 1 to `length`, in any order.

@@ -1,4 +1,4 @@
-"""Files become rows, one at a time, each with its place; no file is held as a whole.
+"""Files become rows, one at a time, each with its origin; no file is held as a whole.
 
 JSON Lines are read line by line, a JSON array value by value, Parquet some rows at a time.
 """
@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.data.report import DataError, InvalidRow, Place, Report
+from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
 
 Paths = str | PathLike[str] | Iterable[str | PathLike[str]]
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ def as_paths(paths: Paths) -> list[str]:
     return result
 
 
-def rows(path: str, report: Report, error: bool) -> Iterator[tuple[Place, Row]]:
+def rows(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, Row]]:
     """Reads the rows of a .json, .jsonl, .ndjson or .parquet file.
 
     Args:
@@ -68,7 +68,7 @@ def rows(path: str, report: Report, error: bool) -> Iterator[tuple[Place, Row]]:
         error: Whether those are errors.
 
     Yields:
-        The place of each row, and the row.
+        The origin of each row, and the row.
 
     Raises:
         DataError: If the file can't be read further.
@@ -77,17 +77,17 @@ def rows(path: str, report: Report, error: bool) -> Iterator[tuple[Place, Row]]:
     if reader is None:
         raise ValueError(f"{path} is plain text, which has no rows: use `data.text`")
     empty = True
-    for place, row in reader(path):
+    for origin, row in reader(path):
         empty = False
         report.num_rows += 1
         if not isinstance(row, InvalidRow) and not isinstance(row, dict):
             row = InvalidRow("a row is no object of fields", f"it is of type {type(row).__name__}")
         if isinstance(row, InvalidRow):
-            report.leave_out(place, row, error)
+            report.leave_out(origin, row, error)
         else:
-            yield place, row
+            yield origin, row
     if empty:
-        report.leave_out(Place(path), InvalidRow("the file is empty"), error)
+        report.leave_out(RowOrigin(path), InvalidRow("the file is empty"), error)
 
 
 def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
@@ -98,9 +98,9 @@ def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
     """
     fault = _text_fault(path)
     if fault is not None:
-        place, what = fault
-        report.num_rows += bool(place.number)
-        report.leave_out(place, what, error)
+        origin, what = fault
+        report.num_rows += bool(origin.number)
+        report.leave_out(origin, what, error)
         return
     report.num_rows += 1
     kept = ""
@@ -125,7 +125,7 @@ def _line_start(text: str) -> int:
     return 0
 
 
-def _text_fault(path: str) -> tuple[Place, InvalidRow] | None:
+def _text_fault(path: str) -> tuple[RowOrigin, InvalidRow] | None:
     some = False
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -133,19 +133,22 @@ def _text_fault(path: str) -> tuple[Place, InvalidRow] | None:
             try:
                 line.decode()
             except UnicodeDecodeError as caught:
-                return Place(path, number), InvalidRow(_NO_UTF8, f"byte 0x{line[caught.start]:02x}")
-    return None if some else (Place(path), InvalidRow("the file is empty"))
+                return RowOrigin(path, number), InvalidRow(
+                    _NO_UTF8, f"byte 0x{line[caught.start]:02x}"
+                )
+    return None if some else (RowOrigin(path), InvalidRow("the file is empty"))
 
 
-def _json_lines(path: str) -> Iterator[tuple[Place, Any]]:
+def _json_lines(path: str) -> Iterator[tuple[RowOrigin, Any]]:
     with open(path, "rb") as stream:
         for number, raw in enumerate(stream, 1):
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
             if line.strip():
-                yield Place(path, number), _loads(line)
+                yield RowOrigin(path, number), _loads(line)
 
 
 def _loads(line: str) -> Any:
+    """Returns what a line of JSON says, or what is wrong with it as an `InvalidRow`."""
     try:
         return _checked(line, json.loads(line))
     except json.JSONDecodeError as caught:
@@ -155,13 +158,13 @@ def _loads(line: str) -> Any:
 
 
 def _checked(text: str, value: Any) -> Any:
-    """The value, or the fault if its text was no UTF-8."""
+    """Returns a value, or what is wrong if the text it was read from is no UTF-8."""
     if not text.isascii() and (escaped := _ESCAPED.search(text)):
         return InvalidRow(_NO_UTF8, f"byte 0x{ord(escaped[0]) - 0xDC00:02x}")
     return value
 
 
-def _json(path: str) -> Iterator[tuple[Place, Any]]:
+def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
     """Reads an array of objects, or objects one after the other (JSON Lines are a case of it)."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         scanner = _Scanner(path, stream)
@@ -202,7 +205,7 @@ class _Scanner:
         self._line = 1
         self._decoder = json.JSONDecoder()
 
-    def array(self) -> Iterator[tuple[Place, Any]]:
+    def array(self) -> Iterator[tuple[RowOrigin, Any]]:
         """Yields the values of an array, and checks that nothing follows it."""
         self._take("[")
         if self.peek() == "]":
@@ -217,10 +220,10 @@ class _Scanner:
         if self.peek():
             raise self._broken("text after the end of the array")
 
-    def value(self) -> tuple[Place, Any]:
+    def value(self) -> tuple[RowOrigin, Any]:
         """Reads one value."""
         self.peek()
-        place = Place(self._path, self._line)
+        origin = RowOrigin(self._path, self._line)
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
@@ -235,7 +238,7 @@ class _Scanner:
                 break
         text = self._text[self._at : end]
         self._move(end)
-        return place, _checked(text, value)
+        return origin, _checked(text, value)
 
     def peek(self) -> str:
         """The next character that is no space; empty at the end."""
@@ -267,12 +270,12 @@ class _Scanner:
     def _broken(self, message: str, at: int | None = None) -> DataError:
         lines = self._text.count("\n", self._at, self._at if at is None else at)
         return DataError(
-            f"{Place(self._path, self._line + lines)}: {_NO_JSON}: {message}; what follows "
+            f"{RowOrigin(self._path, self._line + lines)}: {_NO_JSON}: {message}; what follows "
             "can't be read (JSON Lines, in a file named .jsonl, can be read around a broken line)"
         )
 
 
-def _parquet(path: str) -> Iterator[tuple[Place, Any]]:
+def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as caught:
@@ -282,7 +285,7 @@ def _parquet(path: str) -> Iterator[tuple[Place, Any]]:
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
             for row in _pylist(batch):
                 number += 1
-                yield Place(path, number, "row"), row
+                yield RowOrigin(path, number, "row"), row
 
 
 def _pylist(batch: pyarrow.RecordBatch) -> Iterator[Any]:

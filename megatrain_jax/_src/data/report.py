@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_PLACES_SHOWN = 5
+_EXAMPLES_SHOWN = 5
 _REASONS_SHOWN = 20
 
 
@@ -32,11 +32,11 @@ class InvalidRow(ValueError):
 
 
 class TooLong(InvalidRow):
-    """A row that would do if there were more room."""
+    """A row that can't be used because it is longer than `length`."""
 
 
-class Place(NamedTuple):
-    """Where a row comes from.
+class RowOrigin(NamedTuple):
+    """The origin of a row: its file, and its place there.
 
     Attributes:
         path: The file, as the user named it.
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 @dataclass(kw_only=True)
 class Report:
-    """Counts while files are read.
+    """The counts of rows read and left out while files are read.
 
     Attributes:
         num_rows: Rows read, those left out included.
@@ -82,21 +82,21 @@ class Report:
     errors: Counter[type[InvalidRow]] = field(default_factory=Counter)
     _examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def leave_out(self, place: Place, fault: InvalidRow, error: bool) -> None:
-        """Writes down a row (or, where `place` has no number, a file) that is not used.
+    def leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool) -> None:
+        """Writes down a row (or, where `origin` has no number, a file) that is not used.
 
         Args:
-            place: Where it is.
+            origin: Where it comes from.
             fault: What is wrong with it.
             error: Whether `check` shall raise for it.
         """
-        counts = self.left_out if place.number else self.file_faults
+        counts = self.left_out if origin.number else self.file_faults
         counts[fault.reason] += 1
         if error:
             self.errors[type(fault)] += 1
         examples = self._examples.setdefault(fault.reason, [])
-        if len(examples) < _PLACES_SHOWN:
-            examples.append(f"{place}: {fault}")
+        if len(examples) < _EXAMPLES_SHOWN:
+            examples.append(f"{origin}: {fault}")
 
     def check(self, advice: Mapping[type[InvalidRow], str]) -> None:
         """Raises if there was a fault that the user did not allow.
@@ -105,14 +105,14 @@ class Report:
             advice: What the user can do about faults of a class.
 
         Raises:
-            DataError: With the places of the first faults of each kind.
+            DataError: With the origins of the first faults of each kind.
         """
         if self.errors:
             hints = [advice[kind] for kind in self.errors]
             raise DataError("\n".join([f"{self._total()}:", *self.examples(), *hints]))
 
     def examples(self) -> list[str]:
-        """The first places of each reason, and how many more there are, most frequent first."""
+        """Returns the first origins of each reason, the most frequent first, and how many more."""
         lines = []
         counts = self.left_out + self.file_faults
         for reason, count in counts.most_common(_REASONS_SHOWN):
@@ -153,7 +153,7 @@ class Summary:
         not_shown: In how many rows the chat template leaves out a field, such as
             ``reasoning_content of assistant``, of one message at least.
         file_faults: How many files held nothing to read, by reason.
-        examples: The first places of what was left out.
+        examples: The first origins of what was left out, with the reasons.
     """
 
     num_rows: int

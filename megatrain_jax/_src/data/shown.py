@@ -15,13 +15,13 @@ Render = Callable[[list[Message], list[Any] | None], str | None]
 
 
 class _Part(NamedTuple):
-    """Something that a message says.
+    """A part of a message that a template may leave out, such as its reasoning.
 
     Attributes:
-        index: Of the message.
+        index: The number of the message.
         name: What reports call it.
-        seen: What need only be in the text for the part to be shown; None where that may have come
-            from elsewhere, as the name of a tool does.
+        seen: A text that shows, where the rendered text has it, that the part is shown; None where
+            it may be there for another reason, as the name of a tool may.
         replace: Gives the message with a mark in place of the part.
     """
 
@@ -34,7 +34,11 @@ class _Part(NamedTuple):
 def left_out(
     messages: list[Message], tools: list[Any] | None, text: str, render: Render
 ) -> set[str]:
-    """Names what a template does not show of a conversation.
+    """Names the parts of a conversation that a template does not show.
+
+    For example, of an assistant's message with a `reasoning_content` that the template ignores: in
+    place of the reasoning a mark is rendered, it is not in the text, and the text is the same
+    whatever stands there; so "reasoning_content of assistant" is left out.
 
     Args:
         messages: The conversation.

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from tokenizers import Encoding
 
-from megatrain_jax._src.data.corpus import Builder
+from megatrain_jax._src.data.corpus import CorpusBuilder
 from megatrain_jax._src.data.forms import Conversation
-from megatrain_jax._src.data.report import DataError, InvalidRow, Place, Report
+from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
 from megatrain_jax._src.data.template import Rendered, Template
 from megatrain_jax._src.data.tokenizer import load_tokenizer
 from megatrain_jax._src.data.vocabulary import Vocabulary
@@ -33,7 +33,7 @@ class Tokens:
     Attributes:
         tokenizer: The tokenizer.
         name: What errors call it.
-        vocabulary: That of the model in its folder.
+        vocabulary: The vocabulary of the model in its folder.
     """
 
     def __init__(self, tokenizer: Any):
@@ -133,24 +133,24 @@ class Tokens:
 
 
 def add_conversations(
-    conversations: Iterable[tuple[Place, Conversation]],
+    conversations: Iterable[tuple[RowOrigin, Conversation]],
     template: Template,
     tokens: Tokens,
     train_on: TrainOn,
     errors: bool,
-    builder: Builder,
+    builder: CorpusBuilder,
     report: Report,
 ) -> None:
     """Adds conversations to a builder; once there is an error, only looks for further ones.
 
     Args:
-        conversations: Their places and they.
+        conversations: Each with its origin.
         template: Renders them.
         tokens: Tokenises them.
         train_on: What the loss counts.
         errors: Whether a conversation that can't be used is an error.
         builder: Where they go.
-        report: Where those that can't be used are written down.
+        report: Where conversations that can't be used are written down.
 
     Raises:
         DataError: If the template does not tell what the assistant says, or ends a turn without a
@@ -161,7 +161,7 @@ def add_conversations(
         if errors and report.errors[InvalidRow]:
             continue
         encodings = tokens.encode([text for _, (text, _) in some])
-        for (place, (_, spans)), encoding in zip(some, encodings, strict=True):
+        for (origin, (_, spans)), encoding in zip(some, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
             learned = np.ones(len(ids), np.bool_)
             if train_on == "assistant":
@@ -169,29 +169,29 @@ def add_conversations(
                 try:
                     learned = assistant_tokens(ids, offsets, spans, tokens, report)
                 except DataError as error:
-                    raise DataError(f"{place}: {template.name} {error}") from error
+                    raise DataError(f"{origin}: {template.name} {error}") from error
             builder.extend(ids, learned)
-            builder.end(place)
+            builder.end(origin)
 
 
 def _render(
-    conversations: Iterable[tuple[Place, Conversation]],
+    conversations: Iterable[tuple[RowOrigin, Conversation]],
     template: Template,
     tokens: Tokens,
     errors: bool,
     report: Report,
-) -> Iterator[tuple[Place, Rendered]]:
-    for place, conversation in conversations:
+) -> Iterator[tuple[RowOrigin, Rendered]]:
+    for origin, conversation in conversations:
         try:
             tokens.check_written(conversation)
             rendered = template.render(conversation)
         except InvalidRow as fault:
-            report.leave_out(place, fault, errors)
+            report.leave_out(origin, fault, errors)
             continue
         except DataError as error:
-            raise DataError(f"{place}: {error}") from error
+            raise DataError(f"{origin}: {error}") from error
         report.not_shown.update(template.left_out(conversation, rendered.text))
-        yield place, rendered
+        yield origin, rendered
 
 
 def assistant_tokens(
@@ -241,16 +241,16 @@ def assistant_tokens(
 
 
 def add_texts(
-    parts: Iterable[tuple[Place, str, bool]],
+    parts: Iterable[tuple[RowOrigin, str, bool]],
     tokens: Tokens,
     errors: bool,
-    builder: Builder,
+    builder: CorpusBuilder,
     report: Report,
 ) -> None:
     """Adds plain texts to a builder; once there is an error, only looks for further ones.
 
     Args:
-        parts: Of each text its place, its next part and whether that is the last.
+        parts: Parts of texts, in order: the text's origin, the part, and whether it is the last.
         tokens: Tokenises them; each text gets the tokens that begin and end one.
         errors: Whether errors are looked for.
         builder: Where they go.
@@ -264,19 +264,19 @@ def add_texts(
     for some in _batches(parts, lambda part: len(part[1])):
         if errors and report.errors[InvalidRow]:
             continue
-        for (place, _, ends), encoding in zip(
+        for (origin, _, ends), encoding in zip(
             some, tokens.encode([text for _, text, _ in some]), strict=True
         ):
             ids = [first] * begins + [np.array(encoding.ids, np.int32)] + [last] * ends
             joined = np.concatenate(ids)
             builder.extend(joined, np.ones(len(joined), np.bool_))
             if ends:
-                builder.end(place)
+                builder.end(origin)
             begins = ends
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Groups items; a group is as many as threads share well, of no more text than needs be."""
+    """Groups items into lists of so many, or of so many characters, as threads share well."""
     group, total = [], 0
     for item in items:
         group.append(item)

@@ -19,7 +19,7 @@ class BeyondVocabulary(InvalidRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What the model in the tokenizer's folder knows.
+    """The vocabulary of the model that lies in the tokenizer's folder.
 
     Attributes:
         tokenizer: The tokenizer.

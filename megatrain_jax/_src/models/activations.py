@@ -4,8 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+from jaxtyping import Array, Float
 
-Activation = Callable[[jax.Array], jax.Array]
+Activation = Callable[[Float[Array, "..."]], Float[Array, "..."]]
+"""A function of single elements."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,

@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array
@@ -21,28 +22,32 @@ _PIECE_BYTES = 2**28
 _MAX_SPANS = 8
 # Elements that the number of a document takes in a query: two for each of its bits.
 _MARK = 64
-# What a token's score falls by, at least, for every bit in which its document is another one:
+# What a score falls by, at least, for every bit in which its document is another one:
 # exp(-2048) is 0 in fp32, also where scores of one document are a thousand apart.
 _APART = 2048.0
 
+Queries = Float[Array, "rows length heads head_dim"]
+Keys = Float[Array, "rows length kv_heads head_dim"]
+Segments = Integer[Array, "rows length"]
+
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     *,
-    segments: jax.Array | None = None,
+    segments: Segments | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     piece: int | None = None,
-) -> jax.Array:
+) -> Queries:
     """Attends from each token to itself and those before it.
 
     Args:
-        q: (rows, length, heads, head_dim).
-        k: (rows, length, kv_heads, head_dim); kv_heads divides heads.
-        v: As `k`.
+        q: Queries, (rows, length, heads, head_dim).
+        k: Keys, (rows, length, kv_heads, head_dim); kv_heads divides heads.
+        v: Values, as `k`.
         segments: The document of each token, integers (rows, length): tokens attend within theirs.
         window: How many tokens one attends to, with itself; None for all.
         softcap: Scores become `softcap * tanh(score / softcap)`.
@@ -90,7 +95,7 @@ def attention(
     return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=1)
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> None:
+def _check(q: Queries, k: Keys, v: Keys, segments: Segments | None) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_array(name, array, "(rows, length, heads, head_dim)", num_axes=4)
     rows, length, heads, head_dim = q.shape
@@ -118,13 +123,19 @@ def _check_options(*, window, piece, softcap, scale) -> None:
 
 
 def mark(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.typing.ArrayLike, scale: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q: Queries, k: Keys, v: Keys, segments: jax.typing.ArrayLike, scale: float
+) -> tuple[
+    Float[Array, "rows length heads wider"],
+    Float[Array, "rows length kv_heads wider"],
+    Float[Array, "rows length kv_heads wider"],
+]:
     """Makes heads wider, so that tokens attend only within their document without a mask.
 
     Behind a query stand `size * (b, 1)` for each bit of its document's number and behind a key
     `size * (b, -1)`, b being 1 or -1. Their product is 0 where the bits are equal and
-    `-2 * size**2` where not; powers of two keep both exact.
+    `-2 * size**2` where not; powers of two keep both exact. For example, a query of document 1 and
+    a key of document 3 differ in one bit, the second: their score falls by `2 * size**2 * scale`,
+    which is at least 2048, and softmax makes a zero of it.
 
     Returns:
         Queries, keys and values with heads of head_dim + 64; the values end in zeros.
@@ -133,7 +144,7 @@ def mark(
     numbers = jnp.asarray(segments, jnp.int32)[:, :, None, None]
     bits = numbers >> jnp.arange(_MARK // 2, dtype=jnp.int32) & 1
 
-    def behind(x: jax.Array, second: int) -> jax.Array:
+    def behind(x: Array, second: int) -> Array:
         pairs = jnp.stack([2 * bits - 1, jnp.full_like(bits, second)], axis=-1)
         marks = size * pairs.astype(x.dtype).reshape(*x.shape[:2], 1, _MARK)
         return jnp.concatenate([x, jnp.broadcast_to(marks, (*x.shape[:3], _MARK))], axis=-1)
@@ -141,7 +152,8 @@ def mark(
     return behind(q, 1), behind(k, -1), jnp.pad(v, [(0, 0)] * 3 + [(0, _MARK)])
 
 
-def _fits_cudnn(q: jax.Array, *, packed: bool) -> bool:
+def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
+    """Whether cuDNN computes attention of this dtype, length and width on this GPU."""
     if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     if q.shape[1] % 2:
@@ -152,18 +164,24 @@ def _fits_cudnn(q: jax.Array, *, packed: bool) -> bool:
 
 
 def _piece(shape: tuple[int, ...]) -> int:
+    """Returns how many queries are computed at a time, a power of two unless that is all."""
     rows, length, heads, _ = shape
     fitting = max(16, _PIECE_BYTES // (4 * rows * heads * length))
     return min(length, 1 << (fitting.bit_length() - 1))
 
 
 def _spans(length: int, piece: int) -> list[tuple[int, int]]:
+    """Returns spans of queries (start, stop); each needs keys up to its own stop only.
+
+    For example, 100 queries in pieces of 8 are 13 pieces, so spans of 2 pieces: (0, 16), (16, 32),
+    ..., (96, 100).
+    """
     pieces = -(-length // piece)
     step = piece * -(-pieces // _MAX_SPANS)
     return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _by_piece(attend, q: jax.Array, owners, start: int, piece: int) -> jax.Array:
+def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
     """Calls `attend` for `piece` queries at a time; backward computes the scores again."""
     rows, length = q.shape[:2]
     count = -(-length // piece)
@@ -174,7 +192,7 @@ def _by_piece(attend, q: jax.Array, owners, start: int, piece: int) -> jax.Array
     # Queries behind the end are cut off again below.
     split = [(0, 0), (0, count * piece - length)]
 
-    def pieces(x: jax.Array) -> jax.Array:
+    def pieces(x: Array) -> Array:
         padded = jnp.pad(x, split + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(rows, count, piece, *x.shape[2:]), 1, 0)
 
@@ -188,10 +206,17 @@ def _by_piece(attend, q: jax.Array, owners, start: int, piece: int) -> jax.Array
     return jnp.moveaxis(out, 0, 1).reshape(rows, count * piece, *q.shape[2:])[:, :length]
 
 
-def _attend(q, keys, owners, offset, window, softcap, scale) -> jax.Array:
+def _attend(q, keys, owners, offset, window, softcap, scale) -> Queries:
     """Attends from queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
 
-    Query i stands where key `offset + i` stands.
+    Args:
+        q: The queries of a piece.
+        keys: Keys and values.
+        owners: The documents of queries, (rows, m), and of keys, (rows, n); None for one a row.
+        offset: Query i stands where key `offset + i` stands.
+        window: See `attention`.
+        softcap: See `attention`.
+        scale: See `attention`.
     """
     k, v = keys
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
@@ -24,9 +25,9 @@ from megatrain_jax._src.models.layers import (
     RMSNorm,
 )
 from megatrain_jax._src.models.moe import balancing_loss
-from megatrain_jax._src.models.rotary import Tables, tables
+from megatrain_jax._src.models.rotary import CosSin, cos_sin_tables
 
-Integers = jax.Array | np.ndarray
+Integers = Integer[Array | np.ndarray, "rows length"]
 
 
 class Layer(nnx.Module):
@@ -55,10 +56,13 @@ class Layer(nnx.Module):
             self.mlp = MLP(config, make)
 
     def __call__(
-        self, x: jax.Array, turns: Tables, segments: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Maps x (rows, length, width) to the same shape, and what experts tally (3, num)."""
-        y = self.self_attn(self.input_layernorm(x), turns, segments)
+        self,
+        x: Float[Array, "rows length width"],
+        cos_sin: CosSin,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        """Returns the layer's result, and the tally of its experts' load if it has experts."""
+        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
         if self.sandwich:
             x = x + self.post_attention_layernorm(y)
             y = self.pre_feedforward_layernorm(x)
@@ -79,8 +83,8 @@ class Embedding(nnx.Module):
         """Makes the rows."""
         self.weight = make.weight(num, dim)
 
-    def __call__(self, tokens: Integers) -> jax.Array:
-        """Maps tokens (rows, length) to (rows, length, dim); NaN for tokens there are not."""
+    def __call__(self, tokens: Integers) -> Float[Array, "rows length dim"]:
+        """Returns the rows of tokens; NaN for tokens beyond the vocabulary."""
         rows = jnp.asarray(self.weight[...]).at[tokens]
         return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
@@ -127,17 +131,17 @@ class Decoder(nnx.Module):
         tokens: Integers,
         positions: Integers | None = None,
         segments: Integers | None = None,
-    ) -> jax.Array:
-        """Returns logits, (rows, length, vocab_size) in the parameters' dtype.
+    ) -> Float[Array, "rows length vocab_size"]:
+        """Returns logits in the parameters' dtype.
 
         `hidden` with `head_weight` spares a loss this largest of all arrays.
 
         Args:
-            tokens: Integers, (rows, length).
-            positions: The place of each token in its document, (rows, length); None for counting
-                from 0 in every row and every document.
-            segments: The document of each token, (rows, length), 0 for padding; documents lie one
-                after the other. None where each row is one document.
+            tokens: The tokens' ids.
+            positions: The place of each token in its document; one row serves all. None for
+                counting from 0 in every row and every document.
+            segments: The document of each token, 0 for padding; documents lie one after the
+                other. None where each row is one document.
         """
         hidden, _ = self.hidden(tokens, positions, segments)
         logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
@@ -149,8 +153,8 @@ class Decoder(nnx.Module):
         tokens: Integers,
         positions: Integers | None = None,
         segments: Integers | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns what the head reads, and how unevenly experts are loaded.
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, ""]]:
+        """Returns the hidden states that the head reads, and how unevenly experts are loaded.
 
         Args:
             tokens: See `__call__`.
@@ -158,9 +162,9 @@ class Decoder(nnx.Module):
             segments: See `__call__`.
 
         Returns:
-            The last layer's result, normalised, (rows, length, hidden_size); and the load-balancing
-            loss, a scalar in fp32, to be added to a loss after multiplying it with
-            `config.experts.balance_weight`. It is 0 where there are no experts.
+            The last layer's result, normalised, `hidden_size` wide; and the load-balancing loss in
+            fp32, to be added to a loss after multiplying it with `config.experts.balance_weight`.
+            It is 0 where there are no experts.
 
         Raises:
             TypeError: If an argument is no array of integers.
@@ -174,10 +178,10 @@ class Decoder(nnx.Module):
         if self.config.scale_embedding:
             x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
-        turns = {rope: tables(rope, positions) for rope in dict.fromkeys(ropes)}
+        cos_sin = {rope: cos_sin_tables(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
         for layer, rope in zip(self.layers, ropes, strict=True):
-            x, tally = layer(x, turns[rope], segments)
+            x, tally = layer(x, cos_sin[rope], segments)
             tallies += [] if tally is None else [tally]
         x = self.norm(x)
         # In one go behind the norm, so that no layer has a part in it that others don't have.
@@ -195,8 +199,8 @@ class Decoder(nnx.Module):
         """
         check_ids(batch, self.config.vocab_size)
 
-    def head_weight(self) -> jax.Array:
-        """Returns the head's matrix, (vocab_size, hidden_size)."""
+    def head_weight(self) -> Float[Array, "vocab_size hidden_size"]:
+        """Returns the head's matrix, which is the embedding's where they are tied."""
         module = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         return module.weight[...]
 
@@ -217,8 +221,11 @@ def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers
             )
 
 
-def _positions(length: int, segments: Integers | None) -> jax.Array:
-    """Counts from 0 in every document, (rows or 1, length)."""
+def _positions(length: int, segments: Integers | None) -> Integer[Array, "rows length"]:
+    """Returns positions that count from 0 in every document; one row where there are no segments.
+
+    For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0].
+    """
     index = jnp.arange(length, dtype=jnp.int32)[None]
     if segments is None:
         return index

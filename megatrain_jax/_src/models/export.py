@@ -18,7 +18,13 @@ from megatrain_jax._src.common.hf_folder import existing_folder
 from megatrain_jax._src.models import companions
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
-from megatrain_jax._src.models.names import Entry, ParameterPath, entries, leaves, others
+from megatrain_jax._src.models.names import (
+    ParameterPath,
+    ParameterTensors,
+    leaves,
+    others,
+    parameter_tensors,
+)
 from megatrain_jax._src.models.tensors import DTYPES, INDEX, SINGLE, some
 
 _CODES = {dtype.name: (code, dtype) for code, dtype in DTYPES.items()}
@@ -27,7 +33,7 @@ _CHUNK = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Item:
+class _NamedTensor:
     name: str
     array: np.ndarray
 
@@ -77,8 +83,8 @@ def save_pretrained(
             "the decoder's configuration has no Hugging Face form; make it with "
             "DecoderConfig.from_hf or load_pretrained"
         )
-    items = _items(model)
-    dtype = dtype or config.saved_dtype or np.dtype(items[0].array.dtype).name
+    tensors = _tensors(model)
+    dtype = dtype or config.saved_dtype or np.dtype(tensors[0].array.dtype).name
     if dtype not in _CODES:
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
     copied = _companions(source or config.source)
@@ -86,7 +92,7 @@ def save_pretrained(
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
     try:
         unfinished.chmod(0o755)  # mkdtemp lets nobody else in
-        _write_all(unfinished, items, dtype, max_shard_bytes)
+        _write_all(unfinished, tensors, dtype, max_shard_bytes)
         _write_config(unfinished, config, dtype)
         companions.copy(copied, unfinished)
         unfinished.replace(folder)  # an empty folder gives way
@@ -108,29 +114,29 @@ def _decoder(trainer: Trainer | Decoder) -> Decoder:
     return model
 
 
-def _items(model: Decoder) -> list[_Item]:
+def _tensors(model: Decoder) -> list[_NamedTensor]:
     """Returns the tensors to write, as views of the parameters.
 
     Raises:
         ValueError: If the model's parameters aren't those of its family.
     """
     arrays = {path: np.asarray(value) for path, value in leaves(model)}
-    wanted = entries(model.config)
+    wanted = parameter_tensors(model.config)
     _check_family(model, arrays, wanted)
-    items = []
-    for entry in wanted:
-        array = arrays[entry.path]
-        parts = list(array) if entry.stacked else [array]
-        pairs = zip(entry.names, parts, strict=True)
-        items += [_Item(name=name, array=part) for name, part in pairs]
-    return items
+    tensors = []
+    for parameter in wanted:
+        array = arrays[parameter.path]
+        parts = list(array) if parameter.stacked else [array]
+        pairs = zip(parameter.names, parts, strict=True)
+        tensors += [_NamedTensor(name=name, array=part) for name, part in pairs]
+    return tensors
 
 
 def _check_family(
-    model: Decoder, arrays: Mapping[ParameterPath, np.ndarray], wanted: Sequence[Entry]
+    model: Decoder, arrays: Mapping[ParameterPath, np.ndarray], wanted: Sequence[ParameterTensors]
 ) -> None:
     """Compares a model with its family: files have a place for the family's parameters only."""
-    shapes = {entry.path: entry.shape for entry in wanted}
+    shapes = {parameter.path: parameter.shape for parameter in wanted}
     state = others(model)
     wrong = {
         "not part of the family": [path for path in (*arrays, *state) if path not in shapes],
@@ -155,16 +161,18 @@ def _check_family(
         )
 
 
-def _write_all(folder: Path, items: Sequence[_Item], dtype: str, max_shard_bytes: int) -> None:
+def _write_all(
+    folder: Path, tensors: Sequence[_NamedTensor], dtype: str, max_shard_bytes: int
+) -> None:
     itemsize = _CODES[dtype][1].itemsize
-    shards: list[list[_Item]] = [[]]
+    shards: list[list[_NamedTensor]] = [[]]
     room = max_shard_bytes
-    for item in items:
-        size = item.array.size * itemsize
+    for tensor in tensors:
+        size = tensor.array.size * itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
-        shards[-1].append(item)
+        shards[-1].append(tensor)
         room -= size
     if len(shards) == 1:
         _write_file(folder / SINGLE, shards[0], dtype)
@@ -173,14 +181,14 @@ def _write_all(folder: Path, items: Sequence[_Item], dtype: str, max_shard_bytes
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard, dtype)
-        weight_map |= {item.name: name for item in shard}
-    total = sum(item.array.size for item in items)
+        weight_map |= {tensor.name: name for tensor in shard}
+    total = sum(tensor.array.size for tensor in tensors)
     about = {"total_parameters": total, "total_size": total * itemsize}
     index = {"metadata": about, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_file(path: Path, items: Sequence[_Item], dtype: str) -> None:
+def _write_file(path: Path, tensors: Sequence[_NamedTensor], dtype: str) -> None:
     """Writes one file.
 
     The library's own writer wants all tensors of a file in memory, in their final dtype. The
@@ -190,16 +198,16 @@ def _write_file(path: Path, items: Sequence[_Item], dtype: str) -> None:
     code, to = _CODES[dtype]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for item in items:
-        start, end = end, end + item.array.size * to.itemsize
-        shape = list(item.array.shape)
-        header[item.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    for tensor in tensors:
+        start, end = end, end + tensor.array.size * to.itemsize
+        shape = list(tensor.array.shape)
+        header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for item in items:
-            flat = item.array.reshape(-1)
+        for tensor in tensors:
+            flat = tensor.array.reshape(-1)
             for at in range(0, flat.size, _CHUNK):
                 piece = np.ascontiguousarray(flat[at : at + _CHUNK].astype(to, copy=False))
                 file.write(piece.view(np.uint8).data)

@@ -78,7 +78,7 @@ def _common(fields: Fields) -> dict[str, Any]:
 
 
 def _num_kv_heads(fields: Fields, heads: int) -> int:
-    """As many as there are heads where the field is null, which is no default everywhere."""
+    """Returns the number of key heads; a field that is null asks for that of all heads."""
     default = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32}.get(fields.family)
     if fields.family in ("qwen3_moe", "gemma2", "gemma3_text"):
         default = 4

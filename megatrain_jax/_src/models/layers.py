@@ -6,28 +6,29 @@ Nothing here fixes a dtype: everything computes in that of the parameters it is 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.moe import Experts, mix, route, tally
-from megatrain_jax._src.models.rotary import Tables, rotate
+from megatrain_jax._src.models.rotary import CosSin, rotate
 
 
 class Maker:
-    """Makes parameters of one dtype with one source of random numbers."""
+    """The maker of a model's parameters: one dtype, one source of random numbers."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike, std: float):
-        """Keeps what every parameter is made with."""
+        """Keeps the random keys, the dtype and the standard deviation of fresh weights."""
         self.rngs, self.dtype = rngs, dtype
         self.normal = nnx.initializers.normal(std)
 
     def weight(self, *shape: int) -> nnx.Param[jax.Array]:
-        """Returns normally distributed numbers."""
+        """Returns a parameter of normally distributed numbers."""
         return nnx.Param(self.normal(self.rngs.params(), shape, self.dtype))
 
     def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
-        """Returns one number everywhere."""
+        """Returns a parameter that is one number everywhere."""
         return nnx.Param(jnp.full(shape, value, self.dtype))
 
 
@@ -39,8 +40,8 @@ class Linear(nnx.Module):
         self.weight = make.weight(dim_out, dim_in)
         self.bias = make.constant(0.0, dim_out) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (..., in) to (..., out)."""
+    def __call__(self, x: Float[Array, "*rows dim_in"]) -> Float[Array, "*rows dim_out"]:
+        """Multiplies the last axis by the matrix."""
         y = jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
         return y if self.bias is None else y + self.bias[...]
 
@@ -53,8 +54,8 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = make.constant(1.0 - config.norm_offset, dim)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Keeps shape and dtype."""
+    def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
+        """Normalises the last axis; keeps the dtype."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...]
@@ -85,8 +86,13 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config.head_dim, config, make)
             self.k_norm = RMSNorm(config.head_dim, config, make)
 
-    def __call__(self, x: jax.Array, turns: Tables, segments: jax.Array | None) -> jax.Array:
-        """Maps x (rows, length, width) to the same shape."""
+    def __call__(
+        self,
+        x: Float[Array, "rows length width"],
+        cos_sin: CosSin,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> Float[Array, "rows length width"]:
+        """Attends within rows, and within documents where `segments` numbers them."""
         if self.fused:
             parts = [self.query_size, self.query_size + self.key_size]
             projected = jnp.split(self.qkv_proj(x), parts, axis=-1)
@@ -96,8 +102,8 @@ class Attention(nnx.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attention(
-            rotate(q, turns),
-            rotate(k, turns),
+            rotate(q, cos_sin),
+            rotate(k, cos_sin),
             v,
             segments=segments,
             window=self.window,
@@ -121,8 +127,8 @@ class MLP(nnx.Module):
             self.up_proj = Linear(wide, inside, make, bias=bias)
         self.down_proj = Linear(inside, wide, make, bias=bias)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Keeps the shape (..., width)."""
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Maps each row on its own."""
         if self.fused:
             gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         else:
@@ -130,23 +136,23 @@ class MLP(nnx.Module):
         return self.down_proj(self.activation(gate) * up)
 
 
-class Stack(nnx.Module):
-    """One matrix of every expert, (experts, out, in)."""
+class ExpertMatrix(nnx.Module):
+    """One matrix of every expert, stacked: (experts, out, in)."""
 
     def __init__(self, num: int, dim_in: int, dim_out: int, make: Maker):
         """Makes the matrices."""
         self.weight = make.weight(num, dim_out, dim_in)
 
 
-class ExpertStacks(nnx.Module):
-    """The matrices of all experts of one layer."""
+class ExpertMatrices(nnx.Module):
+    """The three matrices of all experts of one layer."""
 
     def __init__(self, experts: Experts, wide: int, make: Maker):
         """Makes the matrices."""
         inside = experts.intermediate_size
-        self.gate_proj = Stack(experts.num, wide, inside, make)
-        self.up_proj = Stack(experts.num, wide, inside, make)
-        self.down_proj = Stack(experts.num, inside, wide, make)
+        self.gate_proj = ExpertMatrix(experts.num, wide, inside, make)
+        self.up_proj = ExpertMatrix(experts.num, wide, inside, make)
+        self.down_proj = ExpertMatrix(experts.num, inside, wide, make)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -156,12 +162,14 @@ class MixtureOfExperts(nnx.Module):
         """Makes the parameters."""
         self.settings, self.activation = experts, ACTIVATIONS[config.activation]
         self.gate = Linear(config.hidden_size, experts.num, make)
-        self.experts = ExpertStacks(experts, config.hidden_size, make)
+        self.experts = ExpertMatrices(experts, config.hidden_size, make)
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Maps x (rows, length, width) to the same shape, and a tally for balancing (3, num).
+    def __call__(
+        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
+        """Returns what the experts make of x, and a tally of their load (see `moe.tally`).
 
-        Tokens of segment 0 are padding and don't count.
+        Tokens of segment 0 are padding and don't count in the tally.
         """
         tokens = x.reshape(-1, x.shape[-1])
         chosen, shares, probabilities = route(self.gate(tokens), self.settings)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
+from jaxtyping import Array, Float
 
 from megatrain_jax import losses
 from megatrain_jax._src.common import checks
@@ -12,7 +12,7 @@ from megatrain_jax._src.models.decoder import Decoder
 
 def next_token_loss(
     model: Decoder, batch: Mapping[str, Any], *, z_loss: float = 0.0, chunk: int = 4096
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Mean cross-entropy of the next tokens, with the balancing loss of experts if there are any.
 
     A `loss_fn` for `megatrain_jax.fit`; `functools.partial` sets the options.
@@ -27,7 +27,7 @@ def next_token_loss(
         chunk: See `losses.next_token`.
 
     Returns:
-        The loss, a scalar in fp32, and as the metric `weight` how many labels it is the mean of.
+        The loss in fp32, and as the metric `weight` how many labels it is the mean of.
         An evaluation weighs by that, so that its loss is the mean over all labels.
 
     Raises:

@@ -11,11 +11,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.activations import Activation
 
-Weights = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down
+Weights = tuple[
+    Float[Array, "num inside width"],
+    Float[Array, "num inside width"],
+    Float[Array, "num width inside"],
+]
+"""The matrices of all experts of a layer: gate, up, down."""
 
 _MAX_BLOCK = 1024
 
@@ -59,16 +65,19 @@ class Experts:
             )
 
 
-def route(logits: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Chooses experts.
+def route(
+    logits: Float[Array, "tokens num"], experts: Experts
+) -> tuple[
+    Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
+]:
+    """Chooses the experts of each token.
 
     Args:
-        logits: (tokens, num).
-        experts: How to choose.
+        logits: The router's.
+        experts: How many are chosen, and whether their shares are normalised.
 
     Returns:
-        The experts chosen, (tokens, per_token); their shares, the same shape in fp32; and the
-        probabilities of all, (tokens, num) in fp32.
+        The experts chosen; their shares in fp32; and the probabilities of all in fp32.
     """
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
@@ -77,17 +86,21 @@ def route(logits: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array, ja
     return chosen, shares, probabilities
 
 
-def tally(chosen: jax.Array, probabilities: jax.Array, counted: jax.Array | None) -> jax.Array:
-    """Returns what balancing needs to know of one layer, to be summed over layers.
+def tally(
+    chosen: Int[Array, "tokens per_token"],
+    probabilities: Float[Array, "tokens num"],
+    counted: Bool[Array, " tokens"] | None,
+) -> Float[Array, "3 num"]:
+    """Returns one layer's load of its experts, to be summed over layers for `balancing_loss`.
 
     Args:
-        chosen: (tokens, per_token).
-        probabilities: (tokens, num).
-        counted: Which tokens count, (tokens,) of bool; None for all.
+        chosen: From `route`.
+        probabilities: From `route`.
+        counted: Which tokens count; None for all.
 
     Returns:
-        (3, num) in fp32: how often each expert was chosen, the sum of its probabilities, and the
-        number of tokens.
+        In fp32: how often each expert was chosen, the sum of its probabilities, and the number of
+        tokens.
     """
     num = probabilities.shape[-1]
     one = jnp.ones(chosen.shape[0], jnp.float32) if counted is None else counted.astype(jnp.float32)
@@ -95,8 +108,8 @@ def tally(chosen: jax.Array, probabilities: jax.Array, counted: jax.Array | None
     return jnp.stack([one @ hits, one @ probabilities, jnp.broadcast_to(one.sum(), (num,))])
 
 
-def balancing_loss(tallies: jax.Array) -> jax.Array:
-    """Returns the load-balancing loss of summed tallies (3, num), a scalar in fp32.
+def balancing_loss(tallies: Float[Array, "3 num"]) -> Float[Array, ""]:
+    """Returns the load-balancing loss of summed tallies, in fp32.
 
     Equations 4 to 6 of Switch Transformer (https://arxiv.org/abs/2101.03961), over all layers'
     tokens together as in Transformers. An even load gives `per_token`.
@@ -107,19 +120,26 @@ def balancing_loss(tallies: jax.Array) -> jax.Array:
 
 
 def mix(
-    x: jax.Array, chosen: jax.Array, shares: jax.Array, weights: Weights, activation: Activation
-) -> jax.Array:
+    x: Float[Array, "tokens width"],
+    chosen: Int[Array, "tokens per_token"],
+    shares: Float[Array, "tokens per_token"],
+    weights: Weights,
+    activation: Activation,
+) -> Float[Array, "tokens width"]:
     """Passes each token through its experts and adds what they give.
 
+    For example, five tokens with one expert each, [1, 0, 1, 1, 0], in blocks of two rows: expert 0
+    has one block, expert 1 two, and the tokens lie in rows [2, 0, 3, 4, 1] of these.
+
     Args:
-        x: (tokens, width).
-        chosen: (tokens, per_token), integers.
-        shares: (tokens, per_token), what each expert's result is multiplied by.
-        weights: Gate and up (num, intermediate, width), down (num, width, intermediate).
+        x: The tokens.
+        chosen: The experts of each.
+        shares: What each expert's result is multiplied by.
+        weights: Of all experts.
         activation: Applied to what the gate gives.
 
     Returns:
-        The shape and dtype of `x`; shares and sums are in fp32.
+        The dtype of `x`; shares and sums are in fp32.
     """
     tokens, per_token = chosen.shape
     num = weights[0].shape[0]
@@ -142,16 +162,18 @@ def _block_size(assignments: int, num: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _slots(owner: jax.Array, num: int, block: int) -> tuple[jax.Array, jax.Array]:
+def _slots(
+    owner: Int[Array, " assignments"], num: int, block: int
+) -> tuple[Int[Array, " assignments"], Int[Array, " blocks"]]:
     """Gives every assignment a row of its own in blocks that each belong to one expert.
 
     Args:
-        owner: The expert of each assignment, (n,).
+        owner: The expert of each assignment of a token to an expert.
         num: Number of experts.
         block: Rows of a block.
 
     Returns:
-        The row of each assignment, (n,); the expert of each block.
+        The row of each assignment; the expert of each block.
     """
     n = owner.size
     num_blocks = -(-n // block) + min(num, n)
@@ -168,12 +190,19 @@ def _slots(owner: jax.Array, num: int, block: int) -> tuple[jax.Array, jax.Array
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 
-def _mlp(activation: Activation, x: jax.Array, weights: Weights) -> jax.Array:
-    gate, up, down = weights
+_Matrices = tuple[  # of one expert
+    Float[Array, "inside width"], Float[Array, "inside width"], Float[Array, "width inside"]
+]
+
+
+def _mlp(
+    activation: Activation, x: Float[Array, "rows width"], matrices: _Matrices
+) -> Float[Array, "rows width"]:
+    gate, up, down = matrices
     return (activation(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def _of(weights: Weights, expert: jax.Array) -> Weights:
+def _of(weights: Weights, expert: Int[Array, ""]) -> _Matrices:
     gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in weights)
     return gate, up, down
 
@@ -181,9 +210,12 @@ def _of(weights: Weights, expert: jax.Array) -> Weights:
 # The derivative that JAX finds for a loop would add a gradient of all experts for every block.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocks_mlp(
-    activation: Activation, blocks: jax.Array, experts: jax.Array, weights: Weights
-) -> jax.Array:
-    """Maps blocks (n, rows, width), each through the MLP of its expert."""
+    activation: Activation,
+    blocks: Float[Array, "blocks rows width"],
+    experts: Int[Array, " blocks"],
+    weights: Weights,
+) -> Float[Array, "blocks rows width"]:
+    """Passes each block through the MLP of its expert."""
 
     def step(item):
         x, expert = item

@@ -17,8 +17,8 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One parameter and where its numbers lie in files.
+class ParameterTensors:
+    """One parameter of a decoder, and the tensors of a checkpoint's files that hold it.
 
     Attributes:
         path: The parameter's path in the model.
@@ -38,11 +38,11 @@ class Entry:
         return self.shape[1:] if self.stacked else self.shape
 
 
-def entries(config: DecoderConfig) -> tuple[Entry, ...]:
-    """Returns all parameters of a decoder, without making it."""
+def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
+    """Returns the parameters of a decoder with their tensors, without making any array."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     mixtral = config.family == "mixtral"
-    return tuple(_entry(path, value.shape, mixtral) for path, value in leaves(model))
+    return tuple(_tensors_of(path, value.shape, mixtral) for path, value in leaves(model))
 
 
 def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
@@ -57,16 +57,16 @@ def others(model: Decoder) -> list[ParameterPath]:
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 
 
-def _entry(path: ParameterPath, shape: tuple[int, ...], mixtral: bool) -> Entry:
+def _tensors_of(path: ParameterPath, shape: tuple[int, ...], mixtral: bool) -> ParameterTensors:
     parts = list(map(str, path))
     if parts[0] != "lm_head":
         parts.insert(0, "model")
     if mixtral and "mlp" in parts:
         parts[parts.index("mlp")] = "block_sparse_moe"
     if "experts" not in parts:
-        return Entry(path=path, shape=shape, names=(".".join(parts),), stacked=False)
+        return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
     at = parts.index("experts") + 1
     if mixtral:
         parts[at] = _MIXTRAL[parts[at]]
     names = [".".join([*parts[:at], str(i), *parts[at:]]) for i in range(shape[0])]
-    return Entry(path=path, shape=shape, names=tuple(names), stacked=True)
+    return ParameterTensors(path=path, shape=shape, names=tuple(names), stacked=True)

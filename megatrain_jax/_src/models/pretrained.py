@@ -13,7 +13,7 @@ from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regu
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.hf_fields import as_ignored
-from megatrain_jax._src.models.names import Entry, entries
+from megatrain_jax._src.models.names import ParameterTensors, parameter_tensors
 from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, some
 
 # Two norms, attention's two matrices, and a router at least or an MLP.
@@ -57,16 +57,16 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     config = _read_config(folder, ignore)
     tensors = open_folder(folder)
     _check_count(folder, config, tensors)
-    wanted = entries(config)
+    wanted = parameter_tensors(config)
     _check(folder, config, wanted, tensors)
     params: dict[str | int, Any] = {}
-    for entry in wanted:
-        parts = tuple(tensors[name] for name in entry.names)
+    for parameter in wanted:
+        parts = tuple(tensors[name] for name in parameter.names)
         at = params
-        for key in entry.path[:-1]:
+        for key in parameter.path[:-1]:
             at = at.setdefault(key, {})
-        at[entry.path[-1]] = LazyArray(parts, stacked=entry.stacked)
-    saved = Counter(tensors[name].dtype for entry in wanted for name in entry.names)
+        at[parameter.path[-1]] = LazyArray(parts, stacked=parameter.stacked)
+    saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
     dtype = DTYPES[saved.most_common(1)[0][0]].name
     config = replace(config, source=str(folder.resolve()), saved_dtype=dtype)
 
@@ -101,10 +101,13 @@ def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]
 
 
 def _check(
-    folder: Path, config: DecoderConfig, wanted: Sequence[Entry], tensors: dict[str, Tensor]
+    folder: Path,
+    config: DecoderConfig,
+    wanted: Sequence[ParameterTensors],
+    tensors: dict[str, Tensor],
 ) -> None:
     """Compares what the files have with what the model needs; says all that is wrong at once."""
-    shapes = {name: entry.tensor_shape for entry in wanted for name in entry.names}
+    shapes = {name: parameter.tensor_shape for parameter in wanted for name in parameter.names}
     missing = [name for name in shapes if name not in tensors]
     extra = [name for name in tensors if name not in shapes and not _is_idle(name, config)]
     present = [(tensors[name], shape) for name, shape in shapes.items() if name in tensors]

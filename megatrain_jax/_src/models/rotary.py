@@ -8,14 +8,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
-Tables = tuple[jax.Array, jax.Array]
+CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
+"""Cosines and sines of the angles by which the pairs of a head are rotated."""
 
 _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _ABOVE_ZERO = (
@@ -31,10 +32,12 @@ _ABOVE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How positions turn queries and keys (RoFormer, https://arxiv.org/abs/2104.09864).
+    """A rotary embedding: how positions rotate queries and keys.
+
+    RoFormer, https://arxiv.org/abs/2104.09864.
 
     Attributes:
-        dim: How many dimensions of a head are turned, from its first.
+        dim: How many dimensions of a head are rotated, from its first.
         base: The base of the wavelengths, `rope_theta` in a Hugging Face configuration.
         kind: How the wavelengths are stretched for long texts.
         factor: By how much, for all kinds but "default" and "longrope".
@@ -104,40 +107,43 @@ class Rope:
                     )
 
 
-def tables(rope: Rope, positions: jax.Array | np.ndarray) -> Tables:
-    """Returns cosines and sines, (rows, length, dim / 2) in fp32, for integer positions.
+def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) -> CosSin:
+    """Returns cosines and sines in fp32 for positions; a rotary embedding has dim / 2 pairs.
 
     Kinds "dynamic" and "longrope" depend on the largest of all positions of the call, as they do
     in Transformers.
 
-    Args:
-        rope: How positions turn.
-        positions: (rows, length).
+    For example, with `dim` = 4 and `base` = 100, position 3 rotates the pair (0, 2) by 3 radians
+    and the pair (1, 3) by 3 · 100^(-2/4) = 0.3.
     """
     angles = positions[..., None].astype(jnp.float32) * _frequencies(rope, positions)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def rotate(x: jax.Array, turns: Tables) -> jax.Array:
-    """Turns each pair (i, i + dim / 2) of every head by its angle.
+def rotate(
+    x: Float[Array, "rows length heads head_dim"], cos_sin: CosSin
+) -> Float[Array, "rows length heads head_dim"]:
+    """Rotates each pair (i, i + dim / 2) of every head by its angle.
 
     Args:
-        x: (rows, length, heads, head_dim); what lies behind the first `dim` dimensions stays.
-        turns: From `tables`; rows may be 1.
+        x: Queries or keys; what lies behind the first `dim` dimensions of a head stays.
+        cos_sin: From `cos_sin_tables`; rows may be 1.
 
     Returns:
-        The same shape and dtype; computed in fp32.
+        The same dtype; computed in fp32.
     """
-    cosines, sines = (t[:, :, None, :] for t in turns)
+    cosines, sines = (table[:, :, None, :] for table in cos_sin)
     half = cosines.shape[-1]
     first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    turned = [first * cosines - second * sines, second * cosines + first * sines]
-    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), rest], axis=-1)
+    rotated = [first * cosines - second * sines, second * cosines + first * sines]
+    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
-def _frequencies(rope: Rope, positions: jax.Array | np.ndarray) -> np.ndarray | jax.Array:
-    """Returns radians per position, (dim / 2,) in fp32."""
+def _frequencies(
+    rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]
+) -> Float[Array | np.ndarray, " pairs"]:
+    """Returns the radians by which each pair is rotated from one position to the next, in fp32."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     plain = (1.0 / np.float32(rope.base) ** exponents).astype(np.float32)
     match rope.kind:
@@ -167,8 +173,11 @@ def _frequencies(rope: Rope, positions: jax.Array | np.ndarray) -> np.ndarray | 
             raise ValueError(f"`kind` of a Rope can't be {rope.kind!r}")
 
 
-def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
-    """Divides slow turns by the factor, leaves fast ones, and blends those between."""
+def _llama3(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
+    """Llama 3's frequencies: low ones divided by the factor, high ones as they are, others blended.
+
+    The blend runs with the number of full turns that a pair makes within the original length.
+    """
     assert rope.original_length
     low, high = rope.low_freq_factor, rope.high_freq_factor
     turns = rope.original_length * plain / (2 * math.pi)  # within the original length
@@ -176,8 +185,8 @@ def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
     return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)
 
 
-def _yarn(rope: Rope, plain: np.ndarray) -> np.ndarray:
-    """The same with a ramp over dimensions rather than over turns."""
+def _yarn(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
+    """YaRN's frequencies: as Llama 3's, but the blend runs with the number of the pair."""
 
     def dimension(turns: float) -> float:
         assert rope.original_length
