@@ -142,7 +142,7 @@ def test_the_next_slab_is_read_while_one_is_stored(tmp_path, monkeypatch):
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])
     trainer.save(tmp_path / "0")
     before = everything(trainer)
-    num_slabs = sum(len(layout.slabs) for layout in trainer._job.layouts)
+    num_slabs = sum(len(layout.slabs) for layout in trainer._spec.layouts)
     read, fill, put = restore._load, restore._filled, jax.device_put
     changed, begun, filled = threading.Condition(), 0, []
 
@@ -361,14 +361,14 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [0, 3000, 10**9])
 def test_a_part_ends_where_orbax_would_copy_too_much(limit, monkeypatch):
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
-    job, entries = trainer._job, entries_of(trainer._job)
+    spec, entries = trainer._spec, entries_of(trainer._spec)
     monkeypatch.setattr(orbax, "FILE_BYTES", 0)
     monkeypatch.setattr(save, "_COPIED_BYTES", limit)
     rows = [
         (groups, [e for e, _ in part])
-        for groups, part in save._parts(job, trainer._engine, entries)
+        for groups, part in save._parts(spec, trainer._engine, entries)
     ]
-    assert sorted(g for groups, _ in rows for g in groups) == list(range(len(job.layouts)))
+    assert sorted(g for groups, _ in rows for g in groups) == list(range(len(spec.layouts)))
     assert sorted(e.name for _, part in rows for e in part) == sorted(e.name for e in entries)
     sizes = []
     for _, part in rows:

@@ -19,8 +19,10 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 
 def compile_all(trainer):
-    engine, job = trainer._engine, trainer._job
-    return compile_ahead(engine.templates, job.first, job.layouts, job.optimizer)
+    engine, spec = trainer._engine, trainer._spec
+    return compile_ahead(
+        engine.templates, spec.first, spec.layouts, spec.optimizer, engine.placement
+    )
 
 
 def compiled_names(caplog):
@@ -47,7 +49,7 @@ def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, 
         trainer = make_trainer(case, OPTIMIZERS[optimizer], **options)
         caplog.clear()
         assert compile_all(trainer) > 0
-        at_once = set() if trainer._job.optimizer.deferred else {"reduce_group"}
+        at_once = set() if trainer._spec.optimizer.deferred else {"reduce_group"}
         assert set(compiled_names(caplog)) == FUNCTIONS - at_once
         caplog.clear()
         for seed in range(2):
@@ -71,14 +73,14 @@ def test_the_memory_that_a_function_needs_is_seen():
 
 
 def test_an_automatic_budget_is_what_the_device_has_left():
-    job = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])._job
-    least, most = job.first.schedule.smallest_bytes, job.first.schedule.all_resident_bytes
-    taken = job.plan().device_other_bytes + 1000
-    assert job.automatic and job.plan().device_temporary_bytes is None
+    spec = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])._spec
+    least, most = spec.first.schedule.smallest_bytes, spec.first.schedule.all_resident_bytes
+    taken = spec.plan().device_other_bytes + 1000
+    assert spec.automatic and spec.plan().device_temporary_bytes is None
 
     def with_room_for(num_bytes):
-        gaps = job.largest_slab_bytes
-        return job.with_temporaries(1000, int((taken + gaps + num_bytes) / 0.95) + 1, False)
+        gaps = spec.largest_slab_bytes
+        return spec.with_temporaries(1000, int((taken + gaps + num_bytes) / 0.95) + 1, False)
 
     for room in (0, least, (least + most) // 2, most, 10 * most):
         planned = with_room_for(room).plan()
@@ -86,9 +88,9 @@ def test_an_automatic_budget_is_what_the_device_has_left():
         assert planned.device_temporary_bytes == 1000
         assert planned.device_bytes == planned.device_state_bytes + taken
     assert with_room_for(most).plan().bytes_in == 0 < with_room_for(least).plan().bytes_in
-    assert job.with_temporaries(1000, None, False).first is job.first
-    fixed = dataclasses.replace(job, automatic=False)
-    assert fixed.with_temporaries(1000, 10 * most, False).first is job.first
+    assert spec.with_temporaries(1000, None, False).first is spec.first
+    fixed = dataclasses.replace(spec, automatic=False)
+    assert fixed.with_temporaries(1000, 10 * most, False).first is spec.first
 
 
 @pytest.mark.parametrize("budget", ["most", "LEAST", ""])
@@ -99,5 +101,5 @@ def test_a_budget_in_words_has_to_be_known(budget):
 
 def test_the_least_budget_by_its_name():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="least")
-    job = trainer._job
-    assert not job.automatic and job.plan().device_state_bytes == job.first.schedule.peak_bytes
+    spec = trainer._spec
+    assert not spec.automatic and spec.plan().device_state_bytes == spec.first.schedule.peak_bytes

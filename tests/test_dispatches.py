@@ -68,7 +68,7 @@ def dispatched(depth, optimizer, microbatches, budget, monkeypatch):
         trainer.step(BATCH)
         counts.clear()
         patch.setattr(jax, "device_put", watched_put)
-        trainer._engine.train(trainer._job.first, arrays)
+        trainer._engine.train(trainer._spec.first, arrays)
     return counts
 
 

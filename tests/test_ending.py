@@ -93,7 +93,7 @@ def whole(mode: str) -> SimpleNamespace:
     return SimpleNamespace(
         losses=losses(result),
         state=everything(result.trainer),
-        schedule=result.trainer._job.first.schedule,
+        schedule=result.trainer._spec.first.schedule,
     )
 
 
@@ -256,7 +256,7 @@ def test_a_step_that_was_cut_off_is_not_taken_for_whole(mode, tmp_path, monkeypa
 def test_an_evaluation_that_was_cut_off_loses_nothing(mode, monkeypatch):
     optimizer, expected = OPTIMIZERS[mode], whole(mode)
     trainer = run(optimizer, BATCHES[:3]).trainer
-    for record in range(0, len(trainer._job.first.schedule.evaluation), 4):
+    for record in range(0, len(trainer._spec.first.schedule.evaluation), 4):
         failing(monkeypatch, record)
         with pytest.raises(RuntimeError, match="no memory"):
             trainer.evaluate(BATCHES[:1])

@@ -22,7 +22,7 @@ def state_on_device(trainer):
     """Bytes of live device arrays that are slabs, found without asking the engine."""
     sizes = {
         (layout.size, layout.dtype)
-        for group in trainer._job.layouts
+        for group in trainer._spec.layouts
         for layout in (
             group.master,
             dataclasses.replace(group.master, dtype="bfloat16"),  # of some gradients
@@ -41,7 +41,7 @@ def state_on_device(trainer):
 
 def values_on_device(trainer, step):
     """Bytes of residuals, and of live device arrays that look like values, but for cotangents."""
-    plan = trainer._job.first
+    plan = trainer._spec.first
     shapes = {
         (plan.program.values[i].shape, plan.program.values[i].dtype) for i in plan.workload.values
     }
@@ -88,12 +88,12 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     if which == 3:
         monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     probe = make_trainer(CASE, OPTIMIZERS[optimizer], **options)
-    budget = budgets(probe._job.first)[which]
+    budget = budgets(probe._spec.first)[which]
     del probe
     gc.collect()
     assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
     trainer = make_trainer(CASE, OPTIMIZERS[optimizer], budget=budget, **options)
-    engine, schedule = trainer._engine, trainer._job.first.schedule
+    engine, schedule = trainer._engine, trainer._spec.first.schedule
     gc.collect()
     # Arrays of other tests that look alike.
     base = state_on_device(trainer) + values_on_device(trainer, None)
@@ -120,7 +120,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
         for k, (actual, allowed) in enumerate(zip(rows, ledger, strict=True)):
             assert actual <= allowed, (name, k, getattr(schedule, name)[k])
     assert max(seen["steady"]) > 0
-    assert values >= max(trainer._job.first.workload.values.values())
+    assert values >= max(trainer._spec.first.workload.values.values())
     assert state_on_device(trainer) + values_on_device(trainer, None) == base
     assert bool(schedule.kept) == (which == 3)
     moved = {instruction.part for instruction in schedule.steady if instruction.op is Op.OFFLOAD}
@@ -133,14 +133,14 @@ def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
         CASE, OPTIMIZERS["clip_adamw"], microbatches=microbatches, compute=jnp.bfloat16
     )
     trainer.step(CASE.batch(0))
-    job, engine = trainer._job, trainer._engine
-    readers = Counter(g for bound in job.first.stages for g in bound.groups)
+    spec, engine = trainer._spec, trainer._engine
+    readers = Counter(g for bound in spec.first.stages for g in bound.groups)
     assert set(readers.values()) == {1, 2}
     for group, number in readers.items():
         (gradient,) = engine.host.get(("G", group)) or engine.on_device["G", group]
         alone = number == 1 and microbatches == 1
         assert gradient.dtype == (jnp.bfloat16 if alone else jnp.float32)
-        assert gradient.nbytes == job.first.workload.sizes[group]["G"]
+        assert gradient.nbytes == spec.first.workload.sizes[group]["G"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
@@ -168,7 +168,9 @@ def test_a_resident_step_moves_nothing(monkeypatch):
         "megatrain_jax._src.runtime.engine.jax.device_put",
         lambda x, s=None: moved.append(s) or put(x, s),
     )
-    trainer._engine.train(trainer._job.first, jax.tree.leaves(put(CASE.batch(1), jax.devices()[0])))
+    trainer._engine.train(
+        trainer._spec.first, jax.tree.leaves(put(CASE.batch(1), jax.devices()[0]))
+    )
     assert not moved
 
 
@@ -186,7 +188,7 @@ def test_each_batch_shape_compiles_once():
     assert len(trainer._engine.templates) == grown
     for function in trainer._engine.templates._functions.values():
         assert function._cache_size() <= 1 or function.__name__ in ("end_step", "add")
-    groups = len(trainer._job.grouping.names)
+    groups = len(trainer._spec.grouping.names)
     kinds = [key[0] for key in trainer._engine.templates._functions if isinstance(key, tuple)]
     assert kinds.count("update") < groups, "equal blocks share their update"
 
@@ -214,7 +216,7 @@ def test_alternating_shapes_train_like_one_shape_at_a_time():
 def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
     """What stays on the device for one shape, another looks for in the host."""
     apart = make_trainer(CASE, OPTIMIZERS[optimizer])
-    low, high = budgets(apart._job.first)[0], budgets(apart._job.first)[2]
+    low, high = budgets(apart._spec.first)[0], budgets(apart._spec.first)[2]
     together = make_trainer(CASE, OPTIMIZERS[optimizer], budget=(low + high) // 2, like=apart)
     rows = [2, 2, 8, 2, 8, 8]
     batches = [{"tokens": CASE.batch(seed)["tokens"][:n]} for seed, n in enumerate(rows)]
@@ -243,7 +245,7 @@ def test_host_views_are_snapshots():
 
 def test_parameters_are_views_of_the_store():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
-    slabs = [np.asarray(trainer._engine.host["P", g][0]) for g in range(len(trainer._job.layouts))]
+    slabs = [np.asarray(trainer._engine.host["P", g][0]) for g in range(len(trainer._spec.layouts))]
     for leaf in jax.tree.leaves(trainer.params):
         assert any(np.shares_memory(leaf, slab) for slab in slabs)
 

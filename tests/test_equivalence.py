@@ -89,7 +89,7 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
     smallest = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches)
     reference = train(smallest, batches, gradients=False)
-    schedule = smallest._job.first.schedule
+    schedule = smallest._spec.first.schedule
     low, high = schedule.smallest_bytes, schedule.all_resident_bytes
     for budget in (low, (low + max(low, high)) // 2, 10 * high):
         trainer = make_trainer(
@@ -117,12 +117,12 @@ def test_residuals_change_no_more_than_rounding(name, optimizer, microbatches, m
     case = CASES[name]
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
     plain = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches)
-    assert not plain._job.first.schedule.kept
+    assert not plain._spec.first.schedule.kept
     reference = train(plain, batches, gradients=False)
     monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     keeping = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=10**9)
-    schedule = keeping._job.first.schedule
-    blocks = {s for s, bound in enumerate(plain._job.first.stages) if bound.stage.is_block}
+    schedule = keeping._spec.first.schedule
+    blocks = {s for s, bound in enumerate(plain._spec.first.stages) if bound.stage.is_block}
     assert blocks == schedule.kept
     run = train(keeping, batches, gradients=False)
     np.testing.assert_allclose(run.losses, reference.losses, rtol=1e-6)

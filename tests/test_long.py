@@ -88,7 +88,7 @@ def watched(function, *args):
 
 trainer = mt.Trainer(lambda: Model(nnx.Rngs(0)), loss_fn, optax.adamw(1e-3),
                      {"x": np.ones((2, 4096), np.float32)})
-sizes = trainer._job.first.workload.sizes
+sizes = trainer._spec.first.workload.sizes
 path = sys.argv[1] + "/large"
 result = {
     "state": trainer.plan.host_bytes,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain_jax._src.schedule.search import Schedule, plan_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.tasks import Op, Workload
 from schedule_machine import run_everything
 from workloads import (
@@ -26,7 +26,7 @@ LAPS = ("cold", "steady", "flush", "evaluation")
 @pytest.mark.parametrize("seed", range(100))
 def test_every_budget_computes_the_same_on_current_data(seed):
     workload = random_workload(seed)
-    smallest = plan_schedule(workload, None)
+    smallest = find_schedule(workload, None)
     assert smallest.peak_bytes <= smallest.smallest_bytes
     run_everything(workload, smallest)
     most = max(smallest.smallest_bytes, smallest.all_resident_bytes)
@@ -34,7 +34,7 @@ def test_every_budget_computes_the_same_on_current_data(seed):
     between = random.Random(seed).choices(range(smallest.smallest_bytes, with_residuals + 1), k=2)
     middle = (smallest.smallest_bytes + most) // 2
     for budget in (smallest.smallest_bytes, *between, middle, most, with_residuals):
-        schedule = plan_schedule(workload, budget)
+        schedule = find_schedule(workload, budget)
         assert max(max(ledger, default=0) for ledger in schedule.ledger.values()) <= budget
         assert schedule.peak_bytes <= budget
         run_everything(workload, schedule)
@@ -51,11 +51,11 @@ def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
         residuals=(*((size,) * (num - 1)), 0),
         costs=costs(num, num, recompute=(4.0,) * num, byte=10.0),
     )
-    all_resident = plan_schedule(workload, None).all_resident_bytes
-    assert not plan_schedule(workload, None).kept
+    all_resident = find_schedule(workload, None).all_resident_bytes
+    assert not find_schedule(workload, None).kept
     seconds = []
     for count in range(num + 2):
-        schedule = plan_schedule(workload, all_resident + count * size)
+        schedule = find_schedule(workload, all_resident + count * size)
         seconds.append(schedule.seconds)
         assert len(schedule.kept) == min(count, num - 1)
         # Of equal stages the last ones: theirs are needed for the shortest time.
@@ -71,8 +71,8 @@ def test_what_saves_the_most_for_its_bytes_is_kept_first():
         residuals=(10, 10, 5, 0),
         costs=costs(4, 4, recompute=(4.0, 5.0, 1.0, 0.0)),
     )
-    most = plan_schedule(workload, None).all_resident_bytes
-    found = {plan_schedule(workload, most + room).kept for room in range(0, 40)}
+    most = find_schedule(workload, None).all_resident_bytes
+    found = {find_schedule(workload, most + room).kept for room in range(0, 40)}
     assert found == {frozenset(), frozenset({1}), frozenset({0, 1}), frozenset({0, 1, 2})}
 
 
@@ -80,9 +80,9 @@ def test_what_saves_the_most_for_its_bytes_is_kept_first():
 def test_computing_never_waits_for_room(seed):
     """The device always has a task to compute while the driver waits."""
     workload = random_workload(seed)
-    smallest = plan_schedule(workload, None).smallest_bytes
+    smallest = find_schedule(workload, None).smallest_bytes
     for budget in (smallest, smallest + random.Random(seed).randint(1, 200)):
-        schedule = plan_schedule(workload, budget)
+        schedule = find_schedule(workload, budget)
         computed = -1
         for instruction in schedule.steady:
             assert instruction.task is not None
@@ -95,9 +95,9 @@ def test_computing_never_waits_for_room(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_nothing_moves_once_everything_is_resident(seed):
     workload = random_workload(seed)
-    without = plan_schedule(replace(workload, residuals=()), 10**9)
+    without = find_schedule(replace(workload, residuals=()), 10**9)
     assert without.peak_bytes <= without.all_resident_bytes
-    whole = plan_schedule(workload, 10**9)
+    whole = find_schedule(workload, 10**9)
     assert not COPIES & {instruction.op for instruction in whole.steady}
     # It waits once for each task that consumes gradients or values, and for no other.
     waits, consumers, last_read = [], set(), {}
@@ -117,7 +117,7 @@ def test_nothing_moves_once_everything_is_resident(seed):
 
 
 def test_immediate_step_by_hand():
-    schedule = plan_schedule(chain(4), None)
+    schedule = find_schedule(chain(4), None)
     assert schedule.num_tasks == 7 and schedule.smallest_bytes == 36
     forward = [
         *("WAIT -2", "FETCH P2", "FORWARD 0", "OFFLOAD P0"),
@@ -153,7 +153,7 @@ def test_immediate_step_by_hand():
 
 
 def test_resident_step_by_hand():
-    schedule = plan_schedule(chain(2), 32)
+    schedule = find_schedule(chain(2), 32)
     assert len(schedule.resident) == 4 and schedule.all_resident_bytes == 32
     assert spell(schedule.steady) == [
         *("WAIT -2", "FORWARD 0", "WAIT -1", "BACKWARD 1", "COMBINE", "UPDATE 1"),
@@ -163,7 +163,7 @@ def test_resident_step_by_hand():
 
 
 def test_deferred_step_by_hand():
-    schedule = plan_schedule(chain(4, deferred=True), None)
+    schedule = find_schedule(chain(4, deferred=True), None)
     assert spell(schedule.cold) == [
         *("FETCH P0", "FETCH P1", "FORWARD 0", "RELEASE P0", "FETCH P2", "FETCH P3", "FORWARD 1"),
         *("WAIT 0", "FETCH P0", "FORWARD 2", "FETCH O0", "FETCH O1"),
@@ -186,7 +186,7 @@ def test_deferred_step_by_hand():
 
 def test_a_single_item_by_hand():
     workload = chain(1, deferred=True)
-    schedule = plan_schedule(workload, None)
+    schedule = find_schedule(workload, None)
     assert spell(schedule.cold) == ["FETCH P0", "FETCH O0", "BACKWARD 0", "REDUCE 0", "COMBINE"]
     assert spell(schedule.steady) == ["WAIT -2", "UPDATE 0", "BACKWARD 0", "REDUCE 0", "COMBINE"]
     assert spell(schedule.flush) == [
@@ -199,15 +199,15 @@ def test_a_single_item_by_hand():
     assert schedule.ledger["flush"] == (20, 20, 20, 20, 16, 12, 8, 0)
     for deferred in (False, True):
         single = replace(workload, deferred=deferred)
-        run_everything(single, plan_schedule(single, None))
-        run_everything(single, plan_schedule(single, 10**9))
+        run_everything(single, find_schedule(single, None))
+        run_everything(single, find_schedule(single, 10**9))
 
 
 def test_unused_groups_are_updated_with_zeros():
     workload = chain(2, stages=((0,),), backward=(True,))
     order = ["BACKWARD 0", "COMBINE", "UPDATE 0", "ZEROS 1", "UPDATE 1"]
-    assert computing(plan_schedule(workload, None).steady) == order
-    deferred = plan_schedule(replace(workload, deferred=True), None)
+    assert computing(find_schedule(workload, None).steady) == order
+    deferred = find_schedule(replace(workload, deferred=True), None)
     order = ["BACKWARD 0", "REDUCE 0", "ZEROS 1", "REDUCE 1", "COMBINE"]
     assert computing(deferred.cold) == order
     assert computing(deferred.steady) == ["UPDATE 1", "UPDATE 0", *order]
@@ -216,7 +216,7 @@ def test_unused_groups_are_updated_with_zeros():
 
 def test_microbatches_sum_into_zeros():
     tied = chain(2, stages=((0,), (1,), (0,)), backward=(True,) * 3, accumulate=True)
-    assert computing(plan_schedule(tied, None).steady) == [
+    assert computing(find_schedule(tied, None).steady) == [
         *("FORWARD 0", "FORWARD 1"),
         *("ZEROS 0", "BACKWARD 2", "ZEROS 1", "BACKWARD 1", "COMBINE", "UPDATE 1"),
         *("BACKWARD 0", "UPDATE 0"),
@@ -226,7 +226,7 @@ def test_microbatches_sum_into_zeros():
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_tied_gradient_travels_between_its_stages(deferred):
     tied = chain(8, stages=(*((group,) for group in range(8)), (0,)), deferred=deferred)
-    words = spell(plan_schedule(tied, None).cold)
+    words = spell(find_schedule(tied, None).cold)
     travel = ["BACKWARD 8", "OFFLOAD G0", "BACKWARD 7", "FETCH G0", "BACKWARD 1", "BACKWARD 0"]
     places = [words.index(word) for word in travel]
     assert places == sorted(places)
@@ -238,7 +238,7 @@ def test_values_wait_in_the_host_for_their_backward(deferred):
     plain = {"values": {i: 4 for i in range(7)}, "deferred": deferred}
     makes, reads = ((0,), (1,), (2,), (3,), (4,), (5,), (6,), ()), ((), *((i,) for i in range(7)))
     workload = chain(8, makes=makes, reads=reads, **plain)
-    words = spell(plan_schedule(workload, None).steady)
+    words = spell(find_schedule(workload, None).steady)
     travel = ["FORWARD 1", "OFFLOAD A0", "BACKWARD 7", "FETCH A0", "BACKWARD 1"]
     places = [words.index(word) for word in travel]
     assert places == sorted(places)
@@ -247,14 +247,14 @@ def test_values_wait_in_the_host_for_their_backward(deferred):
     # With updates in forward, too, room comes back too late for the one before it.
     assert deferred or "OFFLOAD A5" not in words
     assert all(words.count(f"FETCH A{i}") == words.count(f"OFFLOAD A{i}") <= 1 for i in range(7))
-    evaluation = spell(plan_schedule(workload, None).evaluation)
+    evaluation = spell(find_schedule(workload, None).evaluation)
     assert not any(word.split()[-1].startswith("A") for word in evaluation)
-    run_everything(workload, plan_schedule(workload, None))
+    run_everything(workload, find_schedule(workload, None))
 
 
 def test_parts_without_bytes_never_move():
     bare = chain(3, sizes=({"P": 4, "G": 4}, {"P": 4, "O": 0, "G": 4}, {"P": 4}))
-    schedule = plan_schedule(bare, None)
+    schedule = find_schedule(bare, None)
     moved = {(r.part, r.group) for name in LAPS for r in getattr(schedule, name) if r.part}
     assert moved == {("P", 0), ("P", 1), ("P", 2)}
     assert "UPDATE 2" in spell(schedule.steady)
@@ -274,9 +274,9 @@ def bytes_moved(workload: Workload, schedule: Schedule, op: Op) -> int:
 def test_streaming_hides_behind_computing():
     # A backward takes as long as its block needs in either direction, the large ends four times.
     workload = decoder(costs=costs(20, 20, forward=(6.0,) * 20, backward=(18.0,) * 20))
-    smallest = plan_schedule(workload, None)
+    smallest = find_schedule(workload, None)
     assert smallest.seconds < 1.15 * busy_seconds(workload)
-    roomier = plan_schedule(workload, 2 * smallest.smallest_bytes)
+    roomier = find_schedule(workload, 2 * smallest.smallest_bytes)
     assert roomier.seconds == pytest.approx(busy_seconds(workload), rel=1e-9)
 
 
@@ -285,7 +285,7 @@ def test_a_bound_link_is_never_idle(deferred):
     workload = decoder(
         deferred=deferred, costs=costs(20, 20, forward=(0.1,) * 20, backward=(0.3,) * 20)
     )
-    schedule = plan_schedule(workload, None)
+    schedule = find_schedule(workload, None)
     busier = max(bytes_moved(workload, schedule, op) for op in (Op.FETCH, Op.OFFLOAD))
     assert busier <= schedule.seconds < 1.1 * busier
 
@@ -295,7 +295,7 @@ def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
     values = {i: 1 for i in range(19)}
     makes = (*((i,) for i in values), ())
     workload = decoder(deferred=True, values=values, makes=makes, reads=((), *makes[:-1]))
-    schedule = plan_schedule(workload, plan_schedule(workload, None).smallest_bytes + room)
+    schedule = find_schedule(workload, find_schedule(workload, None).smallest_bytes + room)
     fetched: list[int] = []
     between = []
     for instruction in schedule.steady:
@@ -312,10 +312,10 @@ def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_larger_budget_is_faster(deferred):
     workload = decoder(deferred=deferred)
-    smallest = plan_schedule(workload, None)
+    smallest = find_schedule(workload, None)
     room = smallest.all_resident_bytes - smallest.smallest_bytes
     budgets = [smallest.smallest_bytes + room * share // 4 for share in range(5)]
-    schedules = [plan_schedule(workload, budget) for budget in budgets]
+    schedules = [find_schedule(workload, budget) for budget in budgets]
     seconds = [schedule.seconds for schedule in schedules]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in schedules]
@@ -328,20 +328,20 @@ def test_a_larger_budget_is_faster(deferred):
 def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferred):
     # Copies take no time worth mentioning, so that all schedules are as fast.
     workload = decoder(deferred=deferred, costs=costs(20, 20, byte=1e-6))
-    smallest = plan_schedule(workload, None)
-    roomier = plan_schedule(workload, smallest.all_resident_bytes - 1)
+    smallest = find_schedule(workload, None)
+    roomier = find_schedule(workload, smallest.all_resident_bytes - 1)
     assert roomier.seconds == pytest.approx(smallest.seconds, rel=1e-3)
     moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in (roomier, smallest)]
     assert moved[0] < moved[1] / 4
 
 
 def test_coming_to_rest_fetches_no_resident_that_is_due():
-    whole = plan_schedule(chain(30, deferred=True), 10**9)
+    whole = find_schedule(chain(30, deferred=True), 10**9)
     assert not any(word.startswith("FETCH") for word in spell(whole.flush))
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():
     workload = chain(4)
-    smallest = plan_schedule(workload, None).smallest_bytes
+    smallest = find_schedule(workload, None).smallest_bytes
     with pytest.raises(ValueError, match=rf"device_budget={smallest - 1} .* works is {smallest} "):
-        plan_schedule(workload, smallest - 1)
+        find_schedule(workload, smallest - 1)

@@ -87,13 +87,13 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer, monkeypatch
 
     smallest = make("least")
     reference = train(smallest, batches, gradients=False)
-    schedule = smallest._job.first.schedule
+    schedule = smallest._spec.first.schedule
     for budget in ((schedule.smallest_bytes + schedule.all_resident_bytes) // 2, 10**9):
         run = train(make(budget, smallest), batches, gradients=False)
         check_same_bits(run.params, reference.params)
     monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     keeping = make(10**9)
-    assert keeping._job.first.schedule.kept
+    assert keeping._spec.first.schedule.kept
     check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-5, "kept")
 
 
@@ -104,18 +104,18 @@ def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(
     trainer = make_trainer(
         case, OPTIMIZERS[optimizer], budget="least", trainable=rf"blocks/{last}/mlp"
     )
-    job = trainer._job
-    frozen = job.grouping.frozen
-    assert len(frozen) == len(job.grouping.names) - 1
-    schedule = job.first.schedule
+    spec = trainer._spec
+    frozen = spec.grouping.frozen
+    assert len(frozen) == len(spec.grouping.names) - 1
+    schedule = spec.first.schedule
     for instructions in (schedule.cold, schedule.steady, schedule.flush):
         ops = {(r.op, r.part) for r in instructions if r.group in frozen and r.part != "A"}
         assert ops <= {(Op.FETCH, "P"), (Op.RELEASE, "P")}
     backwards = {r.stage for r in schedule.steady if r.op is Op.BACKWARD}
-    first = next(s for s, b in enumerate(job.first.stages) if b.trained)
-    assert backwards == set(range(first, len(job.first.stages))) and first > 1
-    assert not any(job.first.stages[first].stage.active)  # nothing goes back further
-    sizes = [layout.sizes(None) for layout in job.layouts]
+    first = next(s for s, b in enumerate(spec.first.stages) if b.trained)
+    assert backwards == set(range(first, len(spec.first.stages))) and first > 1
+    assert not any(spec.first.stages[first].stage.active)  # nothing goes back further
+    sizes = [layout.sizes(None) for layout in spec.layouts]
     assert not any(sizes[g]["O"] for g in frozen)
     train(trainer, [case.batch(0)], gradients=False)
     assert {g for part, g in trainer._engine.host if part == "O"}.isdisjoint(frozen)

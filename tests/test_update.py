@@ -21,8 +21,8 @@ NOT_ELEMENTWISE = {"adafactor", "lamb", "adaptive_grad_clip", "add_noise", "add_
 
 
 def parts_of(optimizer):
-    job = make_trainer(CASES["nnx_tied"], optimizer)._job
-    groups = zip(job.optimizer.apply, job.optimizer.messages, job.layouts, strict=True)
+    spec = make_trainer(CASES["nnx_tied"], optimizer)._spec
+    groups = zip(spec.optimizer.apply, spec.optimizer.messages, spec.layouts, strict=True)
     return [(part, layout, len(messages)) for part, messages, layout in groups]
 
 

@@ -15,7 +15,7 @@ from megatrain_jax._src.build.options import (
     check_parts,
 )
 from megatrain_jax._src.build.precision import Precision
-from megatrain_jax._src.build.run_spec import fit_to_device, make_job
+from megatrain_jax._src.build.run_spec import fit_to_device, make_run_spec
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.state.hardware import Hardware
@@ -87,6 +87,6 @@ def plan(
     check_parts(model, loss_fn, optimizer)
     check_batch(sample_batch, options.microbatches, "sample_batch")
     adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
-    job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
+    spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
     usable = None if hardware is None else hardware.usable_bytes
-    return fit_to_device(job, Templates(), usable, here=False).plan(hardware)
+    return fit_to_device(spec, Templates(), usable, None).plan(hardware)

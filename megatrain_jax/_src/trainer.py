@@ -26,7 +26,7 @@ from megatrain_jax._src.build.options import (
     check_parts,
 )
 from megatrain_jax._src.build.precision import Precision
-from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, fit_to_device, make_job
+from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, fit_to_device, make_run_spec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import local_path
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
@@ -45,6 +45,7 @@ from megatrain_jax._src.runtime.initialise import initialise
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import this_machine
+from megatrain_jax._src.state.placement import default_device, on_one_device
 
 _DEFAULT_PRECISION = Precision()
 _END = object()
@@ -132,6 +133,7 @@ class Trainer:
             MemoryError: If host memory or the device's is too small.
         """
         hardware, templates = this_machine(), Templates()
+        self._placement = placement = on_one_device(default_device())
         options = RunOptions(
             microbatches=microbatches,
             precision=precision,
@@ -148,26 +150,26 @@ class Trainer:
         adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
         del model
         adapted.check_batch(sample_batch)
-        job = make_job(adapted, loss_fn, optimizer, sample_batch, options)
-        warn_of(job.warnings)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
+        warn_of(spec.warnings)
         if params is not None:
-            initial = starting_from(params, initial, adapted, exact_dtypes(job))
+            initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        with self._bar("compiling", len(job.layouts)) as bar:
+        with self._bar("compiling", len(spec.layouts)) as bar:
             if hardware is not None:
-                free = pool.free_device_bytes()
-                job = fit_to_device(job, templates, free, here=True)
-                check_device(job.plan(hardware), free)
+                free = pool.free_device_bytes(placement)
+                spec = fit_to_device(spec, templates, free, placement)
+                check_device(spec.plan(hardware), free)
             bar.set_description("reserving host memory")
-            pool.reserve(job.host_bytes_needed, job.largest_slab_bytes)
+            pool.reserve(placement, spec.host_bytes_needed, spec.largest_slab_bytes)
             bar.set_description("initialising")
             self._engine = Engine(
-                job.layouts, job.optimizer, templates, jax.random.key(options.seed)
+                spec.layouts, spec.optimizer, templates, placement, jax.random.key(options.seed)
             )
-            initialise(job, self._engine, initial, bar.update)
-        self._job = job
+            initialise(spec, self._engine, initial, bar.update)
+        self._spec = spec
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        self._plans: dict[Hashable, BoundStep] = {job.first.key: job.first}
+        self._plans: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
         self._max_skipped, self._skipped_in_row = options.max_skipped, 0
@@ -194,13 +196,13 @@ class Trainer:
         """
         self._check_whole()
         self.check_batch(batch)
-        plan = self._step_plan(batch, train=True, loss_fn=self._job.loss_fn)
+        plan = self._step_plan(batch, train=True, loss_fn=self._spec.loss_fn)
         # Two steps may overlap, no more: what runs ahead of the device holds its memory.
         while len(self._in_flight) > 1:
             self.read(self._in_flight[0])
         with deferred_interrupt():
             self._check_whole()
-            arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+            arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
             self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
             metrics = StepMetrics(self._engine.train(plan, arrays))
             self._lost = self._partial = None
@@ -218,9 +220,9 @@ class Trainer:
             ValueError: If it is unlike the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        check_batch(batch, self._job.microbatches)
+        check_batch(batch, self._spec.microbatches)
         check_like(batch, self._sample)
-        self._job.adapted.check_batch(batch)
+        self._spec.adapted.check_batch(batch)
 
     @advised()
     def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -243,7 +245,7 @@ class Trainer:
             while self._in_flight and self._in_flight[0].step <= metrics.step:
                 self._settle(self._in_flight[0])
             healthy = bool(jax.device_get(metrics.healthy))
-            if self._job.optimizer.skips:
+            if self._spec.optimizer.skips:
                 values["skipped"] = float(not healthy)
             elif not healthy:
                 raise FloatingPointError(f"step {metrics.step} or one before it was not finite")
@@ -252,7 +254,7 @@ class Trainer:
     def _settle(self, metrics: StepMetrics) -> None:
         """Waits for the oldest step in flight, and looks whether it was finite."""
         healthy = bool(jax.device_get(metrics.healthy))
-        if not healthy and not self._job.optimizer.skips:
+        if not healthy and not self._spec.optimizer.skips:
             self._fail(metrics)
         self._in_flight.popleft()
         self._skipped_in_row = 0 if healthy else self._skipped_in_row + 1
@@ -269,9 +271,9 @@ class Trainer:
     def _fail(self, metrics: StepMetrics) -> None:
         """Raises; first drops the step and what is pending, so that training can go on."""
         loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
-        names = self._job.grouping.names
+        names = self._spec.grouping.names
         updated = [names[g] for g, ok in flags if ok]
-        touched = bool(updated) and bool(np.isfinite(loss)) and not self._job.optimizer.deferred
+        touched = bool(updated) and bool(np.isfinite(loss)) and not self._spec.optimizer.deferred
         self._in_flight.clear()
         self._engine.recover()
         # What was dispatched after this step did nothing. A step that has changed something counts.
@@ -282,7 +284,7 @@ class Trainer:
             self._partial = f"{step} was done in part, since a gradient was not finite"
         if not np.isfinite(loss):
             raise FloatingPointError(f"the loss of {step} is {loss}; nothing was updated")
-        if self._job.optimizer.deferred:
+        if self._spec.optimizer.deferred:
             raise FloatingPointError(f"a gradient of {step} is not finite; nothing was updated")
         guilty = next(names[g] for g, ok in flags if not ok)
         raise FloatingPointError(
@@ -323,10 +325,10 @@ class Trainer:
             if batch is _END:
                 break
             check_batch(batch)
-            self._job.adapted.check_batch(batch)
-            plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._job.loss_fn)
+            self._spec.adapted.check_batch(batch)
+            plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
             with deferred_interrupt():
-                arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+                arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
                 rows.append(self._engine.evaluate(plan, arrays))
                 sizes.append(arrays[0].shape[0])
         if not rows:
@@ -358,13 +360,13 @@ class Trainer:
         parameter stacked over layers, which the store keeps layer by layer, is a copy.
         """
         self.flush()
-        return self._job.adapted.params_tree(store.parameters(self._job, self._engine))
+        return self._spec.adapted.params_tree(store.parameters(self._spec, self._engine))
 
     @property
     def opt_state(self) -> Any:
         """Optax's state, as host arrays in Optax's own structure; shares memory like `params`."""
         self.flush()
-        return store.optimizer_state(self._job, self._engine)
+        return store.optimizer_state(self._spec, self._engine)
 
     @property
     def model(self) -> Any:
@@ -373,13 +375,13 @@ class Trainer:
         They share memory with the store, as those of `params` do.
         """
         self.flush()
-        variables = store.on_host(self._engine.variables)
-        return self._job.adapted.rebuild(store.parameters(self._job, self._engine), variables)
+        variables = store.on_host(self._engine.variables, self._placement)
+        return self._spec.adapted.rebuild(store.parameters(self._spec, self._engine), variables)
 
     @property
     def plan(self) -> Plan:
         """What a step needs and does on this machine."""
-        return self._job.plan(this_machine())
+        return self._spec.plan(this_machine())
 
     def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
         """Writes a checkpoint that Orbax reads, too: parameters under the model's own paths.
@@ -422,7 +424,7 @@ class Trainer:
             raise FileExistsError(f"there is something at {path} already")
         self._join_saving()
         self.flush()
-        entries = entries_of(self._job)
+        entries = entries_of(self._spec)
         about = {
             "step": self.num_steps,
             "skipped": self.num_skipped,
@@ -431,7 +433,9 @@ class Trainer:
             "history": as_json(self.history),  # as it is now
             **(facts or {}),
         }
-        self._saving = Saving(path, self._job, self._engine, entries, about, params_only, workspace)
+        self._saving = Saving(
+            path, self._spec, self._engine, entries, about, params_only, workspace
+        )
         return self._saving
 
     def wait_for_saving(self) -> None:
@@ -467,16 +471,16 @@ class Trainer:
         """
         path = local_path(checks.path("path", path), "path")
         self._join_saving()
-        entries = entries_of(self._job)
+        entries = entries_of(self._spec)
         facts = check(path, entries)
         if self._lost is None:
             for metrics in list(self._in_flight):
                 self.read(metrics)
             self.flush()
         self._in_flight.clear()
-        with deferred_interrupt(), self._bar("restoring", len(self._job.layouts)) as bar:
+        with deferred_interrupt(), self._bar("restoring", len(self._spec.layouts)) as bar:
             self._lost = f"{path} could not be restored to its end"
-            load(path, facts.get("arrays"), self._job, self._engine, entries, bar.update)
+            load(path, facts.get("arrays"), self._spec, self._engine, entries, bar.update)
             self._lost = None
             self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
             self.history = History(facts["history"])
@@ -493,5 +497,5 @@ class Trainer:
     def _step_plan(self, batch, *, train: bool, loss_fn) -> BoundStep:
         key = (batch_key(batch), train, loss_fn)
         if key not in self._plans:
-            self._plans[key] = self._job.step_plan(batch, train=train, loss_fn=loss_fn)
+            self._plans[key] = self._spec.step_plan(batch, train=train, loss_fn=loss_fn)
         return self._plans[key]

@@ -14,7 +14,7 @@ import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.adapt.model_kinds import chosen, path_name
+from megatrain_jax._src.adapt.model_kinds import path_name, trainable_mask
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
 from megatrain_jax._src.build.options import RunOptions
 from megatrain_jax._src.build.precision import Precision
@@ -29,10 +29,11 @@ from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, Optimiz
 from megatrain_jax._src.program.stacks import Stack
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.schedule.search import plan_schedule
+from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.schedule.tasks import Op
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, group_leaves, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
+from megatrain_jax._src.state.placement import Placement
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
@@ -44,7 +45,7 @@ _WORTH_CUTTING = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class RunSpec:
     """A run's compile-time facts.
 
     Attributes:
@@ -105,8 +106,8 @@ class Job:
 
     def with_temporaries(
         self, temporary_bytes: int, device_bytes: int | None, estimated: bool
-    ) -> "Job":
-        """The same job, with its functions' memory known.
+    ) -> "RunSpec":
+        """The same run, with its functions' memory known.
 
         An automatic budget becomes what they leave of the device.
 
@@ -115,17 +116,17 @@ class Job:
             device_bytes: Device memory that is free; None if unknown.
             estimated: Whether the functions' memory is an estimate.
         """
-        job = dataclasses.replace(
+        spec = dataclasses.replace(
             self, temporary_bytes=temporary_bytes, temporary_estimated=estimated
         )
         if not self.automatic or device_bytes is None:
-            return job
+            return spec
         taken = _other_bytes(self.first) + temporary_bytes
         left = int(device_bytes * (1 - _RESERVED)) - self.largest_slab_bytes - taken
         budget = max(left, self.first.schedule.smallest_bytes)
-        schedule = plan_schedule(self.first.workload, budget)
+        schedule = find_schedule(self.first.workload, budget)
         first = dataclasses.replace(self.first, schedule=schedule)
-        return dataclasses.replace(job, device_budget=budget, first=first)
+        return dataclasses.replace(spec, device_budget=budget, first=first)
 
     @property
     def host_bytes_needed(self) -> int:
@@ -159,7 +160,7 @@ class Job:
             templates=[template_of.get(g, "-") for g in range(len(sizes))],
             stage_flops=[count_flops(bound.stage.jaxpr) for bound in step.stages],
             backward=step.workload.backward,
-            learned=[bound.stage.learned_share for bound in step.stages],
+            learned=[bound.stage.trainable_share for bound in step.stages],
             frozen=self.grouping.frozen,
             fused_last=step.workload.fused_last,
             kept=step.schedule.kept,
@@ -211,19 +212,19 @@ class Job:
         ]
 
 
-def make_job(
+def make_run_spec(
     adapted: AdaptedModel,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: RunOptions,
-) -> Job:
+) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone."""
     microbatches, precision = options.microbatches, options.precision
     hardware = options.hardware or H200  # some machine has to be assumed to order a step
     budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
-    trained = chosen(options.trainable, adapted.paths)
+    trained = trainable_mask(options.trainable, adapted.paths)
     leaves, program, grouping, cut = _cut(adapted, traced, optimizer, trained, options)
     layouts = tuple(
         layout_group(
@@ -246,7 +247,7 @@ def make_job(
         hardware=hardware,
         training=True,
     )
-    return Job(
+    return RunSpec(
         adapted=adapted,
         loss_fn=loss_fn,
         precision=precision,
@@ -321,7 +322,9 @@ def _cut_optimizer(
     def params_tree(arrays: Sequence[Any]) -> Any:
         return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
 
-    rows = [(leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.trainable]
+    rows = [
+        (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
+    ]
     return cut_optimizer(
         optimizer,
         params_tree,
@@ -332,22 +335,29 @@ def _cut_optimizer(
     )
 
 
-def fit_to_device(job: Job, templates: Templates, device_bytes: int | None, *, here: bool) -> Job:
+def fit_to_device(
+    spec: RunSpec, templates: Templates, device_bytes: int | None, placement: Placement | None
+) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
     Args:
-        job: The job, planned without knowledge of its functions' memory.
+        spec: The run, planned without knowledge of its functions' memory.
         templates: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
-        here: Whether the device is here, so that they are compiled for it; else it is estimated.
+        placement: Of the run, for which they are compiled; None if the device isn't here, so that
+            what they need is estimated.
     """
-    ahead = compile_ahead if here else estimate_ahead
-    needed = ahead(templates, job.first, job.layouts, job.optimizer)
-    fitted = job.with_temporaries(needed, device_bytes, not here)
-    if fitted.first.schedule.kept != job.first.schedule.kept:  # that takes other functions
-        more = ahead(templates, fitted.first, job.layouts, job.optimizer)
+
+    def needed_by(step: BoundStep) -> int:
+        what = templates, step, spec.layouts, spec.optimizer
+        return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
+
+    needed, estimated = needed_by(spec.first), placement is None
+    fitted = spec.with_temporaries(needed, device_bytes, estimated)
+    if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
+        more = needed_by(fitted.first)
         if more > needed:
-            fitted = job.with_temporaries(more, device_bytes, not here)
+            fitted = spec.with_temporaries(more, device_bytes, estimated)
     return fitted
 
 
@@ -367,13 +377,13 @@ def _in_flight_bytes(step: BoundStep) -> int:
     return sum(moving[:_TASKS_IN_FLIGHT])
 
 
-def exact_dtypes(job: Job) -> list[DTypeLike | None]:
+def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
     """For each parameter the dtype of its master; None where `precision.frozen` may round it."""
-    rounds = job.precision.frozen is not None
-    trained = {leaf.parameter: leaf.trainable for leaf in job.leaves}
+    rounds = spec.precision.frozen is not None
+    trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
     return [
-        None if rounds and not trained[p] else job.precision.master
-        for p in range(len(job.adapted.paths))
+        None if rounds and not trained[p] else spec.precision.master
+        for p in range(len(spec.adapted.paths))
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a job holds: for each array its path there and where it lives in the store.
+"""What a checkpoint of a run holds: for each array its path there and where it lives in the store.
 
 Paths are those of the user's model and of Optax's own state, so that a checkpoint is readable
 without this library.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.program.index import Index, joined, numbers
 from megatrain_jax._src.runtime.engine import Engine
 
@@ -74,27 +74,27 @@ class Entry:
         return frozenset(place.group for place in self.places if place.group is not None)
 
 
-def entries_of(job: Job) -> tuple[Entry, ...]:
-    """Lists the arrays of a job's checkpoints; empty ones, which Orbax can't save, are left out."""
-    found = [*_parameters(job), *_state(job), *_variables(job), *_run()]
+def entries_of(spec: RunSpec) -> tuple[Entry, ...]:
+    """Lists the arrays of a run's checkpoints; empty ones, which Orbax can't save, are left out."""
+    found = [*_parameters(spec), *_state(spec), *_variables(spec), *_run()]
     return tuple(entry for entry in found if all(entry.shape))
 
 
-def _parameters(job: Job) -> Iterable[Entry]:
+def _parameters(spec: RunSpec) -> Iterable[Entry]:
     places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     dtypes: dict[int, str] = {}
-    for g, rows in enumerate(job.grouping.leaves):
+    for g, rows in enumerate(spec.grouping.leaves):
         for position, i in enumerate(rows):
-            leaf = job.leaves[i]
-            dtypes[leaf.parameter] = job.layouts[g].master.dtype
+            leaf = spec.leaves[i]
+            dtypes[leaf.parameter] = spec.layouts[g].master.dtype
             place = Place(part="P", group=g, position=position)
             places[leaf.parameter].append((leaf.index, place))
-    for p, (path, shape) in enumerate(zip(job.adapted.paths, job.adapted.shapes, strict=True)):
+    for p, (path, shape) in enumerate(zip(spec.adapted.paths, spec.adapted.shapes, strict=True)):
         yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
 
 
-def _state(job: Job) -> Iterable[Entry]:
-    cut = job.optimizer
+def _state(spec: RunSpec) -> Iterable[Entry]:
+    cut = spec.optimizer
     places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
@@ -110,8 +110,8 @@ def _state(job: Job) -> Iterable[Entry]:
         yield _entry(path, shape.shape, shape.dtype, places[i])
 
 
-def _variables(job: Job) -> Iterable[Entry]:
-    shapes = zip(job.adapted.variable_paths, job.adapted.variable_shapes, strict=True)
+def _variables(spec: RunSpec) -> Iterable[Entry]:
+    shapes = zip(spec.adapted.variable_paths, spec.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
         place = Place(part=_VARIABLES, group=None, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
@@ -141,11 +141,13 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]
     )
 
 
-def rows_of(job: Job, engine: Engine, entries: Iterable[Entry]) -> list[tuple[Entry, list[Any]]]:
+def rows_of(
+    spec: RunSpec, engine: Engine, entries: Iterable[Entry]
+) -> list[tuple[Entry, list[Any]]]:
     """For each entry the arrays of its places, as views of the store.
 
     Args:
-        job: What the store holds.
+        spec: What the store holds.
         engine: The store; at rest.
         entries: Which arrays.
     """
@@ -157,7 +159,7 @@ def rows_of(job: Job, engine: Engine, entries: Iterable[Entry]) -> list[tuple[En
         if g is None:
             return as_data(small[part][place.position])
         if (part, g) not in views:
-            layout, slabs = job.layouts[g], engine.host.get((part, g), ())
+            layout, slabs = spec.layouts[g], engine.host.get((part, g), ())
             views[part, g] = (
                 layout.master.views(slabs[0]) if part == "P" else layout.state.views(slabs)
             )

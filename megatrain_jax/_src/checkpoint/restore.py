@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import verify
 from megatrain_jax._src.checkpoint.contents import (
@@ -28,7 +28,6 @@ from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.layout import Layout
 
 
@@ -53,7 +52,7 @@ def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
 def load(
     path: Path,
     known: Mapping[str, str] | None,
-    job: Job,
+    spec: RunSpec,
     engine: Engine,
     entries: Sequence[Entry],
     done: Callable[[], object],
@@ -65,9 +64,9 @@ def load(
     Args:
         path: The checkpoint.
         known: Checksums of its arrays; None if it has none.
-        job: What the store holds.
+        spec: What the store holds.
         engine: The store.
-        entries: All arrays of the job's checkpoints.
+        entries: All arrays of the run's checkpoints.
         done: Called after each group.
 
     Raises:
@@ -76,7 +75,7 @@ def load(
     """
     engine.drop()
     try:
-        _fill(path, known, job, engine, entries, done)
+        _fill(path, known, spec, engine, entries, done)
     except Exception as error:
         # Whoever holds the error would else hold arrays, too, and need their room.
         traceback.clear_frames(error.__traceback__)
@@ -89,13 +88,14 @@ def load(
 def _fill(
     path: Path,
     known: Mapping[str, str] | None,
-    job: Job,
+    spec: RunSpec,
     engine: Engine,
     entries: Sequence[Entry],
     done: Callable[[], object],
 ) -> None:
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
+    placement = engine.placement
 
     def read(slab: _Slab) -> dict[Place, np.ndarray]:
         whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
@@ -109,17 +109,17 @@ def _fill(
             checked = reader.submit(verify, path, known, entry.path, whole)
             for place, index in zip(entry.places, entry.indices, strict=True):
                 row = np.ascontiguousarray(whole[selector(index)])
-                slices[place] = jax.device_put(row, pool.pinned())
+                slices[place] = jax.device_put(row, placement.small_at_rest)
             jax.block_until_ready(list(slices.values()))
             checked.result()
-        slabs = _slabs(job)
+        slabs = _slabs(spec)
         coming = reader.submit(read, slabs[0])
         for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
             values = _filled(slab, coming.result(), slices)
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            array = jax.device_put(values, pool.pinned())
+            array = jax.device_put(values, placement.slabs_at_rest)
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
                     verify(path, known, by_place[place].path, leaf)
@@ -142,10 +142,10 @@ class _Slab:
     places: tuple[Place, ...]
 
 
-def _slabs(job: Job) -> list[_Slab]:
+def _slabs(spec: RunSpec) -> list[_Slab]:
     """All slabs, group by group, masters first."""
     found = []
-    for g, layout in enumerate(job.layouts):
+    for g, layout in enumerate(spec.layouts):
         masters = "P", layout.master, range(len(layout.master.shapes))
         state = [
             ("O", slab, [i for i, (at, _) in enumerate(layout.state.places) if at == s])
@@ -183,5 +183,5 @@ def _load_small(
         verify(path, known, entry.path, value)
         if entry.key is not None:
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
-        arrays[place.part][place.position] = jax.device_put(value, pool.pinned())
+        arrays[place.part][place.position] = jax.device_put(value, engine.placement.small_at_rest)
     set_small_arrays(engine, arrays)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1
 
-from megatrain_jax._src.build.run_spec import Job
+from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import check_finite, checksums
 from megatrain_jax._src.checkpoint.contents import (
@@ -56,7 +56,7 @@ class Saving:
     def __init__(
         self,
         path: Path,
-        job: Job,
+        spec: RunSpec,
         engine: Engine,
         entries: Sequence[Entry],
         facts: Mapping[str, Any],
@@ -67,9 +67,9 @@ class Saving:
 
         Args:
             path: Where to.
-            job: What the store holds.
+            spec: What the store holds.
             engine: The store, at rest; it will wait for this before it replaces a group.
-            entries: All arrays of the job's checkpoints.
+            entries: All arrays of the run's checkpoints.
             facts: What to keep beside the arrays, as JSON.
             params_only: Whether to write nothing but parameters.
             workspace: Of the run whose checkpoint this is; it may then replace what is at `path`,
@@ -85,8 +85,8 @@ class Saving:
         if params_only:
             entries = [entry for entry in entries if entry.path[0] == PARAMS]
         self._entries, self._replaces = list(entries), workspace is not None
-        self._frozen = frozenset(job.grouping.frozen)
-        self._parts = _parts(job, engine, entries)
+        self._frozen = frozenset(spec.grouping.frozen)
+        self._parts = _parts(spec, engine, entries)
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
@@ -188,14 +188,14 @@ class Saving:
             self._changed.notify_all()
 
 
-def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
+def _parts(spec: RunSpec, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
     """What to write at a time, in the order in which steps will want to replace it."""
-    small = rows_of(job, engine, [entry for entry in entries if not entry.groups])
+    small = rows_of(spec, engine, [entry for entry in entries if not entry.groups])
     parts: list[_Part] = [((), small)] if small else []
-    offloads = (r for r in job.first.schedule.cold if r.op is Op.OFFLOAD)
+    offloads = (r for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
     replaced = [r.group for r in offloads if r.group is not None and str(r.part) in LASTING]
     size, copied = PART_BYTES, 0  # so that the first group begins a part
-    for g in dict.fromkeys([*replaced, *range(len(job.layouts))]):
+    for g in dict.fromkeys([*replaced, *range(len(spec.layouts))]):
         whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]
         if whole:
             copies = sum(map(_copied_bytes, whole))
@@ -203,13 +203,13 @@ def _parts(job: Job, engine: Engine, entries: Sequence[Entry]) -> list[_Part]:
                 parts.append(((), []))
                 size, copied = 0, 0
             groups, rows = parts[-1]
-            parts[-1] = (*groups, g), rows + rows_of(job, engine, whole)
-            size += sum(slab.num_bytes for slab in job.layouts[g].slabs)
+            parts[-1] = (*groups, g), rows + rows_of(spec, engine, whole)
+            size += sum(slab.num_bytes for slab in spec.layouts[g].slabs)
             copied += copies
     # One at a time, since each of them becomes a copy.
     for entry in entries:
         if entry.groups and entry.stacked:
-            parts.append((tuple(entry.groups), rows_of(job, engine, [entry])))
+            parts.append((tuple(entry.groups), rows_of(spec, engine, [entry])))
     return parts
 
 

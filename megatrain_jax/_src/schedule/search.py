@@ -73,7 +73,7 @@ class Schedule:
     all_resident_bytes: int
 
 
-def plan_schedule(workload: Workload, budget: int | None) -> Schedule:
+def find_schedule(workload: Workload, budget: int | None) -> Schedule:
     """Orders a training step so that what it keeps never exceeds a budget on the device.
 
     Args:
