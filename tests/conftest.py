@@ -1,6 +1,7 @@
 """Set before JAX starts: tiny models spend their time in the CPU's code generator."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -34,3 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # Toy models compare in fp32 what a plan wants in bf16. What documents show has to be right,
     # and what is warned of has tests of its own.
     config.addinivalue_line("filterwarnings", "ignore::megatrain_jax.PlanWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests marked slow come first, so that all workers end with short tests."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported stays, and collections of garbage needn't look at it again.
+    gc.collect()
+    gc.freeze()

@@ -15,6 +15,7 @@ import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.state.hardware import H200
+from oracle import PlainRun
 from zoo_case import Case
 
 NUM_STEPS = 5
@@ -53,14 +54,19 @@ def make_trainer(
     budget: DeviceBudget = None,
     compute: Any = jnp.float32,
     frozen: Any = None,
+    like: mt.Trainer | None = None,
     **options: Any,
 ) -> mt.Trainer:
-    """A trainer; the optimizer is made from the tree of the parameters' shapes."""
+    """A trainer; the optimizer is made from the tree of the parameters' shapes.
+
+    Its steps run the functions that another one, of the same model and options, has compiled, if
+    that is given as `like`; their budgets may differ.
+    """
     model = case.build()
     batch = case.batch(0)
     adapted, _ = adapt(model, case.loss_fn, batch, 0)
     tree = adapted.params_tree(adapted.shapes)
-    return mt.Trainer(
+    trainer = mt.Trainer(
         model,
         case.loss_fn,
         optimizer(tree),
@@ -70,6 +76,9 @@ def make_trainer(
         precision=mt.Precision(compute=compute, frozen=frozen),
         **options,
     )
+    if like is not None:
+        trainer._engine.kernels = like._engine.kernels
+    return trainer
 
 
 def train(trainer: mt.Trainer, batches: Sequence[Any], *, gradients: bool = True) -> Run:
@@ -121,3 +130,27 @@ def check_same_bits(actual: Any, expected: Any) -> None:
         if jnp.issubdtype(e.dtype, jax.dtypes.prng_key):
             a, e = jax.random.key_data(a), jax.random.key_data(e)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+def leaves_with_names(tree: Any) -> list[tuple[str, np.ndarray]]:
+    """The leaves of a tree as numpy arrays, with their paths in words."""
+    return [
+        (jax.tree_util.keystr(path), np.asarray(x))
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def check_first_gradients(case: Case, run: PlainRun) -> None:
+    """Checks of an oracle's run that its gradients can be compared: none of a leaf is tiny.
+
+    They are zero only where the case says so, and their norm is the one among the metrics.
+    """
+    leaves = leaves_with_names(run.first_grads)
+    sizes = [(path, np.abs(x).max()) for path, x in leaves]
+    zeros = [path for path, size in sizes if size == 0]
+    assert bool(zeros) == case.zero_gradients
+    # A leaf whose gradient is only rounding can't be compared to any tolerance.
+    largest = max(size for _, size in sizes)
+    assert [path for path, size in sizes if 0 < size < 1e-4 * largest] == []
+    norm = np.sqrt(sum(np.sum(x**2) for _, x in leaves))
+    np.testing.assert_allclose(run.metrics[0]["grad_norm"], norm, rtol=1e-5)

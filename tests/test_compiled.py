@@ -31,11 +31,18 @@ def compiled_names(caplog):
     return [name for text in texts if "Compiling" in text for name in FUNCTIONS if name in text]
 
 
+# All pairs of values of two of them.
 @pytest.mark.parametrize(
-    ("compute", "microbatches"), [("float32", 2), ("bfloat16", 1), ("bfloat16", 2)]
+    ("name", "optimizer", "compute", "microbatches"),
+    [
+        ("nnx_tied", "clip_adamw", "float32", 2),
+        ("dropout_nnx", "clip_adamw", "bfloat16", 1),
+        ("nnx_tied", "adafactor", "bfloat16", 1),
+        ("dropout_nnx", "adafactor", "float32", 2),
+        ("nnx_tied", "muon", "bfloat16", 2),
+        ("dropout_nnx", "muon", "float32", 1),
+    ],
 )
-@pytest.mark.parametrize("optimizer", ["clip_adamw", "adafactor", "muon"])
-@pytest.mark.parametrize("name", ["nnx_tied", "dropout_nnx"])
 def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, caplog):
     case = CASES[name]
     options = {"microbatches": microbatches, "compute": compute}

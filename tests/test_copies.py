@@ -98,8 +98,7 @@ def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("megatrain_jax._src.start.on_one_device", lambda device: placed("gpu"))
         patch.setattr("megatrain_jax._src.state.pool.reserve", lambda *need: None)
-        trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
-    trainer._engine.kernels = plain._engine.kernels
+        trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], like=plain, **options)
     passed, put = [], jax.device_put
 
     def watched(xs, target):

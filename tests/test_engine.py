@@ -206,7 +206,7 @@ def test_alternating_shapes_train_like_one_shape_at_a_time():
     """A new shape flushes nothing it must not and loses no pending update."""
     batches = [CASE.batch(0), {"tokens": CASE.batch(1)["tokens"][:4]}, CASE.batch(2)]
     together = train(make_trainer(CASE, OPTIMIZERS["clip_adamw"]), batches, gradients=False)
-    apart = make_trainer(CASE, OPTIMIZERS["clip_adamw"])
+    apart = make_trainer(CASE, OPTIMIZERS["clip_adamw"], like=together.trainer)
     for batch in batches:
         apart.step(batch)
         apart.flush()
@@ -218,8 +218,7 @@ def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
     """What stays on the device for one shape, another looks for in the host."""
     apart = make_trainer(CASE, OPTIMIZERS[optimizer])
     low, high = budgets(apart._spec.first)[0], budgets(apart._spec.first)[2]
-    together = make_trainer(CASE, OPTIMIZERS[optimizer], budget=(low + high) // 2)
-    together._engine.kernels = apart._engine.kernels
+    together = make_trainer(CASE, OPTIMIZERS[optimizer], budget=(low + high) // 2, like=apart)
     rows = [2, 2, 8, 2, 8, 8]
     batches = [{"tokens": CASE.batch(seed)["tokens"][:n]} for seed, n in enumerate(rows)]
     losses = []

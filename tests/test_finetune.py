@@ -1,6 +1,7 @@
 """Fine-tuning as a user does it: the loss curve of Transformers, and the script from end to end."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -88,14 +89,21 @@ def make_checkpoint(folder):
     return folder
 
 
-def run(*arguments):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True
-    )
-    return done.returncode, done.stdout + done.stderr
+def run_alone(*arguments):
+    """Runs the script as a user does, in a process of its own."""
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_script_trains_saves_resumes_and_exports(tmp_path):
+def run_here(monkeypatch, *arguments):
+    """Runs the script in this process, which has imported all that it needs."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_the_script_trains_saves_resumes_and_exports(tmp_path, monkeypatch):
     checkpoint = make_checkpoint(tmp_path / "tiny")
     chats = tmp_path / "chats.jsonl"
     rows = []
@@ -108,8 +116,7 @@ def test_the_script_trains_saves_resumes_and_exports(tmp_path):
     common = ["--model", checkpoint, "--data", chats, "--length", 32, "--batch", 4]
     common += ["--learning-rate", 3e-3, "--held-out", 0.2, "--checkpoint-every", 3]
     common += ["--epochs", 40, "--microbatches", 2]
-    code, printed = run(*common, "--out", tmp_path / "out", "--steps", 30)
-    assert code == 0, printed
+    run_alone(*common, "--out", tmp_path / "out", "--steps", 30)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["steps"] == 30 and report["last_loss"] < 0.7 * report["first_loss"]
     exported = tmp_path / "out" / "model"
@@ -130,13 +137,11 @@ def test_the_script_trains_saves_resumes_and_exports(tmp_path):
         logits = theirs(torch.tensor(tokens[:, :-1]).long()).logits.numpy()
     ours = jax.tree.map(jnp.asarray, trainer.model)(tokens[:, :-1])
     np.testing.assert_allclose(ours, logits, atol=1e-4)
-    code, printed = run(*common, "--out", tmp_path / "out")
-    assert code != 0 and "exists" in printed
+    with pytest.raises(SystemExit, match="exists"):
+        run_here(monkeypatch, *common, "--out", tmp_path / "out")
     # A part of the parameters: all others are as they were, to the bit.
-    code, printed = run(
-        *common, "--out", tmp_path / "part", "--steps", 3, "--trainable", r"layers/.*/(q|v)_proj"
-    )
-    assert code == 0, printed
+    part = ["--out", tmp_path / "part", "--steps", 3, "--trainable", r"layers/.*/(q|v)_proj"]
+    run_here(monkeypatch, *common, *part)
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).state_dict()
         for f in (checkpoint, tmp_path / "part" / "model")

@@ -93,6 +93,7 @@ def test_equal_layers_share_a_template(name, loss_fn):
     assert not plan.warnings
 
 
+@pytest.mark.slow
 def test_training_agrees_with_plain_jax(monkeypatch):
     experts = dataclasses.replace(EXPERTS, layers=(1,))
     config = dataclasses.replace(GEMMA, num_layers=2, windows=(3, None), experts=experts)

@@ -275,6 +275,7 @@ def huge() -> Tree:
     return make_tree({**ends, "blocks": [block] * 96})
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_120_billion_parameters_is_cut_without_arrays():
     tree = huge()
     assert sum(int(np.prod(s.shape)) for s in tree.shapes) > 120e9

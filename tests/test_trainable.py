@@ -80,16 +80,17 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer, monkeypatch
     case = CASES["nnx_tied"]
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
 
-    def make(budget):
+    def make(budget, like=None):
+        pattern = r"blocks/\d/mlp/down"
         return make_trainer(
-            case, OPTIMIZERS[optimizer], budget=budget, trainable=r"blocks/\d/mlp/down"
+            case, OPTIMIZERS[optimizer], budget=budget, trainable=pattern, like=like
         )
 
     smallest = make("least")
     reference = train(smallest, batches, gradients=False)
     schedule = smallest.schedule
     for budget in ((schedule.smallest_bytes + schedule.all_resident_bytes) // 2, 10**9):
-        run = train(make(budget), batches, gradients=False)
+        run = train(make(budget, smallest), batches, gradients=False)
         check_same_bits(run.params, reference.params)
     monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)
     keeping = make(10**9)
@@ -143,7 +144,9 @@ def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):
     # A checkpoint has them as they are kept, and the run goes on from it to the bit.
     losses = [small.read(small.step(case.batch(s)))["loss"] for s in range(2)]
     small.save(tmp_path / "2")
-    other = make_trainer(case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16)
+    other = make_trainer(
+        case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16, like=small
+    )
     other.restore(tmp_path / "2")
     for seed in (2, 3):
         losses.append(small.read(small.step(case.batch(seed)))["loss"])
