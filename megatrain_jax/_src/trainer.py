@@ -1,12 +1,13 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
+import dataclasses
 import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -16,17 +17,10 @@ from tqdm.auto import tqdm
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.options import (
-    DeviceBudget,
-    OnNonfinite,
-    RunOptions,
-    Trainable,
-    check_data,
-    check_loss,
-    check_parts,
-)
-from megatrain_jax._src.build.precision import Precision
-from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, fit_to_device, make_run_spec
+from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.inputs import check_data, check_loss, check_parts
+from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, make_run_spec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import local_path
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
@@ -36,8 +30,9 @@ from megatrain_jax._src.checkpoint.workspace import Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import History, as_json, weighted_means
 from megatrain_jax._src.kernels.cache import Templates
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan, check_device
-from megatrain_jax._src.report.plan_warning import warn_of
+from megatrain_jax._src.report.warnings import find_warnings, warn_of
 from megatrain_jax._src.runtime import store
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.exhausted import advised
@@ -46,7 +41,6 @@ from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import this_machine
 
-_DEFAULT_PRECISION = Precision()
 _END = object()
 
 
@@ -73,6 +67,7 @@ class Trainer:
         num_skipped: How many of them were skipped, of those that were read.
     """
 
+    @shows(Options)
     def __init__(
         self,
         model: Any,
@@ -80,15 +75,9 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         sample_batch: Any,
         *,
-        microbatches: int = 1,
-        precision: Precision = _DEFAULT_PRECISION,
-        device_budget: DeviceBudget = None,
         params: Any = None,
-        trainable: Trainable = None,
-        on_nonfinite: OnNonfinite = "raise",
-        max_skipped: int = 10,
-        seed: int = 0,
         progress: bool = True,
+        **options: Unpack[RunArguments],
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -100,6 +89,11 @@ class Trainer:
             optimizer: An Optax gradient transformation.
             sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one. Every array has a leading
                 axis of examples.
+            params: Parameters to start from instead of the model's own: a tree of arrays under the
+                model's paths (anything with a shape, a dtype and `__array__`, such as a file
+                mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
+                can read. Their dtype may be narrower than the masters', not wider.
+            progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Into how many equal parts each training batch is split. The loss and
                 the gradient are the means over the parts.
             precision: Which dtype the masters have and which one computes.
@@ -108,10 +102,6 @@ class Trainer:
                 the last bits. "least" for the smallest number with which no step waits for room;
                 None for what the device has left beside compiled functions, and the least where
                 JAX doesn't tell.
-            params: Parameters to start from instead of the model's own: a tree of arrays under the
-                model's paths (anything with a shape, a dtype and `__array__`, such as a file
-                mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
-                can read. Their dtype may be narrower than the masters', not wider.
             trainable: Which parameters are trained: a regular expression to be found in their
                 paths, such as ``"layers/.*/(q|v)_proj"``, a function of the path, or None for all.
                 The others have neither gradients nor optimizer state and are only copied to the
@@ -122,7 +112,8 @@ class Trainer:
                 decision over all gradients, so no parameter is updated before all are known.
             max_skipped: How many steps in a row may be skipped; the last of them is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-            progress: Whether to show a progress bar while the state is made or restored.
+            hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
+                this one, or an H200 where there is no GPU. How much memory there is, is found out.
 
         Raises:
             TypeError: If an argument is of another type than it should be.
@@ -131,46 +122,36 @@ class Trainer:
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
-        hardware, templates = this_machine(), Templates()
-        options = RunOptions(
-            microbatches=microbatches,
-            precision=precision,
-            device_budget=device_budget,
-            trainable=trainable,
-            on_nonfinite=on_nonfinite,
-            max_skipped=max_skipped,
-            seed=seed,
-            hardware=hardware,
-        )
+        run = options_of(Trainer.__init__, Options, options)
+        machine, templates = this_machine(), Templates()
+        run = dataclasses.replace(run, hardware=run.hardware or machine)
         self._progress = checks.boolean("progress", progress)
         check_parts(model, loss_fn, optimizer, params)
-        check_batch(sample_batch, options.microbatches, "sample_batch")
-        adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
+        check_batch(sample_batch, run.microbatches, "sample_batch")
+        adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         del model
         adapted.check_batch(sample_batch)
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
-        warn_of(spec.warnings)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
+        warn_of(find_warnings(spec))
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
         with self._bar("compiling", len(spec.layouts)) as bar:
-            if hardware is not None:
+            if machine is not None:
                 free = pool.free_device_bytes()
                 spec = fit_to_device(spec, templates, free, here=True)
-                check_device(spec.plan(hardware), free)
+                check_device(make_plan(spec), free)
             bar.set_description("reserving host memory")
-            pool.reserve(spec.host_bytes_needed, spec.largest_slab_bytes)
+            pool.reserve(make_plan(spec).host_peak_bytes, spec.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(
-                spec.layouts, spec.optimizer, templates, jax.random.key(options.seed)
-            )
+            self._engine = Engine(spec.layouts, spec.optimizer, templates, jax.random.key(run.seed))
             initialise(spec, self._engine, initial, bar.update)
         self._spec = spec
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        self._plans: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
+        self._steps: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
         self._in_flight: deque[StepMetrics] = deque()
         self._saving: Saving | None = None
-        self._max_skipped, self._skipped_in_row = options.max_skipped, 0
+        self._max_skipped, self._skipped_in_row = run.max_skipped, 0
         self._lost: str | None = None  # why there is no state, if there is none
         self._partial: str | None = None  # which step the state holds in part, if any
         self.history = History()
@@ -194,7 +175,7 @@ class Trainer:
         """
         self._check_whole()
         self.check_batch(batch)
-        plan = self._step_plan(batch, train=True, loss_fn=self._spec.loss_fn)
+        step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
         # Two steps may overlap, no more: what runs ahead of the device holds its memory.
         while len(self._in_flight) > 1:
             self.read(self._in_flight[0])
@@ -202,7 +183,7 @@ class Trainer:
             self._check_whole()
             arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
             self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
-            metrics = StepMetrics(self._engine.train(plan, arrays))
+            metrics = StepMetrics(self._engine.train(step, arrays))
             self._lost = self._partial = None
             self.num_steps += 1
             metrics.step = self.num_steps
@@ -324,10 +305,10 @@ class Trainer:
                 break
             check_batch(batch)
             self._spec.adapted.check_batch(batch)
-            plan = self._step_plan(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
+            step = self._bound_step(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
             with deferred_interrupt():
                 arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
-                rows.append(self._engine.evaluate(plan, arrays))
+                rows.append(self._engine.evaluate(step, arrays))
                 sizes.append(arrays[0].shape[0])
         if not rows:
             raise ValueError("`batches` gave no batch to evaluate")
@@ -379,7 +360,7 @@ class Trainer:
     @property
     def plan(self) -> Plan:
         """What a step needs and does on this machine."""
-        return self._spec.plan(this_machine())
+        return make_plan(self._spec)
 
     def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
         """Writes a checkpoint that Orbax reads, too: parameters under the model's own paths.
@@ -492,8 +473,8 @@ class Trainer:
             desc=what, total=num_groups, unit="group", disable=not self._progress, leave=False
         )
 
-    def _step_plan(self, batch, *, train: bool, loss_fn) -> BoundStep:
+    def _bound_step(self, batch, *, train: bool, loss_fn) -> BoundStep:
         key = (batch_key(batch), train, loss_fn)
-        if key not in self._plans:
-            self._plans[key] = self._spec.step_plan(batch, train=train, loss_fn=loss_fn)
-        return self._plans[key]
+        if key not in self._steps:
+            self._steps[key] = self._spec.bound_step(batch, train=train, loss_fn=loss_fn)
+        return self._steps[key]
