@@ -26,6 +26,9 @@ from megatrain_jax._src.state.hardware import (  # noqa: E402
 from megatrain_jax._src.train.result import DataRanOutError, FitResult  # noqa: E402
 from megatrain_jax._src.trainer import StepMetrics, Trainer  # noqa: E402
 
+# Its only place: the package is built with it, and a tree that isn't installed has it, too.
+__version__ = "0.1.0"
+
 __all__ = [
     "A100_80GB",
     "H200",

@@ -16,8 +16,8 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, find_leaves
 from megatrain_jax._src.program.index import Index, index_of, joined, selector
 from megatrain_jax._src.program.optimizer.cut import (
+    Fragment,
     OptimizerCut,
-    Part,
     assemble_state,
     cut_optimizer,
 )
@@ -114,34 +114,34 @@ TREES = {"rows": rows_of_blocks, "stacked": stacked_blocks}
 
 
 class Runner:
-    """Runs a cut as the engine does, with one compiled program for equal parts."""
+    """Runs a cut as the engine does, with one compiled program for equal fragments."""
 
     def __init__(self, tree: Tree, cut: OptimizerCut, params: Sequence[Any]):
         self.tree, self.cut, self.compiled = tree, cut, {}
         self.params = tree.by_group(params)
-        parts = zip(cut.initial_state, self.params, strict=True)
-        self.state = [self.run(part, *arrays) for part, arrays in parts]
+        fragments = zip(cut.initial_state, self.params, strict=True)
+        self.state = [self.run(fragment, *arrays) for fragment, arrays in fragments]
         self.globals = self.run(cut.initial_globals)
 
-    def run(self, part: Part, *args: Any) -> list[Any]:
-        if part.key not in self.compiled:
-            self.compiled[part.key] = jax.jit(
-                lambda *a: jx.evaluate(part.jaxpr, [*part.consts, *a]),
+    def run(self, fragment: Fragment, *args: Any) -> list[Any]:
+        if fragment.key not in self.compiled:
+            self.compiled[fragment.key] = jax.jit(
+                lambda *a: jx.evaluate(fragment.jaxpr, [*fragment.consts, *a]),
                 compiler_options={"xla_backend_optimization_level": 0},
             )
-        return self.compiled[part.key](*args)
+        return self.compiled[fragment.key](*args)
 
     def step(self, grads: Sequence[Any], loss: Any) -> None:
         cut, by_group = self.cut, self.tree.by_group(grads)
         scalars = []
-        for g, part in enumerate(cut.reduce):
+        for g, fragment in enumerate(cut.reduce):
             arrays = (*by_group[g], *self.params[g], *self.state[g])
-            scalars += self.run(part, *arrays, loss, *self.globals)
+            scalars += self.run(fragment, *arrays, loss, *self.globals)
         out = self.run(cut.combine, loss, *self.globals, *scalars)
         messages, self.globals = out[: cut.num_messages], out[cut.num_messages :]
-        for g, part in enumerate(cut.apply):
+        for g, fragment in enumerate(cut.apply):
             own = [messages[i] for i in cut.messages[g]]
-            new = self.run(part, *by_group[g], *self.params[g], *self.state[g], *own)
+            new = self.run(fragment, *by_group[g], *self.params[g], *self.state[g], *own)
             count = len(self.params[g])
             self.params[g], self.state[g] = new[:count], new[count:]
 

@@ -22,7 +22,9 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 def compile_all(trainer):
     engine, spec = trainer._engine, trainer._spec
-    return compile_ahead(engine.templates, spec.first, spec.layouts, spec.optimizer)
+    return compile_ahead(
+        engine.templates, spec.first, spec.layouts, spec.optimizer, engine.placement
+    )
 
 
 def compiled_names(caplog):

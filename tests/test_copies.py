@@ -1,5 +1,6 @@
 """In which order copies are dispatched."""
 
+import dataclasses
 import random
 
 import jax
@@ -8,15 +9,21 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.runtime.streams import Streams
-from megatrain_jax._src.state.pool import device, pinned
+from megatrain_jax._src.state.placement import Placement, default_device, on_one_device
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer, train
 from zoo import CASES
 
 
+def placed(platform: str) -> Placement:
+    """On the device that is here, whose copies behave like that platform's."""
+    return dataclasses.replace(on_one_device(default_device()), platform=platform)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
-    copies, rng, put = Streams("gpu"), random.Random(seed), jax.device_put
+    placement, rng, put = placed("gpu"), random.Random(seed), jax.device_put
+    copies, pinned, device = Streams(placement), placement.slabs_at_rest, placement.slabs_on_device
     dispatched, calls, arrived = [], [], {"device": [], "pinned_host": []}
 
     def watched(xs, sharding):
@@ -36,7 +43,7 @@ def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
             )
             rows = [np.arange(8.0) + rng.random() for _ in range(rng.randint(1, 3))]
             gathered[target] += rows
-            copy(tuple(put(row, source()) for row in rows), take)
+            copy(tuple(put(row, source) for row in rows), take)
         with monkeypatch.context() as patch:
             patch.setattr(jax, "device_put", watched)
             copies.dispatch()
@@ -54,8 +61,9 @@ def test_each_direction_has_streams_of_its_own(seed, monkeypatch):
 
 
 def test_both_directions_share_turns(monkeypatch):
-    copies, put, calls = Streams("gpu"), jax.device_put, []
-    there, here = (put(jnp.arange(8.0), kind()) for kind in (pinned, device))
+    placement, put, calls = placed("gpu"), jax.device_put, []
+    copies, kinds = Streams(placement), (placement.slabs_at_rest, placement.slabs_on_device)
+    there, here = (put(jnp.arange(8.0), kind) for kind in kinds)
     monkeypatch.setattr(jax, "device_put", lambda xs, s: calls.append(len(xs)) or put(xs, s))
     copies.to_host((here,), list)
     copies.to_device((there,) * 2, list)
@@ -72,8 +80,8 @@ def test_both_directions_share_turns(monkeypatch):
 
 
 def test_without_turns_only_slabs_are_copied(monkeypatch):
-    copies, dispatched = Streams("cpu"), []
-    slab, put = jax.device_put(jnp.arange(8.0), pinned()), jax.device_put
+    placement, dispatched, put = placed("cpu"), [], jax.device_put
+    copies, slab = Streams(placement), put(jnp.arange(8.0), placement.slabs_at_rest)
     monkeypatch.setattr(jax, "device_put", lambda xs, s: dispatched.append(len(xs)) or put(xs, s))
     copies.to_device((slab, slab), lambda slabs: copies.to_host(slabs, list))
     copies.dispatch()
@@ -88,7 +96,8 @@ def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     plain = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
     expected = train(plain, batches, gradients=False)
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "default_backend", lambda: "gpu")
+        patch.setattr("megatrain_jax._src.trainer.on_one_device", lambda device: placed("gpu"))
+        patch.setattr("megatrain_jax._src.state.pool.reserve", lambda *need: None)
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
     trainer._engine.templates = plain._engine.templates
     passed, put = [], jax.device_put

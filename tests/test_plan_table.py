@@ -18,6 +18,7 @@ from megatrain_jax._src.report.plan import GroupRow, Plan, check_device
 from megatrain_jax._src.schedule.tasks import Instruction, Op
 from megatrain_jax._src.state import hardware
 from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.placement import default_device, on_one_device
 
 GIB = 2**30
 BALANCED = Hardware(
@@ -367,6 +368,7 @@ def test_known_cards(monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": 18 * GIB}
 
+    placement = replace(on_one_device(default_device()), devices=(Card(),))
     monkeypatch.setattr(jax, "devices", lambda: [Card()])
     monkeypatch.setattr(hardware.pool, "total_bytes", lambda: 64 * GIB)
     assert hardware.this_machine() == replace(
@@ -379,7 +381,7 @@ def test_known_cards(monkeypatch):
     monkeypatch.setattr(Card, "memory_stats", lambda self: {"bytes_limit": 0, "bytes_in_use": 7})
     unlimited = hardware.this_machine()
     assert unlimited is not None and unlimited.device_bytes is None
-    assert hardware.pool.free_device_bytes() is None
+    assert hardware.pool.free_device_bytes(placement) is None
     monkeypatch.setattr(Card, "platform", "cpu")
     assert hardware.this_machine() is None
 

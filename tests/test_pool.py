@@ -3,6 +3,8 @@
 Only the figures a real GPU gives are made up; what `reserve` decides with them is real.
 """
 
+import dataclasses
+import itertools
 import json
 import os
 import random
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import default_device, on_one_device
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
@@ -124,30 +127,36 @@ def test_import_starts_no_backend():
 
 
 def test_shardings_name_their_memory():
-    host = jax.device_put(np.arange(4.0), pool.pinned())
-    assert host.sharding.memory_kind == "pinned_host"
-    back = jax.device_put(host, pool.device())
-    assert back.sharding.memory_kind == "device"
-    np.testing.assert_array_equal(np.asarray(back), np.arange(4.0))
+    placement = on_one_device(default_device())
+    at_rest = placement.slabs_at_rest, placement.small_at_rest
+    on_device = placement.slabs_on_device, placement.small_on_device, placement.batches
+    for here, there in itertools.product(at_rest, on_device):
+        host = jax.device_put(np.arange(4.0), here)
+        assert host.sharding.memory_kind == "pinned_host"
+        back = jax.device_put(host, there)
+        assert back.sharding.memory_kind == "device"
+        np.testing.assert_array_equal(np.asarray(back), np.arange(4.0))
 
 
 def test_cpu_only_checks(monkeypatch):
     monkeypatch.setattr(pool, "available_bytes", lambda: 10 * GIB)
-    before = len(jax.live_arrays())
-    pool.reserve(10 * GIB)
+    before, cpu = len(jax.live_arrays()), on_one_device(default_device())
+    pool.reserve(cpu, 10 * GIB)
     assert len(jax.live_arrays()) == before
     with pytest.raises(MemoryError, match=r"needs 10\.50 GiB in host memory, 10\.00 GiB avail"):
-        pool.reserve(10 * GIB + GIB // 2)
+        pool.reserve(cpu, 10 * GIB + GIB // 2)
 
 
 class FakeGpu:
     """A GPU's pool as XLA keeps it: regions that double in size, up to a limit."""
 
-    platform = "gpu"
-
     def __init__(self, limit, available):
         self.limit, self.available, self.regions, self.live = limit, available, [], 0
         self.next_region = 2 * 2**20
+
+    def reserve(self, *num_bytes):
+        placement = dataclasses.replace(on_one_device(default_device()), platform="gpu")
+        pool.reserve(placement, *num_bytes)
 
     def take(self, num_bytes):
         # A piece fits behind the arrays that live in the pool, in one region of it.
@@ -179,10 +188,8 @@ def gpu(monkeypatch):
         monkeypatch.setattr(pool, "np", zeros)
         monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB)
         monkeypatch.setattr(pool, "available_bytes", lambda: fake.available)
-        monkeypatch.setattr(pool, "pinned", lambda: None)
         monkeypatch.setattr(pool, "_pools", {})
         monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda: fake.live)
-        monkeypatch.setattr(jax, "devices", lambda: [fake])
         monkeypatch.setattr(jax, "device_put", device_put)
         return fake
 
@@ -191,9 +198,9 @@ def gpu(monkeypatch):
 
 def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
-    pool.reserve(85 * GIB)
+    fake.reserve(85 * GIB)
     assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
-    pool.reserve(85 * GIB)
+    fake.reserve(85 * GIB)
     assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
 
 
@@ -201,7 +208,7 @@ def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
 @pytest.mark.parametrize("array_gib", [0, 0.25, 1.2, 2])
 def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
     fake = gpu(limit_gib=115, available_gib=123)
-    pool.reserve(int(gib * GIB), int(array_gib * GIB))
+    fake.reserve(int(gib * GIB), int(array_gib * GIB))
     assert gib <= sum(fake.regions) / GIB <= 1.13 * (gib + 3 * array_gib)
     if array_gib:
         fitting = sum(region // int(array_gib * GIB) for region in fake.regions)
@@ -210,73 +217,77 @@ def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
 
 def test_gpu_takes_smaller_pieces_where_larger_ones_exceed_the_limit(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
-    pool.reserve(108 * GIB, 2 * GIB)
+    fake.reserve(108 * GIB, 2 * GIB)
     assert fake.regions == [2 * GIB, 16 * GIB, 32 * GIB, 64 * GIB]
 
 
 def test_gpu_takes_one_region_up_to_the_limit_where_pieces_would_exceed_it(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
-    pool.reserve(112 * GIB, 2 * GIB)
+    fake.reserve(112 * GIB, 2 * GIB)
     assert fake.regions == [115 * GIB]
 
 
 def test_gpu_grows_when_what_is_left_is_too_small(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
-    pool.reserve(8 * GIB)
+    fake.reserve(8 * GIB)
     assert fake.regions == [8 * GIB]
     fake.live = 5 * GIB
-    pool.reserve(3 * GIB)
+    fake.reserve(3 * GIB)
     assert fake.regions == [8 * GIB]
-    pool.reserve(4 * GIB)
+    fake.reserve(4 * GIB)
     assert fake.regions == [8 * GIB, 8 * GIB]
     fake.live = 9 * GIB
-    pool.reserve(60 * GIB)
+    fake.reserve(60 * GIB)
     assert fake.regions == [8 * GIB, 8 * GIB, 64 * GIB]
 
 
 def test_gpu_refuses_before_it_takes_anything(gpu):
     fake = gpu(limit_gib=115, available_gib=90)
     with pytest.raises(MemoryError, match=r"needs 91\.00 GiB in host memory, 90\.00 GiB avail"):
-        pool.reserve(91 * GIB)
+        fake.reserve(91 * GIB)
     # 89 GiB fit, but not what pieces of that size hold in all.
     with pytest.raises(MemoryError, match=rf"take 96\.00 GiB.*{pool.LIMIT_VARIABLE}=89 "):
-        pool.reserve(89 * GIB)
+        fake.reserve(89 * GIB)
     assert fake.regions == []
-    pool.reserve(64 * GIB)
+    fake.reserve(64 * GIB)
     assert fake.regions == [64 * GIB]
 
 
 def test_gpu_whose_limit_was_set_too_low_explains_itself(gpu):
-    gpu(limit_gib=64, available_gib=123)
+    fake = gpu(limit_gib=64, available_gib=123)
     with pytest.raises(MemoryError, match="import megatrain_jax before the first JAX") as caught:
-        pool.reserve(85 * GIB)
+        fake.reserve(85 * GIB)
     assert f"{pool.LIMIT_VARIABLE} to at least 85" in str(caught.value)
     assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
 
 
 def test_gpu_passes_other_errors_on(gpu, monkeypatch):
-    gpu(limit_gib=64, available_gib=123)
+    fake = gpu(limit_gib=64, available_gib=123)
 
     def broken(value, sharding):
         raise jax.errors.JaxRuntimeError("INTERNAL: the device fell off the bus")
 
     monkeypatch.setattr(jax, "device_put", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="fell off"):
-        pool.reserve(GIB)
+        fake.reserve(GIB)
 
 
 @pytest.mark.gpu
 def test_reserved_room_can_be_filled_and_replaced():
-    pool.reserve(3 * GIB)
+    placement = on_one_device(default_device())
+    pool.reserve(placement, 3 * GIB)
     arrays = [
-        jax.device_put(np.full(GIB // 4, index, np.uint8), pool.pinned()) for index in range(11)
+        jax.device_put(np.full(GIB // 4, index, np.uint8), placement.slabs_at_rest)
+        for index in range(11)
     ]
     for index in range(11):
-        arrays[index] = jax.device_put(np.full(GIB // 4, 100 + index, np.uint8), pool.pinned())
+        arrays[index] = jax.device_put(
+            np.full(GIB // 4, 100 + index, np.uint8), placement.slabs_at_rest
+        )
         jax.block_until_ready(arrays[index])
     assert [int(np.asarray(array)[-1]) for array in arrays] == list(range(100, 111))
     with pytest.raises(MemoryError, match="available"):
-        pool.reserve(pool.available_bytes() + GIB)
+        pool.reserve(placement, pool.available_bytes() + GIB)
 
 
 @pytest.mark.parametrize(

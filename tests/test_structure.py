@@ -87,6 +87,18 @@ def test_what_is_built_on_the_library_uses_its_public_names(room: str):
         assert rooms <= {room, "common", "losses"}, path
 
 
+def test_where_arrays_live_is_asked_in_one_place():
+    """Models, which are built on the library, may choose what computes them by the platform."""
+    asking = {"devices", "local_devices", "device_count", "default_backend"}
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in asking:
+                if isinstance(node.value, ast.Name) and node.value.id == "jax":
+                    found.add(short(path))
+    assert found == {"state/placement.py", "models/causal_attention.py"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=short)
 def test_files_and_functions_stay_small(path: Path):
     text = path.read_text(encoding="utf-8")

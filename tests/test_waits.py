@@ -1,5 +1,7 @@
 """Where the driver waits, what it waits for is there when it goes on: on a device that is slow."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,7 @@ from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.kernels.cache import Templates
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.tasks import WAITS, Op
-from megatrain_jax._src.state.pool import device
+from megatrain_jax._src.state.placement import default_device, on_one_device
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
@@ -18,11 +20,12 @@ COMPUTING = {Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE}
 
 def leaving(platform: str) -> Transfers:
     """Moves whose device has not made what it offloads."""
-    transfers, late = Transfers(platform), SlowDevice()
+    placement = dataclasses.replace(on_one_device(default_device()), platform=platform)
+    transfers, late, device = Transfers(placement), SlowDevice(), placement.slabs_on_device
     for _ in range(10):
         late(jnp.zeros(1))  # it has other work to do first
     for n in range(3):
-        transfers.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device())),)
+        transfers.on_device["P", n] = (late(jax.device_put(jnp.full(64, float(n)), device)),)
         transfers.move(Op.OFFLOAD, ("P", n), 5, [])
     return transfers
 

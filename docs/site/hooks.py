@@ -14,7 +14,9 @@ from mkdocs.structure.pages import Page
 _FOLDERS = {
     "experiments": {".md", ".json", ".png", ".py"},
     "megatrain_jax": {".py"},
+    "tests": {".py", ".txt"},
 }
+_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 # What a Markdown link or image points to, up to its anchor; or code, which has none.
 _TARGET = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)[^)\s#]+", re.M | re.S)
 
@@ -27,13 +29,15 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             if path.suffix in suffixes and path.is_file():
                 uri = path.relative_to(root).as_posix()
                 files.append(File.generated(config, uri, abs_src_path=str(path)))
+    for name in _PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(root / name)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turns links between docs/ and the rest of the repository into links within the site."""
     # Where the page lies in the repository: those that `on_files` added lie outside docs/.
-    inside = PurePosixPath(page.file.src_uri).parts[0] not in _FOLDERS
+    inside = PurePosixPath(page.file.src_uri).parts[0] not in (*_FOLDERS, *_PAGES)
     here = PurePosixPath("docs" if inside else "") / PurePosixPath(page.file.src_uri).parent
     depth = len(PurePosixPath(page.file.src_uri).parent.parts)
 

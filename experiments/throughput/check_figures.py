@@ -79,7 +79,7 @@ def _target(folder: Path, link: str) -> Path:
 
 def pages() -> list[Page]:
     """Returns all pages that may show figures."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     found += sorted((ROOT / "experiments").rglob("README.md"))
     notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
     return [read_page(path) for path in [*found, *notebooks]]

@@ -69,4 +69,4 @@ def plan(
     adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
     usable = None if run.hardware is None else run.hardware.usable_bytes
-    return make_plan(fit_to_device(spec, Templates(), usable, here=False))
+    return make_plan(fit_to_device(spec, Templates(), usable, None))

@@ -40,6 +40,7 @@ from megatrain_jax._src.runtime.initialise import initialise
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import this_machine
+from megatrain_jax._src.state.placement import default_device, on_one_device
 
 _END = object()
 
@@ -124,6 +125,7 @@ class Trainer:
         """
         run = options_of(Trainer.__init__, Options, options)
         machine, templates = this_machine(), Templates()
+        self._placement = placement = on_one_device(default_device())
         run = dataclasses.replace(run, hardware=run.hardware or machine)
         self._progress = checks.boolean("progress", progress)
         check_parts(model, loss_fn, optimizer, params)
@@ -138,13 +140,15 @@ class Trainer:
             del params
         with self._bar("compiling", len(spec.layouts)) as bar:
             if machine is not None:
-                free = pool.free_device_bytes()
-                spec = fit_to_device(spec, templates, free, here=True)
+                free = pool.free_device_bytes(placement)
+                spec = fit_to_device(spec, templates, free, placement)
                 check_device(make_plan(spec), free)
             bar.set_description("reserving host memory")
-            pool.reserve(make_plan(spec).host_peak_bytes, spec.largest_slab_bytes)
+            pool.reserve(placement, make_plan(spec).host_peak_bytes, spec.largest_slab_bytes)
             bar.set_description("initialising")
-            self._engine = Engine(spec.layouts, spec.optimizer, templates, jax.random.key(run.seed))
+            self._engine = Engine(
+                spec.layouts, spec.optimizer, templates, placement, jax.random.key(run.seed)
+            )
             initialise(spec, self._engine, initial, bar.update)
         self._spec = spec
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
@@ -181,7 +185,7 @@ class Trainer:
             self.read(self._in_flight[0])
         with deferred_interrupt():
             self._check_whole()
-            arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+            arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
             self._lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
             metrics = StepMetrics(self._engine.train(step, arrays))
             self._lost = self._partial = None
@@ -307,7 +311,7 @@ class Trainer:
             self._spec.adapted.check_batch(batch)
             step = self._bound_step(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
             with deferred_interrupt():
-                arrays = jax.device_put(jax.tree.leaves(batch), pool.device())
+                arrays = jax.device_put(jax.tree.leaves(batch), self._placement.batches)
                 rows.append(self._engine.evaluate(step, arrays))
                 sizes.append(arrays[0].shape[0])
         if not rows:
@@ -354,7 +358,7 @@ class Trainer:
         They share memory with the store, as those of `params` do.
         """
         self.flush()
-        variables = store.on_host(self._engine.variables)
+        variables = store.on_host(self._engine.variables, self._placement)
         return self._spec.adapted.rebuild(store.parameters(self._spec, self._engine), variables)
 
     @property

@@ -68,7 +68,7 @@ def flatten(tree: Any) -> tuple[tuple[Path, ...], list[Any], Any]:
     return paths, [leaf for _, leaf in flat], treedef
 
 
-def chosen(trainable: Any, paths: Sequence[Path]) -> tuple[bool, ...]:
+def trainable_mask(trainable: Any, paths: Sequence[Path]) -> tuple[bool, ...]:
     """Tells which parameters are to be trained.
 
     Args:

@@ -218,7 +218,8 @@ def _costs(
     # A backward computes its stage once more, and a product has two factors to differentiate, of
     # which one may be frozen.
     backward = [
-        (2 + stage.learned_share) * seconds for stage, seconds in zip(stages, forward, strict=True)
+        (2 + stage.trainable_share) * seconds
+        for stage, seconds in zip(stages, forward, strict=True)
     ]
     saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
     moved = [2 * (s["P"] + s["O"]) + s["G"] for s in sizes]
@@ -268,14 +269,14 @@ def _bind(
                 accumulate=tuple(
                     g not in grouping.frozen and (accumulate or g in seen_groups) for g in groups
                 ),
-                arriving=stage.seeded,
+                arriving=stage.has_cotangent,
                 existing=existing,
                 give_outputs=fused and s == len(stages) - 1,
             )
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
             if training and not mode.give_outputs:
-                like = stage.key, stage.learned, stage.active, stage.seeded
+                like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
                 if like not in found:
                     found[like] = find_residuals(stage)
                 residuals = found[like]

@@ -11,6 +11,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.kernels.cache import Templates, compile_ahead, estimate_ahead
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.state.placement import Placement
 
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
@@ -18,7 +19,7 @@ _RESERVED = 0.05
 
 
 def fit_to_device(
-    spec: RunSpec, templates: Templates, device_bytes: int | None, *, here: bool
+    spec: RunSpec, templates: Templates, device_bytes: int | None, placement: Placement | None
 ) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
@@ -26,15 +27,20 @@ def fit_to_device(
         spec: The run, whose functions' memory is not known yet.
         templates: Where the functions go.
         device_bytes: Device memory that is free; None if unknown.
-        here: Whether the device is here, so that they are compiled for it; else it is estimated.
+        placement: Of the run, for which they are compiled; None if the device isn't here, so that
+            what they need is estimated.
     """
-    ahead = compile_ahead if here else estimate_ahead
-    needed = ahead(templates, spec.first, spec.layouts, spec.optimizer)
-    fitted = with_temporaries(spec, needed, device_bytes, estimated=not here)
+
+    def needed_by(step: BoundStep) -> int:
+        what = templates, step, spec.layouts, spec.optimizer
+        return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
+
+    needed, estimated = needed_by(spec.first), placement is None
+    fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
     if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
-        more = ahead(templates, fitted.first, spec.layouts, spec.optimizer)
+        more = needed_by(fitted.first)
         if more > needed:
-            fitted = with_temporaries(spec, more, device_bytes, estimated=not here)
+            fitted = with_temporaries(spec, more, device_bytes, estimated=estimated)
     return fitted
 
 

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.adapt.model_kinds import chosen, path_name
+from megatrain_jax._src.adapt.model_kinds import path_name, trainable_mask
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.program import jaxpr as jx
@@ -52,7 +52,7 @@ def cut_run(
     Raises:
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
     """
-    trained = chosen(options.trainable, adapted.paths)
+    trained = trainable_mask(options.trainable, adapted.paths)
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
     try:
         return _cut(adapted, traced, optimizer, options, trained, every)
@@ -102,7 +102,9 @@ def _cut_optimizer(
     def params_tree(arrays: Sequence[Any]) -> Any:
         return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
 
-    rows = [(leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.trainable]
+    rows = [
+        (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
+    ]
     return cut_optimizer(
         optimizer,
         params_tree,

@@ -156,7 +156,7 @@ def make_run_spec(
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
     """For each parameter the dtype of its master; None where `precision.frozen` may round it."""
     rounds = spec.precision.frozen is not None
-    trained = {leaf.parameter: leaf.trainable for leaf in spec.leaves}
+    trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
     return [
         None if rounds and not trained[p] else spec.precision.master
         for p in range(len(spec.adapted.paths))

@@ -28,7 +28,6 @@ from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.layout import Layout
 
 
@@ -96,6 +95,7 @@ def _fill(
 ) -> None:
     by_place = {place: entry for entry in entries for place in entry.places}
     slices: dict[Place, jax.Array] = {}
+    placement = engine.placement
 
     def read(slab: _Slab) -> dict[Place, np.ndarray]:
         whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
@@ -109,7 +109,7 @@ def _fill(
             checked = reader.submit(verify, path, known, entry.path, whole)
             for place, index in zip(entry.places, entry.indices, strict=True):
                 row = np.ascontiguousarray(whole[selector(index)])
-                slices[place] = jax.device_put(row, pool.pinned())
+                slices[place] = jax.device_put(row, placement.small_at_rest)
             jax.block_until_ready(list(slices.values()))
             checked.result()
         slabs = _slabs(spec)
@@ -119,7 +119,7 @@ def _fill(
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            array = jax.device_put(values, pool.pinned())
+            array = jax.device_put(values, placement.slabs_at_rest)
             for place, leaf in zip(slab.places, slab.layout.views(values), strict=True):
                 if place in by_place and not by_place[place].stacked:
                     verify(path, known, by_place[place].path, leaf)
@@ -183,5 +183,5 @@ def _load_small(
         verify(path, known, entry.path, value)
         if entry.key is not None:
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
-        arrays[place.part][place.position] = jax.device_put(value, pool.pinned())
+        arrays[place.part][place.position] = jax.device_put(value, engine.placement.small_at_rest)
     set_small_arrays(engine, arrays)

@@ -17,7 +17,7 @@ from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.pool import device
+from megatrain_jax._src.state.placement import Placement
 
 
 class Templates:
@@ -48,7 +48,7 @@ class Templates:
         stage, binding, residuals = bound.stage, bound.binding, bound.residuals
         assert residuals is not None
         return self.get(
-            ("forward keeping", bound.key, stage.learned, stage.active, stage.seeded),
+            ("forward keeping", bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
             lambda: template.forward_keeping(stage, binding, residuals),
         )
 
@@ -92,14 +92,18 @@ class Templates:
 
 
 def compile_ahead(
-    templates: Templates, plan: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
+    templates: Templates,
+    plan: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
 ) -> int:
     """Compiles what a step runs and asks how much memory that needs besides state and activations.
 
     The device runs one function after another, so the largest counts: what it needs within, and
     for a backward the cotangents it takes and gives. Steps find the functions compiled.
     """
-    calls = dict(_calls(templates, plan, layouts, cut, device()))
+    calls = dict(_calls(templates, plan, layouts, cut, placement.slabs_on_device))
     lowered = [(function.lower(*args), beside) for function, args, beside in calls.values()]
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
         stats = pool.map(lambda row: row[0].compile().memory_analysis(), lowered)
@@ -153,7 +157,13 @@ def _calls(
         kept = None
         if number in plan.schedule.kept and bound.residuals is not None:
             kept = [shape(aval) for aval in bound.residuals.avals]
-            key = "forward keeping", bound.key, stage.learned, stage.active, stage.seeded
+            key = (
+                "forward keeping",
+                bound.key,
+                stage.is_trainable,
+                stage.active,
+                stage.has_cotangent,
+            )
             yield key, (templates.forward_keeping(bound), [masters, inputs], 0)
         elif mode is None or not mode.give_outputs:
             yield ("forward", bound.key), (templates.forward(bound), [masters, inputs], 0)

@@ -41,7 +41,7 @@ class Residuals:
         traced: `(leaves, inputs) -> (outputs, all that the pullback needs)`.
         num_outputs: How many of its outputs are the stage's.
         pullback: Structure of the function that maps cotangents of the outputs that have some to
-            those of learned leaves and active inputs.
+            those of trainable leaves and active inputs.
         sources: For each array in the pullback, which one it is of the traced constants, leaves,
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals.
@@ -71,7 +71,7 @@ class Residuals:
     def backward(
         self, values: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
     ) -> Any:
-        """Computes the cotangents of learned leaves and active inputs."""
+        """Computes the cotangents of trainable leaves and active inputs."""
         known = [*self.traced.consts, *values, *residuals]
         pull = jax.tree.unflatten(self.pullback, [known[s] for s in self.sources])
         return pull(list(cotangents))
@@ -95,7 +95,7 @@ def find_residuals(stage: Stage) -> Residuals | None:
     keeping = functools.partial(jax.checkpoint, policy=is_kept, prevent_cse=False)
 
     def halves(leaves, inputs):
-        return differentiated(stage, stage.seeded, leaves, inputs, wrap=keeping)
+        return differentiated(stage, stage.has_cotangent, leaves, inputs, wrap=keeping)
 
     traced = jx.trace(halves, leaves, inputs)
     outputs_tree, pullback = traced.out_tree.children()

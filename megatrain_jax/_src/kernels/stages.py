@@ -116,7 +116,7 @@ def backward_of_kept(
 def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, sent):
     """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
     leaf_gradients, input_cotangents = pulled
-    slots = [slot for slot, learns in zip(binding.slots, stage.learned, strict=True) if learns]
+    slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
     new = _pack_gradients(binding, slots, mode, leaf_gradients, gradients)
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]

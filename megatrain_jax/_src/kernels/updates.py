@@ -1,4 +1,4 @@
-"""The small jitted functions around the stages: begin and end of a step, and the optimizer's parts.
+"""The small jitted functions around the stages: begin and end of a step, and an update's fragments.
 
 They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
 non-finite numbers.
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
-from megatrain_jax._src.program.optimizer.cut import Part
 from megatrain_jax._src.program.optimizer.elementwise import line_up
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 
@@ -110,7 +110,9 @@ def keep() -> Callable:
     return keep_if_ok
 
 
-def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool) -> Callable:
+def reduce(
+    fragment: Fragment, layout: GroupLayout, reads: frozenset[str], guarded: bool
+) -> Callable:
     """Builds `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 
     Masters and state are None unless the optimizer's reduction reads them. Scalars of one dtype
@@ -131,7 +133,7 @@ def reduce(part: Part, layout: GroupLayout, reads: frozenset[str], guarded: bool
             *(layout.master.unpack(masters, i) for i in range(len(shapes))),
             *layout.state.unpack(state),
         ]
-        scalars = jx.evaluate(part.jaxpr, [*part.consts, *args, loss, *small])
+        scalars = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, loss, *small])
         return _stacked(scalars), *_measured(gradient, ok, guarded)
 
     return reduce_group
@@ -154,11 +156,13 @@ def _unstacked(stacked, like):
     return [next(rows[v.aval.dtype]).reshape(v.aval.shape) for v in like]
 
 
-def combine(part: Part, reduced: Sequence[Part], num_messages: int, guarded: bool) -> Callable:
+def combine(
+    fragment: Fragment, reduced: Sequence[Fragment], num_messages: int, guarded: bool
+) -> Callable:
     """Builds `(loss, globals, scalars of each group, ok) -> (messages, globals, ok)`.
 
     Args:
-        part: What combines.
+        fragment: What combines.
         reduced: For each group, what its scalars were computed by.
         num_messages: How many of the results are messages.
         guarded: Whether a loss that is not finite changes nothing.
@@ -168,22 +172,22 @@ def combine(part: Part, reduced: Sequence[Part], num_messages: int, guarded: boo
         ok = ok & jnp.isfinite(loss) if guarded else ok
         scalars = [
             x
-            for row, part in zip(stacked, reduced, strict=True)
-            for x in _unstacked(row, part.jaxpr.outvars)
+            for row, fragment in zip(stacked, reduced, strict=True)
+            for x in _unstacked(row, fragment.jaxpr.outvars)
         ]
-        out = jx.evaluate(part.jaxpr, [*part.consts, loss, *state, *scalars])
+        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, loss, *state, *scalars])
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
     return combine_groups
 
 
-def update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
+def update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """Builds `(masters, state, gradient, messages, ok) -> (masters, state)` of one group.
 
     Nothing changes where `ok` is false.
     """
-    compute = _update_of_slabs(part, layout) or _update_of_leaves(part, layout)
+    compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
     def update_group(masters, state, gradient, messages, ok):
         old = (masters, tuple(state))
@@ -193,12 +197,12 @@ def update(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
     return update_group
 
 
-def update_at_once(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
+def update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """Builds `(masters, state, gradient, messages, ok) -> (masters, state, squared norm, ok)`.
 
     `update` for gradients that need not wait: one call also measures what it is given.
     """
-    apply = update(part, layout, guarded)
+    apply = update(fragment, layout, guarded)
 
     def update_group(masters, state, gradient, messages, ok):
         square, ok = _measured(gradient.astype(jnp.float32), ok, guarded)
@@ -207,7 +211,7 @@ def update_at_once(part: Part, layout: GroupLayout, guarded: bool) -> Callable:
     return update_group
 
 
-def _update_of_leaves(part: Part, layout: GroupLayout) -> Callable:
+def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
     count = len(layout.master.shapes)
 
     def compute(masters, state, gradient, messages):
@@ -216,15 +220,15 @@ def _update_of_leaves(part: Part, layout: GroupLayout) -> Callable:
             *(layout.master.unpack(masters, i) for i in range(count)),
             *layout.state.unpack(state),
         ]
-        out = jx.evaluate(part.jaxpr, [*part.consts, *args, *messages])
+        out = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, *messages])
         return layout.master.pack(out[:count]), layout.state.pack(out[count:])
 
     return compute
 
 
-def _update_of_slabs(part: Part, layout: GroupLayout) -> Callable | None:
+def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None:
     """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
-    count, first = len(layout.master.shapes), len(part.consts)
+    count, first = len(layout.master.shapes), len(fragment.consts)
     slabs = layout.state.layouts
     if any(slab.offsets != layout.master.offsets for slab in slabs):
         return None
@@ -236,13 +240,13 @@ def _update_of_slabs(part: Part, layout: GroupLayout) -> Callable | None:
     starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
     inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
     outputs = [leaves, *([count + i for i in row] for row in state)]
-    found = line_up(part.jaxpr, layout.master.shapes, inputs, outputs)
+    found = line_up(fragment.jaxpr, layout.master.shapes, inputs, outputs)
     if found is None:
         return None
     kind_of, functions = found
 
     def compute(masters, state, gradient, messages):
-        others = dict(enumerate(part.consts))
+        others = dict(enumerate(fragment.consts))
         others.update(enumerate(messages, first + sum(map(len, inputs))))
         rows = [gradient, masters, *state]
         results = [function(rows, others) for function in functions]
@@ -270,11 +274,11 @@ def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array])
     return chosen
 
 
-def initial_state(part: Part, layout: GroupLayout) -> Callable:
+def initial_state(fragment: Fragment, layout: GroupLayout) -> Callable:
     """Builds `masters -> state` of one group."""
 
     def init_group(masters):
         params = [layout.master.unpack(masters, i) for i in range(len(layout.master.shapes))]
-        return layout.state.pack(jx.evaluate(part.jaxpr, [*part.consts, *params]))
+        return layout.state.pack(jx.evaluate(fragment.jaxpr, [*fragment.consts, *params]))
 
     return init_group

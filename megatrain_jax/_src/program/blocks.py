@@ -25,7 +25,7 @@ class Leaf:
         shape: Shape of this array, without the sliced axes.
         dtype: Dtype that the model declares.
         block: Key of the block it belongs to, or None.
-        trainable: Whether it gets a gradient.
+        is_trainable: Whether it gets a gradient.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: jax.typing.DTypeLike
     block: Path | None
-    trainable: bool = True
+    is_trainable: bool = True
 
     @property
     def name(self) -> str:

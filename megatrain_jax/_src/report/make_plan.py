@@ -102,7 +102,7 @@ def microbatch_flops(step: BoundStep) -> int:
     """
     work, last = 0, len(step.stages) - 1
     for s, bound in enumerate(step.stages):
-        factor = 3 + bound.stage.learned_share if step.workload.backward[s] else 1.0
+        factor = 3 + bound.stage.trainable_share if step.workload.backward[s] else 1.0
         if step.workload.fused_last and s == last:
             factor -= 1
         work += round(factor * count_flops(bound.stage.jaxpr))

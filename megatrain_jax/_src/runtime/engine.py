@@ -18,7 +18,7 @@ from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.tasks import WAITS, Instruction, Op
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.pool import device, pinned
+from megatrain_jax._src.state.placement import Placement
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,6 +52,7 @@ class Engine:
         group_ok: For the last step, `ok` after each group's gradient.
         step: Number of the next step, on the device.
         templates: All compiled functions.
+        placement: Where its arrays live.
     """
 
     def __init__(
@@ -59,21 +60,23 @@ class Engine:
         layouts: Sequence[GroupLayout],
         optimizer: OptimizerCut,
         templates: Templates,
+        placement: Placement,
         key: jax.Array,
     ):
         """Starts without state: fill `host`, `variables` and `globals`, which rest on the host."""
         self.layouts, self.optimizer = tuple(layouts), optimizer
         self.templates = templates
-        self.transfers = Transfers(jax.default_backend())
+        self.placement = placement
+        self.transfers = Transfers(placement)
         self.host, self.on_device = self.transfers.host, self.transfers.on_device
         self.variables: list[jax.Array] = []
         self.globals: list[jax.Array] = []
         self.messages: list[jax.Array] = []
         self.group_ok: list[tuple[int, jax.Array]] = []
-        self.ok = jax.device_put(jnp.array(True), pinned())
-        self.step = jax.device_put(jnp.array(0, jnp.int32), pinned())
-        self.key = jax.device_put(key, pinned())
-        self._true = jax.device_put(jnp.array(True), device())
+        self.ok = jax.device_put(jnp.array(True), self.placement.small_at_rest)
+        self.step = jax.device_put(jnp.array(0, jnp.int32), self.placement.small_at_rest)
+        self.key = jax.device_put(key, self.placement.small_at_rest)
+        self._true = jax.device_put(jnp.array(True), placement.small_on_device)
         self._combined_ok = self.ok  # of the step whose updates are pending
         self._found: dict[tuple[Op, int, BoundStep | None], Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
@@ -138,7 +141,7 @@ class Engine:
     def recover(self) -> None:
         """Drops what a step with a number that is not finite left pending, and starts afresh."""
         self.flush()  # updates do nothing while `ok` is false
-        self.ok = jax.device_put(jnp.array(True), pinned())
+        self.ok = jax.device_put(jnp.array(True), self.placement.small_at_rest)
 
     def drop(self) -> None:
         """Drops all slabs and what runs, also of a step that was cut off, to be filled anew."""
@@ -146,23 +149,23 @@ class Engine:
         self.host.clear()
         self._tokens.clear()
         self._running, self._begun = None, 0
-        self.ok = jax.device_put(jnp.array(True), pinned())
+        self.ok = jax.device_put(jnp.array(True), self.placement.small_at_rest)
 
     def set_step(self, step: int) -> None:
         """Sets the number of the next step; all state is at rest."""
         assert self._running is None
-        self.step = jax.device_put(jnp.array(step, jnp.int32), pinned())
+        self.step = jax.device_put(jnp.array(step, jnp.int32), self.placement.small_at_rest)
 
     def _rest(self) -> None:
         self.transfers.rest()
         self._running, self._begun = None, 0
         self._tokens.clear()
-        self._move_small(pinned())
+        self._move_small(self.placement.small_at_rest)
         jax.block_until_ready([self.variables, self.globals])
 
     def _wake(self) -> None:
         if self._running is None:
-            self._move_small(device())
+            self._move_small(self.placement.small_on_device)
 
     def _move_small(self, sharding: jax.sharding.Sharding) -> None:
         small = (self.variables, self.globals, self.ok, self.step, self.key)
@@ -327,7 +330,9 @@ class Engine:
     def _zeros(self, group: int) -> None:
         size = self.layouts[group].master.size
         make = self.templates.get(
-            ("zeros", size), lambda: lambda: jnp.zeros(size, jnp.float32), out_shardings=device()
+            ("zeros", size),
+            lambda: lambda: jnp.zeros(size, jnp.float32),
+            out_shardings=self.placement.slabs_on_device,
         )
         self.on_device["G", group] = (make(),)
 

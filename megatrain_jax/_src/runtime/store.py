@@ -11,7 +11,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.program.index import Index, joined
 from megatrain_jax._src.program.optimizer.cut import assemble_state
 from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import Placement
 
 
 def parameters(spec: RunSpec, engine: Engine) -> list[np.ndarray]:
@@ -32,13 +32,13 @@ def optimizer_state(spec: RunSpec, engine: Engine) -> Any:
     groups = [
         layout.state.views(engine.host.get(("O", g), ())) for g, layout in enumerate(spec.layouts)
     ]
-    return assemble_state(spec.optimizer, groups, on_host(engine.globals))
+    return assemble_state(spec.optimizer, groups, on_host(engine.globals, engine.placement))
 
 
-def on_host(arrays: Iterable[jax.Array]) -> list[Any]:
+def on_host(arrays: Iterable[jax.Array], placement: Placement) -> list[Any]:
     """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
     return [
-        jax.device_put(x, pool.device())
+        jax.device_put(x, placement.small_on_device)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         else np.asarray(x)
         for x in arrays

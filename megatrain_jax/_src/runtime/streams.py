@@ -17,7 +17,7 @@ from itertools import islice
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.state.pool import device, pinned
+from megatrain_jax._src.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]
 Done = Callable[[Slabs], object]
@@ -29,17 +29,17 @@ _INWARD = (True, True, False, False)
 class Streams:
     """Gathers copies and dispatches them; nothing here waits."""
 
-    def __init__(self, platform: str):
+    def __init__(self, placement: Placement):
         """Starts with the first stream.
 
         Args:
-            platform: What `jax.default_backend()` says; copies take streams in turn on a "gpu".
+            placement: Where copies go; they take streams in turn on a "gpu".
         """
-        self._take_turns = platform == "gpu"
+        self._take_turns = placement.platform == "gpu"
         self._turn = 0
         self.forget()
-        self._targets = {True: device(), False: pinned()}
-        number = jnp.zeros((), jnp.int32)
+        self._targets = {True: placement.slabs_on_device, False: placement.slabs_at_rest}
+        number = jnp.zeros(len(placement.devices), jnp.int32)
         self._numbers = {
             way: jax.device_put(number, self._targets[not way]) for way in (True, False)
         }

@@ -6,6 +6,7 @@ import jax
 
 from megatrain_jax._src.runtime.streams import Slabs, Streams
 from megatrain_jax._src.schedule.tasks import LASTING, Op, PartKey
+from megatrain_jax._src.state.placement import Placement
 
 Rows = Sequence[dict[int, jax.Array]]
 """The live values of a step by id, for each microbatch."""
@@ -23,16 +24,16 @@ class Transfers:
             somebody still reads the old ones.
     """
 
-    def __init__(self, platform: str):
+    def __init__(self, placement: Placement):
         """Starts with nothing anywhere.
 
         Args:
-            platform: See `Copies`.
+            placement: Where it moves them.
         """
         self.host: dict[PartKey, Slabs] = {}
         self.on_device: dict[PartKey, Slabs] = {}
         self.before_replacing: Callable[[int], None] | None = None
-        self._streams = Streams(platform)
+        self._streams = Streams(placement)
         self._leaving: dict[tuple[int, PartKey], tuple[Slabs, Slabs]] = {}
 
     def move(self, op: Op, key: PartKey, task: int, rows: Rows) -> None:

@@ -72,7 +72,7 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
     members: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(leaves):
         place = (leaf.block,) if leaf.block else (None, *uses[i])
-        members.setdefault((leaf.trainable, *place), []).append(i)
+        members.setdefault((leaf.is_trainable, *place), []).append(i)
 
     def first_use(item):
         return min((uses[i][0] for i in item[1] if uses[i]), default=len(stages)), item[1][0]

@@ -3,11 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
-import jax
-
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.startup import allocator
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import default_device
 
 _GIB = 2**30
 
@@ -152,7 +151,7 @@ def this_machine() -> Hardware | None:
         The card with this machine's host memory and the device memory that JAX may use here; for a
         GPU that is not known, rates of another one; `None` for what is no GPU.
     """
-    device = jax.devices()[0]
+    device = default_device()
     if device.platform != "gpu":
         return None
     unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)

@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+
+from megatrain_jax._src.state.placement import Placement
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -45,24 +46,14 @@ class CgroupMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pool:
-    """What is known of one device's pool, in bytes: room shown to be there, and room likely."""
+    """What is known of one platform's pool, in bytes: room shown to be there, and room likely."""
 
     proven_bytes: int = 0
     likely_bytes: int = 0
 
 
 # The pool belongs to the process and can't be asked for its size, so its size is kept here.
-_pools: dict[object, _Pool] = {}
-
-
-def pinned() -> SingleDeviceSharding:
-    """Returns the sharding of an array that rests in pinned host memory."""
-    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-
-
-def device() -> SingleDeviceSharding:
-    """Returns the sharding of an array in the first device's own memory."""
-    return SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+_pools: dict[str, _Pool] = {}
 
 
 def cgroup_memory(
@@ -97,11 +88,23 @@ def cgroup_memory(
     return tuple(found)
 
 
-def free_device_bytes() -> int | None:
-    """Returns the device memory that JAX can still get; None where it doesn't tell, as on a CPU."""
-    stats = jax.devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")  # 0 where the allocator takes memory as it needs it
-    return limit - stats["bytes_in_use"] if limit else None
+def free_device_bytes(placement: Placement) -> int | None:
+    """Returns the memory of each device that JAX can still get.
+
+    Args:
+        placement: The devices; of several, the fullest one counts.
+
+    Returns:
+        Bytes; None where JAX doesn't tell, as on a CPU.
+    """
+    free = []
+    for device in placement.devices:
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")  # 0 where the allocator takes memory as it needs it
+        if not limit:
+            return None
+        free.append(limit - stats["bytes_in_use"])
+    return min(free)
 
 
 def total_bytes(
@@ -166,7 +169,7 @@ def set_limit() -> None:
         os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes(total) // _GIB))
 
 
-def reserve(num_bytes: int, array_bytes: int = 0) -> None:
+def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
     """Makes sure that pinned host memory for `num_bytes` more is there, or says why not.
 
     On a GPU the pool takes the memory from the system here, in few large pieces, as one that
@@ -174,6 +177,7 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     that earlier arrays have left in the pool is used first. On a CPU nothing is taken.
 
     Args:
+        placement: Of the slabs that are to rest there.
         num_bytes: What the caller is about to allocate there: its state and the arrays it has
             in flight.
         array_bytes: The largest of these arrays: one lies in one piece, whose end may stay empty.
@@ -181,12 +185,12 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
     Raises:
         MemoryError: If the machine, or the limit of JAX's pool, has less.
     """
-    where = jax.devices()[0]
-    if where.platform == "cpu":
+    platform = placement.platform
+    if platform == "cpu":
         _check(num_bytes, num_bytes)
         return
     gc.collect()  # an earlier run's arrays may only be waiting for their cycle to be found
-    pool, in_use = _pools.get(where, _Pool()), _pinned_bytes_in_use()
+    pool, in_use = _pools.get(platform, _Pool()), _pinned_bytes_in_use()
     if num_bytes <= pool.proven_bytes - in_use:
         return
     growth, pieces, limit = 0, [num_bytes], _limit_bytes(total_bytes())
@@ -196,8 +200,9 @@ def reserve(num_bytes: int, array_bytes: int = 0) -> None:
         else:
             pieces, growth = _fresh(num_bytes, array_bytes, limit)
         _check(num_bytes, growth)
-    _take(pieces, num_bytes)
-    _pools[where] = _Pool(proven_bytes=in_use + num_bytes, likely_bytes=pool.likely_bytes + growth)
+    _take(placement, pieces, num_bytes)
+    proven, likely = in_use + num_bytes, pool.likely_bytes + growth
+    _pools[platform] = _Pool(proven_bytes=proven, likely_bytes=likely)
 
 
 def process_bytes(num_bytes: int, array_bytes: int, total: int | None) -> int:
@@ -268,12 +273,12 @@ def _check(num_bytes: int, growth: int) -> None:
     )
 
 
-def _take(pieces: list[int], num_bytes: int) -> None:
+def _take(placement: Placement, pieces: list[int], num_bytes: int) -> None:
     held = []
     try:
         for size in pieces:
             # Pages of zeros that were never written cost no memory of their own.
-            held.append(jax.device_put(np.zeros(size, np.uint8), pinned()))
+            held.append(jax.device_put(np.zeros(size, np.uint8), placement.slabs_at_rest))
             held[-1].block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

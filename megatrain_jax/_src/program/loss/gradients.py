@@ -26,23 +26,23 @@ def differentiated(
         arriving: For each output, whether a cotangent arrives.
         leaves: Values of its leaves.
         inputs: Values of its inputs.
-        wrap: Applied to the function of learned leaves and active inputs before it is
+        wrap: Applied to the function of trainable leaves and active inputs before it is
             differentiated.
 
     Returns:
-        The outputs, and the function from the cotangents that arrive to those of the learned leaves
-        and of the active inputs.
+        The outputs, and the function from the cotangents that arrive to those of the trainable
+        leaves and of the active inputs.
     """
-    learned, frozen = jx.split(stage.learned, leaves)
+    trainable, frozen = jx.split(stage.is_trainable, leaves)
     active, passive = jx.split(stage.active, inputs)
 
-    def run(learned, active):
-        leaves = jx.merge(stage.learned, learned, frozen)
+    def run(trainable, active):
+        leaves = jx.merge(stage.is_trainable, trainable, frozen)
         values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
         outputs = jx.evaluate(stage.jaxpr, values)
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
 
-    _, pull, outputs = jax.vjp(wrap(run), learned, active, has_aux=True)
+    _, pull, outputs = jax.vjp(wrap(run), trainable, active, has_aux=True)
     return outputs, pull
 
 
@@ -56,21 +56,21 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
         ValueError: All of them are so.
     """
     reached = {leaves[i].parameter for i in _reached_leaves(program)}
-    trained = {leaf.parameter: leaf.path for leaf in leaves if leaf.trainable}
+    trainable = {leaf.parameter: leaf.path for leaf in leaves if leaf.is_trainable}
     if not reached:
         raise ValueError(
-            f"the loss that loss_fn returns has no gradient: it depends on the {len(trained)} "
+            f"the loss that loss_fn returns has no gradient: it depends on the {len(trainable)} "
             "trained parameters only through what has no derivative, such as "
             "jax.lax.stop_gradient, integers (a cast, argmax) or comparisons, so that training "
             "would change nothing. Compute it from values that keep their derivative, or train "
             "others with `trainable`"
         )
-    names = ["/".join(map(str, path)) for p, path in trained.items() if p not in reached]
+    names = ["/".join(map(str, path)) for p, path in trainable.items() if p not in reached]
     if not names:
         return None
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return (
-        f"no gradient reaches {len(names)} of the {len(trained)} trained parameters, because the "
+        f"no gradient reaches {len(names)} of the {len(trainable)} trained parameters, because the "
         "loss does not depend on them, or only through what has no derivative "
         f"(jax.lax.stop_gradient, integers): {shown}. The optimizer updates them with zeros; "
         "`trainable` can leave them out"
@@ -79,28 +79,29 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
 
 def _reached_leaves(program: Program) -> frozenset[int]:
     """The leaves to which a cotangent of the loss flows."""
-    seeded = {program.outputs[0]}
+    with_cotangent = {program.outputs[0]}
     found: set[int] = set()
     known: dict[Hashable, tuple[list[bool], list[bool]]] = {}
     for stage in reversed(program.stages):
         arriving = tuple(
-            o in seeded and s for o, s in zip(stage.outputs, stage.seeded, strict=True)
+            o in with_cotangent and s
+            for o, s in zip(stage.outputs, stage.has_cotangent, strict=True)
         )
         if not any(arriving):
             continue
-        like = stage.key, stage.learned, stage.active, arriving
+        like = stage.key, stage.is_trainable, stage.active, arriving
         if like not in known:
             known[like] = _reached(stage, arriving)
         of_leaves, of_inputs = known[like]
-        learned, _ = jx.split(stage.learned, stage.leaves)
+        trainable, _ = jx.split(stage.is_trainable, stage.leaves)
         active, _ = jx.split(stage.active, stage.inputs)
-        found.update(i for i, reached in zip(learned, of_leaves, strict=True) if reached)
-        seeded.update(i for i, reached in zip(active, of_inputs, strict=True) if reached)
+        found.update(i for i, reached in zip(trainable, of_leaves, strict=True) if reached)
+        with_cotangent.update(i for i, reached in zip(active, of_inputs, strict=True) if reached)
     return frozenset(found)
 
 
 def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """For learned leaves and active inputs, whether their cotangents depend on those that arrive.
+    """For trainable leaves and active inputs, whether their cotangents depend on those that arrive.
 
     A pullback is linear: what does not depend on its arguments is zero.
     """
@@ -117,4 +118,4 @@ def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[b
     first = len(traced.consts)
     depends = jx.dependent(traced.jaxpr, traced.jaxpr.invars[first : first + len(cotangents)])
     flags = [not jx.is_literal(a) and a in depends for a in traced.jaxpr.outvars]
-    return flags[: sum(stage.learned)], flags[sum(stage.learned) :]
+    return flags[: sum(stage.is_trainable)], flags[sum(stage.is_trainable) :]

@@ -57,7 +57,7 @@ class Dataflow:
         self.read = effects.read_in(jaxpr)
         self.ordered: list[int] = []  # equations of stages whose effects are ordered
         pairs = zip(self.parameters, leaves, strict=True)
-        self.learned = {v for v, leaf in pairs if leaf.trainable}  # and what depends on these
+        self.trainable = {v for v, leaf in pairs if leaf.is_trainable}  # and what depends on these
         self.kind |= {v: PARAM for v in self.parameters} | {v: DATA for v in self.data}
         self.reads |= {v: frozenset((i,)) for i, v in enumerate(self.parameters)}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -74,8 +74,8 @@ class Dataflow:
             # A scalar made of one block's parameters (an L2 term) is a value of that block's stage.
             kind, self.floating[i] = MAIN, reads
         self.eqn_kind.append(kind)
-        if not self.learned.isdisjoint(ins):
-            self.learned.update(eqn.outvars)
+        if not self.trainable.isdisjoint(ins):
+            self.trainable.update(eqn.outvars)
         for v in eqn.outvars:
             self.kind[v], self.producer[v] = kind, i
             if kind == PARAM:

@@ -45,9 +45,9 @@ class Stage:
         leaves: Leaves it reads, in the jaxpr's order.
         inputs: Ids of the values it takes.
         outputs: Ids of the values it gives.
-        learned: For each leaf, whether it gets a gradient.
+        is_trainable: For each leaf, whether it gets a gradient.
         active: For each input, whether a cotangent flows back through it.
-        seeded: For each output, whether a cotangent arrives at it.
+        has_cotangent: For each output, whether a cotangent arrives at it.
         is_block: Whether it belongs to one of the model's blocks.
     """
 
@@ -58,24 +58,24 @@ class Stage:
     leaves: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    learned: tuple[bool, ...] = ()
+    is_trainable: tuple[bool, ...] = ()
     active: tuple[bool, ...] = ()
-    seeded: tuple[bool, ...] = ()
+    has_cotangent: tuple[bool, ...] = ()
     is_block: bool = False
 
     @property
     def has_backward(self) -> bool:
         """Whether the loss depends on it, and on something trainable in it or before it."""
-        return any(self.seeded)
+        return any(self.has_cotangent)
 
     @property
-    def learned_share(self) -> float:
+    def trainable_share(self) -> float:
         """Which part of its parameters gets gradients; 1 if it has none."""
         first = len(self.consts)
         leaves = self.jaxpr.invars[first : first + len(self.leaves)]
         sizes = [jx.num_elements(v.aval) for v in leaves]
-        learned = sum(n for n, learns in zip(sizes, self.learned, strict=True) if learns)
-        return learned / sum(sizes) if sizes else 1.0
+        trainable = sum(n for n, yes in zip(sizes, self.is_trainable, strict=True) if yes)
+        return trainable / sum(sizes) if sizes else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
     loss = traced.jaxpr.outvars[0]
     if jx.is_literal(loss) or flow.kind[loss] in (CONST, DATA):
         raise ValueError("the loss that loss_fn returns does not depend on any parameter")
-    if loss not in flow.learned:
+    if loss not in flow.trainable:
         raise ValueError(
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
@@ -285,16 +285,18 @@ class _Builder:
 
     def _activate(self, stages: list[Stage], outputs: Sequence[int]) -> list[Stage]:
         var_of = {n: v for v, n in self.ids.items()}
-        seeded = {outputs[0]}
+        with_cotangent = {outputs[0]}
         done = []
         for stage in reversed(stages):
-            arriving = tuple(o in seeded and jx.is_float(var_of[o].aval) for o in stage.outputs)
+            arriving = tuple(
+                o in with_cotangent and jx.is_float(var_of[o].aval) for o in stage.outputs
+            )
             active = tuple(
-                any(arriving) and jx.is_float(var_of[i].aval) and var_of[i] in self.flow.learned
+                any(arriving) and jx.is_float(var_of[i].aval) and var_of[i] in self.flow.trainable
                 for i in stage.inputs
             )
-            seeded.update(i for i, a in zip(stage.inputs, active, strict=True) if a)
-            done.append(dataclasses.replace(stage, active=active, seeded=arriving))
+            with_cotangent.update(i for i, a in zip(stage.inputs, active, strict=True) if a)
+            done.append(dataclasses.replace(stage, active=active, has_cotangent=arriving))
         return done[::-1]
 
     def _prologue(self):
@@ -395,7 +397,7 @@ class _Body:
             consts=values,
             key=jx.structural_key(jaxpr, values),
             leaves=tuple(number[v] for v in leaves),
-            learned=tuple(builder.flow.leaves[number[v]].trainable for v in leaves),
+            is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),
             outputs=tuple(builder.id(v) for v in self.outputs),
             is_block=bool(run.keys),

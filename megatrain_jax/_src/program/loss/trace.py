@@ -85,7 +85,7 @@ def leaves_of(
     traced: TracedLoss,
     paths: Sequence[Path],
     shapes: Sequence[jax.ShapeDtypeStruct],
-    trainable: Sequence[bool],
+    is_trainable: Sequence[bool],
     stacks: Sequence[Stack] | None = None,
 ) -> tuple[Leaf, ...]:
     """The leaves of the model, with stacks split as the traced loss reads them; None for all."""
@@ -93,7 +93,9 @@ def leaves_of(
     upstream = find_upstream(source.jaxpr, len(source.consts), traced.num_parameters)
     stacks = traced.stacks.stacks if stacks is None else stacks
     found = find_leaves(paths, shapes, stacks, upstream)
-    return tuple(dataclasses.replace(leaf, trainable=trainable[leaf.parameter]) for leaf in found)
+    return tuple(
+        dataclasses.replace(leaf, is_trainable=is_trainable[leaf.parameter]) for leaf in found
+    )
 
 
 def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:

@@ -21,7 +21,7 @@ from megatrain_jax._src.program.optimizer.slicing import (
     MIXED,
     NEUTRAL,
     Conflict,
-    Part,
+    Fragment,
     Slicer,
     influences,
 )
@@ -78,14 +78,14 @@ class OptimizerCut:
     state_shapes: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[tuple[StateLeaf, ...], ...]
     globals: tuple[StateLeaf, ...]
-    reduce: tuple[Part, ...]
+    reduce: tuple[Fragment, ...]
     reduce_reads: frozenset[str]
-    combine: Part
-    apply: tuple[Part, ...]
+    combine: Fragment
+    apply: tuple[Fragment, ...]
     messages: tuple[tuple[int, ...], ...]
     num_messages: int
-    initial_state: tuple[Part, ...]
-    initial_globals: Part
+    initial_state: tuple[Fragment, ...]
+    initial_globals: Fragment
 
 
 def cut_optimizer(
@@ -234,7 +234,7 @@ class _Cutter:
             reduce_reads=self._reads(reduced),
             combine=combine,
             apply=tuple(
-                self.slicer.part(eqns, [*self._arguments(g), *messages], outputs[g])
+                self.slicer.fragment(eqns, [*self._arguments(g), *messages], outputs[g])
                 for g, (eqns, messages) in enumerate(closures)
             ),
             messages=tuple(tuple(ids[v] for v in messages) for _, messages in closures),
@@ -265,7 +265,7 @@ class _Cutter:
                 self.slicer.promoted.add(v)
         return outputs
 
-    def _combine(self, messages: list[Any]) -> tuple[Part, list[list[Any]]]:
+    def _combine(self, messages: list[Any]) -> tuple[Fragment, list[list[Any]]]:
         outputs = [*messages, *(self.new_tokens[t] for t in self.shared)]
         eqns, scalars = self.slicer.closure(outputs, self.slicer.is_reduced)
         reduced: list[list[Any]] = [[] for _ in range(self.form.num_groups)]
@@ -273,19 +273,19 @@ class _Cutter:
             reduced[self.slicer.group[v]].append(v)
         arguments = [self.loss, *(self.tokens[t] for t in self.shared)]
         arguments += [v for row in reduced for v in row]
-        return self.slicer.part(eqns, arguments, outputs), reduced
+        return self.slicer.fragment(eqns, arguments, outputs), reduced
 
-    def _reduce(self, g: int, scalars: list[Any]) -> Part:
+    def _reduce(self, g: int, scalars: list[Any]) -> Fragment:
         eqns, _ = self.slicer.closure(scalars, lambda _: False)
         shared = [self.loss, *(self.tokens[t] for t in self.shared)]
-        return self.slicer.part(eqns, [*self._arguments(g), *shared], scalars)
+        return self.slicer.fragment(eqns, [*self._arguments(g), *shared], scalars)
 
     def _reads(self, reduced: list[list[Any]]) -> frozenset[str]:
         read = self.slicer.sources([v for row in reduced for v in row])
         kinds = {"P": self.params, "O": self.tokens}
         return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
-    def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Part:
+    def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Fragment:
         slicer, groups = self.initial, self.initial_groups
         outputs = [self.init.jaxpr.outvars[t] for t in tokens]
         for t, v in zip(tokens, outputs, strict=True):
@@ -295,4 +295,4 @@ class _Cutter:
                     f"it isn't the state of alone; {_SUGGESTION}"
                 )
         eqns, _ = slicer.closure(outputs, lambda _: False)
-        return slicer.part(eqns, [self.initial_params[i] for i in leaves], outputs)
+        return slicer.fragment(eqns, [self.initial_params[i] for i in leaves], outputs)

@@ -1,7 +1,7 @@
 """Slices a traced update by group: what each group computes alone, and what all compute together.
 
 Groups may influence each other only through small values that are made of scalars. This is the
-part of cutting an optimizer that knows jaxprs; `optim.py` knows Optax.
+part of cutting an optimizer that knows jaxprs; `trace.py` knows Optax.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ TINY = 16  # elements: values up to this size are sent to a group rather than co
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """A pure function as a jaxpr.
+class Fragment:
+    """What one group, or all of them together, compute of an update: a pure function as a jaxpr.
 
     Attributes:
         jaxpr: Takes the constants, then its arguments.
         consts: Values of the constants.
-        key: Equal for parts that compute the same.
+        key: Equal for fragments that compute the same.
     """
 
     jaxpr: Any
@@ -196,7 +196,7 @@ class Slicer:
     ) -> tuple[list[Any], list[Any]]:
         """Equations behind some outputs up to `stop`, and the variables at which it stopped.
 
-        Their order follows from the outputs alone, so that like groups get like parts.
+        Their order follows from the outputs alone, so that like groups get like fragments.
         """
         eqns: list[Any] = []
         stopped: dict[Any, None] = {}
@@ -226,13 +226,13 @@ class Slicer:
                 todo += needed(self.jaxpr.eqns[i].invars)
         return eqns, list(stopped)
 
-    def part(self, eqns: Sequence, arguments: Sequence, outputs: Sequence) -> Part:
-        """Makes a part of equations; its arguments are there even if nothing reads them."""
+    def fragment(self, eqns: Sequence, arguments: Sequence, outputs: Sequence) -> Fragment:
+        """Makes a fragment of equations; its arguments are there even if nothing reads them."""
         atoms = [a for e in eqns for a in e.invars] + list(outputs)
         used = list(dict.fromkeys(v for v in jx.variables(atoms) if v in self.consts))
         values = tuple(self.consts[v] for v in used)
         jaxpr = jx.sub_jaxpr(self.jaxpr, eqns, [*used, *arguments], outputs)
-        return Part(jaxpr=jaxpr, consts=values, key=jx.structural_key(jaxpr, values))
+        return Fragment(jaxpr=jaxpr, consts=values, key=jx.structural_key(jaxpr, values))
 
 
 def influences(
