@@ -138,6 +138,11 @@ RUN = {
         (0, -1, 2**63 - 1, np.uint32(7)),
         ("a", 1.5, 2.0, float("nan"), True, None, 2**63, -(2**64), np.arange(2), *NOTHING_USEFUL),
     ),
+    "max_skipped": Argument(COUNTS, (*NO_COUNTS, None)),
+    "hardware": Argument(
+        (None, mt.H200, mt.RTX_4090),
+        ("H100", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),
+    ),
 }
 START = {
     "params": Argument(
@@ -182,18 +187,7 @@ PARTS = {"model": MODEL, "loss_fn": LOSS, "optimizer": OPTIMIZER}
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Argument]]] = {
     "fit": (mt.fit, PARTS | LOOP | RUN | START | {"resume": Argument((True, False), NO_FLAGS)}),
     "Trainer": (mt.Trainer, PARTS | {"sample_batch": SAMPLE} | RUN | START),
-    "plan": (
-        mt.plan,
-        PARTS
-        | {"sample_batch": SAMPLE}
-        | RUN
-        | {
-            "hardware": Argument(
-                (None, mt.H200, mt.RTX_4090),
-                ("H100", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),
-            )
-        },
-    ),
+    "plan": (mt.plan, PARTS | {"sample_batch": SAMPLE} | RUN),
 }
 
 

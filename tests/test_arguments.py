@@ -4,11 +4,12 @@ Misuses are drawn from a table of what an argument must not be, together with ri
 others, so that no order of checks is privileged.
 """
 
+import inspect
 import random
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax import losses
+from megatrain_jax._src.build.options import LoopArguments, LoopOptions, Options, RunArguments
 from misuses import (
     BATCH,
     ENTRIES,
@@ -149,6 +151,24 @@ def test_right_arguments_of_every_kind_pass(seed: int, tmp_path: Path):
     function, arguments = ENTRIES["plan"]
     found = function(**right_arguments(rng, arguments, tmp_path))
     assert found.num_parameters == 18
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, "train"])
+def test_signatures_show_every_option(entry: str):
+    function, arguments = entry_of(entry)
+    shown = inspect.signature(function).parameters
+    assert set(shown) == set(arguments)
+    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+    with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'$"):
+        function(*(None for p in shown.values() if p.default is p.empty), microbatch=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "record"),
+    [(RunArguments, Options), (LoopArguments, LoopOptions)],
+)
+def test_type_checkers_know_the_options_of_a_record(arguments: Any, record: Any):
+    assert get_type_hints(arguments) == get_type_hints(record)
 
 
 def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):

@@ -10,8 +10,10 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax._src.build.budget import with_temporaries
 from megatrain_jax._src.build.step_kernels import compile_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.report.make_plan import make_plan
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
 from zoo import CASES
@@ -79,9 +81,10 @@ def test_calls_pass_what_their_kernels_take(optimizer, budget, monkeypatch):
 
         return function if kernel.takes is None else run
 
-    monkeypatch.setattr("megatrain_jax._src.build.run_spec.H200", SLOW)  # where keeping is worth it
     monkeypatch.setattr(KernelCache, "get", watched_get)
-    trainer = make_trainer(case, OPTIMIZERS[optimizer], budget=budget, microbatches=2)
+    # Where arithmetic is slow, keeping residuals is worth it.
+    options = {"budget": budget, "microbatches": 2, "hardware": SLOW}
+    trainer = make_trainer(case, OPTIMIZERS[optimizer], **options)
     for seed in range(2):
         trainer.step(case.batch(seed))
     trainer.flush()
@@ -109,22 +112,25 @@ def test_the_memory_that_a_function_needs_is_seen():
 def test_an_automatic_budget_is_what_the_device_has_left():
     spec = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])._spec
     least, most = spec.first.schedule.smallest_bytes, spec.first.schedule.all_resident_bytes
-    taken = spec.plan().device_other_bytes + 1000
-    assert spec.automatic and spec.plan().device_temporary_bytes is None
+    plan = make_plan(spec)
+    taken = plan.device_other_bytes + 1000
+    assert spec.options.device_budget is None and plan.device_temporary_bytes is None
 
     def with_room_for(num_bytes):
         gaps = spec.largest_slab_bytes
-        return spec.with_temporaries(1000, int((taken + gaps + num_bytes) / 0.95) + 1, False)
+        device_bytes = int((taken + gaps + num_bytes) / 0.95) + 1
+        return with_temporaries(spec, 1000, device_bytes, estimated=False)
 
     for room in (0, least, (least + most) // 2, most, 10 * most):
-        planned = with_room_for(room).plan()
+        planned = make_plan(with_room_for(room))
         assert planned.device_state_bytes <= max(room, least)
         assert planned.device_temporary_bytes == 1000
         assert planned.device_bytes == planned.device_state_bytes + taken
-    assert with_room_for(most).plan().bytes_in == 0 < with_room_for(least).plan().bytes_in
-    assert spec.with_temporaries(1000, None, False).first is spec.first
-    fixed = dataclasses.replace(spec, automatic=False)
-    assert fixed.with_temporaries(1000, 10 * most, False).first is spec.first
+    assert make_plan(with_room_for(most)).bytes_in == 0 < make_plan(with_room_for(least)).bytes_in
+    assert with_temporaries(spec, 1000, None, estimated=False).first is spec.first
+    options = dataclasses.replace(spec.options, device_budget="least")
+    fixed = dataclasses.replace(spec, options=options)
+    assert with_temporaries(fixed, 1000, 10 * most, estimated=False).first is spec.first
 
 
 @pytest.mark.parametrize("budget", ["most", "LEAST", ""])
@@ -135,5 +141,5 @@ def test_a_budget_in_words_has_to_be_known(budget):
 
 def test_the_least_budget_by_its_name():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="least")
-    spec = trainer._spec
-    assert not spec.automatic and spec.plan().device_state_bytes == spec.first.schedule.peak_bytes
+    schedule = trainer._spec.first.schedule
+    assert trainer.plan.device_state_bytes == schedule.peak_bytes <= schedule.smallest_bytes

@@ -143,16 +143,15 @@ def test_prefetch_puts_batches_on_the_device_ahead():
             yield batch_of(index)
 
     with jax.transfer_guard("disallow"):
-        batches = Prefetch(numbered(4), check_batch, depth=2)
+        batches = Prefetch(numbered(4), check_batch)
         assert drawn == []
         first = next(batches)
         assert isinstance(first["x"], jax.Array)
         batches.fill()
         batches.fill()
-        assert len(drawn) == 3
+        assert len(drawn) == 2
         assert len(list(batches)) == 3
-    with pytest.raises(ValueError, match="`depth` must be at least 1"):
-        Prefetch([], check_batch, depth=0)
+        assert batches.exhausted
 
 
 def test_work_is_counted_in_tokens_or_examples():

@@ -184,9 +184,9 @@ def layers_in_a_loop(p, x):
 FOUR = [nested.layer(D)] * 4
 LARGE = {
     "names": ({f"layer{c}": nested.layer(D) for c in "1234"}, layers_by_name,
-              "the stage head holds 3.0 MiB of the model's 4.5 MiB of fp32 parameters, because its "
-              "like parts body.layer1, body.layer2, body.layer3, … have no numbers as the elements "
-              "of a list have: put them into a list (`layers/3`), or call them by number "
+              "the stage head holds 3.00 MiB of the model's 4.53 MiB of fp32 parameters, because "
+              "its like parts body.layer1, body.layer2, body.layer3, … have no numbers as the "
+              "elements of a list have: put them into a list (`layers/3`), or call them by number "
               "(`layer_1`), and each becomes a stage"),
     "others": ([{"layers": FOUR, "others": {c: (D, D) for c in "abcdefghijklmnopqr"}}, FOUR[0]],
                lambda p, x: nested.run_layer(p[1], layers_beside_others(p[0], x)),

@@ -14,7 +14,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import losses
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import RunOptions
+from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -51,7 +51,7 @@ def test_loops_count_the_most_of_one_round():
 @pytest.mark.parametrize("name", ["nnx_tied", "moe", "unet", "shared_block", "batchnorm_nnx"])
 def test_the_estimate_is_near_what_compiled_functions_need(name):
     case, precision = CASES[name], mt.Precision(compute=jnp.float32)
-    options = RunOptions(precision=precision)
+    options = Options(precision=precision)
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
     spec = make_run_spec(adapted, case.loss_fn, optax.adamw(1e-3), case.batch(0), options)
     rest, placement = (spec.first, spec.layouts, spec.optimizer), on_one_device(default_device())

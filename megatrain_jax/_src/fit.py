@@ -1,61 +1,44 @@
 """Trains a model in one call."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import optax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.batches import check_batch
+from megatrain_jax._src.build.inputs import check_data, check_parts, check_trainer
 from megatrain_jax._src.build.options import (
-    DeviceBudget,
-    EvalData,
+    FitArguments,
+    LoopArguments,
     LoopOptions,
-    OnNonfinite,
-    RunOptions,
-    Trainable,
-    check_data,
-    check_parts,
-    check_trainer,
+    Options,
+    options_of,
+    shows,
 )
-from megatrain_jax._src.build.precision import Precision
-from megatrain_jax._src.train.loop import Callback
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over
 from megatrain_jax._src.train.run import Run
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Source, numbered
 from megatrain_jax._src.trainer import Trainer
 
-_DEFAULT_PRECISION = Precision()
 _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
+_END = object()
 
 
+@shows(LoopOptions, Options)
 def fit(
     model: Any,
     loss_fn: Callable[..., Any],
     data: Iterable[Any],
     optimizer: optax.GradientTransformation,
     *,
-    steps: int | None = None,
-    microbatches: int = 1,
-    precision: Precision = _DEFAULT_PRECISION,
-    device_budget: DeviceBudget = None,
     params: Any = None,
-    trainable: Trainable = None,
-    on_nonfinite: OnNonfinite = "raise",
-    max_skipped: int = 10,
-    seed: int = 0,
-    eval_data: EvalData | None = None,
-    eval_every: int | None = None,
-    checkpoint_dir: str | PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    keep: int = 3,
     resume: bool = True,
-    callbacks: Sequence[Callback] = (),
-    progress: bool = True,
+    **options: Unpack[FitArguments],
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
@@ -74,20 +57,25 @@ def fit(
         data: An iterable of batches. A batch is a pytree of arrays with a leading axis of
             examples; the first one sets the structure and the dtypes.
         optimizer: An Optax gradient transformation.
+        params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
+            A run that resumes has its own.
+        resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
+            batch that came after it: `data` is put there by `set_state` if its iterator has that
+            (Grain), or else by skipping the batches that were used. Newer checkpoints that can't
+            be read are renamed. Without it, `checkpoint_dir` must hold no steps yet.
         steps: How many batches to train on, those before a checkpoint included; None trains until
             `data` ends.
         microbatches: Into how many equal parts each batch is cut.
         precision: Which dtype the masters have and which one computes.
         device_budget: Bytes of device memory that state may occupy, "least", or None for what the
             device has left; see `Trainer`.
-        params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
-            A run that resumes has its own.
         trainable: Which parameters are trained, as a regular expression on their paths or a
             function of the path; None trains all. See `Trainer`.
         on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state as they were; see `Trainer`.
         max_skipped: How many steps in a row may be skipped; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
+        hardware: The machine whose rates steps are scheduled by; see `Trainer`.
         eval_data: Batches to evaluate on, or a function that returns them, called for each
             evaluation and not before; they are iterated over anew each time.
         eval_every: Evaluate after each step whose number this divides. The run's end is always
@@ -98,10 +86,6 @@ def fit(
         checkpoint_every: Save after each step whose number this divides. Training goes on while
             a checkpoint is written.
         keep: How many checkpoints to keep, the newest ones.
-        resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
-            batch that came after it: `data` is put there by `set_state` if its iterator has that
-            (Grain), or else by skipping the batches that were used. Newer checkpoints that can't
-            be read are renamed. Without it, `checkpoint_dir` must hold no steps yet.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
             record's. A callback ends the run early by raising `KeyboardInterrupt`.
@@ -123,80 +107,33 @@ def fit(
             can be read.
         SystemExit: After SIGTERM.
     """
-    options = LoopOptions(
-        steps=steps,
-        eval_data=eval_data,
-        eval_every=eval_every,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        resume=resume,
-        callbacks=callbacks,
-        progress=progress,
-    )
-    shape = RunOptions(
-        microbatches=microbatches,
-        precision=precision,
-        device_budget=device_budget,
-        trainable=trainable,
-        on_nonfinite=on_nonfinite,
-        max_skipped=max_skipped,
-        seed=seed,
-    )
+    loop, run = options_of(fit, LoopOptions, options), options_of(fit, Options, options)
+    resume = checks.boolean("resume", resume)
     check_parts(model, loss_fn, optimizer, params)
     check_data("data", data, _ONE_BATCH)
-    with _series(options) as series:
+    with _series(loop) as series:
         source = Source(data)
-        try:
-            sample = next(source)
-        except StopIteration:
-            raise ValueError(EMPTY) from None
-        with numbered(1):
-            check_batch(sample, shape.microbatches)
+        sample = _first_batch(source, run.microbatches)
         trainer = Trainer(
-            model,
-            loss_fn,
-            optimizer,
-            sample,
-            microbatches=microbatches,
-            precision=precision,
-            device_budget=device_budget,
-            params=params,
-            trainable=trainable,
-            on_nonfinite=on_nonfinite,
-            max_skipped=max_skipped,
-            seed=seed,
-            progress=progress,
+            model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
         del params
         with handed_over(trainer):
-            facts = None
-            if series is not None:
-                facts = series.resume(trainer) if options.resume else series.begin(trainer)
             batches: Iterator[Any] = chain([sample], source)
-            first = 0
+            first, facts = 0, None
+            if series is not None:
+                facts = series.resume(trainer) if resume else series.begin(trainer)
             if series is not None and facts is not None:
-                if options.progress:
+                if loop.progress:
                     tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-                source.go_to(facts["data"], options.progress)
+                source.go_to(facts["data"], loop.progress)
                 batches, first = source, source.count
-            run = Run(trainer=trainer, source=source, first=first, counted_from=0)
-            return run.train(batches, options, series)
+            call = Run(trainer=trainer, source=source, first=first, counted_from=0)
+            return call.train(batches, loop, series)
 
 
-def train(
-    trainer: Trainer,
-    data: Iterable[Any],
-    *,
-    steps: int | None = None,
-    eval_data: EvalData | None = None,
-    eval_every: int | None = None,
-    checkpoint_dir: str | PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    keep: int = 3,
-    callbacks: Sequence[Callback] = (),
-    progress: bool = True,
-) -> FitResult:
+@shows(LoopOptions)
+def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments]) -> FitResult:
     """Trains on with a trainer; `fit` is `Trainer` followed by this.
 
     It ends as `fit` does: after Ctrl-C, after SIGTERM, and with an error.
@@ -226,27 +163,33 @@ def train(
         DataRanOutError: See `fit`.
         FloatingPointError: See `fit`.
     """
-    options = LoopOptions(
-        steps=steps,
-        eval_data=eval_data,
-        eval_every=eval_every,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        callbacks=callbacks,
-        progress=progress,
-    )
+    loop = options_of(train, LoopOptions, options)
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
-    with handed_over(trainer), _series(options) as series:
+    with handed_over(trainer), _series(loop) as series:
         if series is not None:
             series.begin(trainer)
         source = Source(data)
         run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
-        return run.train(source, options, series)
+        return run.train(source, loop, series)
 
 
 def _series(options: LoopOptions) -> AbstractContextManager[Checkpoints | None]:
     if options.checkpoint_dir is None:
         return nullcontext()
     return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep)
+
+
+def _first_batch(source: Source, microbatches: int) -> Any:
+    """The first batch of the data, which a trainer is made from.
+
+    Raises:
+        ValueError: If there is none, or it can't be cut into microbatches.
+        TypeError: If it is no pytree of arrays.
+    """
+    sample = next(source, _END)
+    if sample is _END:
+        raise ValueError(EMPTY)
+    with numbered(1):
+        check_batch(sample, microbatches)
+    return sample

@@ -1,41 +1,28 @@
 """What a run will need, on shapes alone."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.options import (
-    DeviceBudget,
-    OnNonfinite,
-    RunOptions,
-    Trainable,
-    check_parts,
-)
-from megatrain_jax._src.build.precision import Precision
-from megatrain_jax._src.build.run_spec import fit_to_device, make_run_spec
+from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.inputs import check_parts
+from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.state.hardware import Hardware
-
-_DEFAULT_PRECISION = Precision()
 
 
+@shows(Options)
 def plan(
     model: Any,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
-    *,
-    microbatches: int = 1,
-    precision: Precision = _DEFAULT_PRECISION,
-    device_budget: DeviceBudget = None,
-    trainable: Trainable = None,
-    on_nonfinite: OnNonfinite = "raise",
-    seed: int = 0,
-    hardware: Hardware | None = None,
+    **options: Unpack[RunArguments],
 ) -> Plan:
     """Says what a run would need, without allocating it and without a GPU.
 
@@ -50,6 +37,7 @@ def plan(
             estimate of what compiled functions need, and the least if its memory isn't known.
         trainable: See `Trainer`.
         on_nonfinite: See `Trainer`.
+        max_skipped: See `Trainer`; a plan doesn't depend on it.
         seed: See `Trainer`.
         hardware: The machine to plan for; None leaves out what depends on it.
 
@@ -75,18 +63,10 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    options = RunOptions(
-        microbatches=microbatches,
-        precision=precision,
-        device_budget=device_budget,
-        trainable=trainable,
-        on_nonfinite=on_nonfinite,
-        seed=seed,
-        hardware=hardware,
-    )
+    run = options_of(plan, Options, options)
     check_parts(model, loss_fn, optimizer)
-    check_batch(sample_batch, options.microbatches, "sample_batch")
-    adapted, _ = adapt(model, loss_fn, sample_batch, options.seed)
-    spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
-    usable = None if hardware is None else hardware.usable_bytes
-    return fit_to_device(spec, KernelCache(), usable, None).plan(hardware)
+    check_batch(sample_batch, run.microbatches, "sample_batch")
+    adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
+    spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
+    usable = None if run.hardware is None else run.hardware.usable_bytes
+    return make_plan(fit_to_device(spec, KernelCache(), usable, None))

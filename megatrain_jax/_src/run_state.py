@@ -33,18 +33,17 @@ class RunState:
         history: One record a step; `fit` and `train` write it.
     """
 
-    def __init__(self, spec: RunSpec, engine: Engine, max_skipped: int, progress: bool):
+    def __init__(self, spec: RunSpec, engine: Engine, progress: bool):
         """Holds the state of a run before its first step.
 
         Args:
             spec: What the state is.
             engine: What runs steps on it; its store is filled.
-            max_skipped: How many steps in a row may be skipped.
             progress: Whether to show a progress bar while a checkpoint is restored.
         """
         self.history = History()
         self._spec, self._engine, self._store = spec, engine, engine.store
-        self._training = Training(engine, spec.grouping.names, max_skipped)
+        self._training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
         self._progress = progress
 

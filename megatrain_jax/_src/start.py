@@ -4,28 +4,28 @@ import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import Initial
-from megatrain_jax._src.build.run_spec import RunSpec, fit_to_device
+from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import check_device
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.initialise import initialise
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device, on_one_device
 
 
 def start(
-    spec: RunSpec, initial: Initial, seed: int, hardware: Hardware | None, progress: bool
+    spec: RunSpec, initial: Initial, progress: bool, *, has_gpu: bool
 ) -> tuple[RunSpec, Engine]:
     """Makes the engine of a run on this machine, and the store that it runs on.
 
     Args:
         spec: The run.
         initial: The values of its parameters and of the model's other state.
-        seed: What the loss's random numbers are drawn from.
-        hardware: This machine, if it has a GPU.
         progress: Whether to show a progress bar.
+        has_gpu: Whether this machine has one, whose memory the run has to fit.
 
     Returns:
         The run with its device budget known, and the engine before the first step.
@@ -35,14 +35,14 @@ def start(
     """
     placement, kernels = on_one_device(default_device()), KernelCache()
     with group_bar("compiling", spec, progress) as bar:
-        if hardware is not None:
+        if has_gpu:
             free = pool.free_device_bytes(placement)
             spec = fit_to_device(spec, kernels, free, placement)
-            check_device(spec.plan(hardware), free)
+            check_device(make_plan(spec), free)
         bar.set_description("reserving host memory")
-        pool.reserve(placement, spec.host_bytes_needed, spec.largest_slab_bytes)
+        pool.reserve(placement, make_plan(spec).host_peak_bytes, spec.largest_slab_bytes)
         bar.set_description("initialising")
-        store = Store(spec.layouts, placement, jax.random.key(seed))
+        store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         initialise(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
 

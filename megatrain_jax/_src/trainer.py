@@ -1,7 +1,8 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import optax
@@ -9,22 +10,15 @@ import optax
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
-from megatrain_jax._src.build.options import (
-    DeviceBudget,
-    OnNonfinite,
-    RunOptions,
-    Trainable,
-    check_data,
-    check_loss,
-    check_parts,
-)
-from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.inputs import check_data, check_loss, check_parts
+from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, make_run_spec
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import weighted_means
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.report.plan_warning import warn_of
+from megatrain_jax._src.report.warnings import find_warnings, warn_of
 from megatrain_jax._src.run_state import RunState
 from megatrain_jax._src.runtime.evaluation import evaluate_batches
 from megatrain_jax._src.runtime.exhausted import advised
@@ -34,8 +28,6 @@ from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.start import start
 from megatrain_jax._src.state.hardware import this_machine
 
-_DEFAULT_PRECISION = Precision()
-
 
 class Trainer(RunState):
     """Trains one model whose parameters and optimizer state live in pinned host memory.
@@ -44,6 +36,7 @@ class Trainer(RunState):
         history: One record a step; `fit` and `train` write it.
     """
 
+    @shows(Options)
     def __init__(
         self,
         model: Any,
@@ -51,15 +44,9 @@ class Trainer(RunState):
         optimizer: optax.GradientTransformation,
         sample_batch: Any,
         *,
-        microbatches: int = 1,
-        precision: Precision = _DEFAULT_PRECISION,
-        device_budget: DeviceBudget = None,
         params: Any = None,
-        trainable: Trainable = None,
-        on_nonfinite: OnNonfinite = "raise",
-        max_skipped: int = 10,
-        seed: int = 0,
         progress: bool = True,
+        **options: Unpack[RunArguments],
     ):
         """Cuts the model, checks that it fits, and initialises its state in host memory.
 
@@ -71,6 +58,11 @@ class Trainer(RunState):
             optimizer: An Optax gradient transformation.
             sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one. Every array has a leading
                 axis of examples.
+            params: Parameters to start from instead of the model's own: a tree of arrays under the
+                model's paths (anything with a shape, a dtype and `__array__`, such as a file
+                mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
+                can read. Their dtype may be narrower than the masters', not wider.
+            progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Into how many equal parts each training batch is split. The loss and
                 the gradient are the means over the parts.
             precision: Which dtype the masters have and which one computes.
@@ -79,10 +71,6 @@ class Trainer(RunState):
                 the last bits. "least" for the smallest number with which no step waits for room;
                 None for what the device has left beside compiled functions, and the least where
                 JAX doesn't tell.
-            params: Parameters to start from instead of the model's own: a tree of arrays under the
-                model's paths (anything with a shape, a dtype and `__array__`, such as a file
-                mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
-                can read. Their dtype may be narrower than the masters', not wider.
             trainable: Which parameters are trained: a regular expression to be found in their
                 paths, such as ``"layers/.*/(q|v)_proj"``, a function of the path, or None for all.
                 The others have neither gradients nor optimizer state and are only copied to the
@@ -93,7 +81,8 @@ class Trainer(RunState):
                 decision over all gradients, so no parameter is updated before all are known.
             max_skipped: How many steps in a row may be skipped; the last of them is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-            progress: Whether to show a progress bar while the state is made or restored.
+            hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
+                this one, or an H200 where there is no GPU. How much memory there is, is found out.
 
         Raises:
             TypeError: If an argument is of another type than it should be.
@@ -102,32 +91,24 @@ class Trainer(RunState):
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
-        hardware = this_machine()
-        options = RunOptions(
-            microbatches=microbatches,
-            precision=precision,
-            device_budget=device_budget,
-            trainable=trainable,
-            on_nonfinite=on_nonfinite,
-            max_skipped=max_skipped,
-            seed=seed,
-            hardware=hardware,
-        )
+        run = options_of(Trainer.__init__, Options, options)
+        machine = this_machine()
+        run = dataclasses.replace(run, hardware=run.hardware or machine)
         progress = checks.boolean("progress", progress)
         check_parts(model, loss_fn, optimizer, params)
-        check_batch(sample_batch, options.microbatches, "sample_batch")
-        adapted, initial = adapt(model, loss_fn, sample_batch, options.seed)
+        check_batch(sample_batch, run.microbatches, "sample_batch")
+        adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         del model
         adapted.check_batch(sample_batch)
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
-        warn_of(spec.warnings)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
+        warn_of(find_warnings(spec))
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        spec, engine = start(spec, initial, options.seed, hardware, progress)
-        super().__init__(spec, engine, options.max_skipped, progress)
+        spec, engine = start(spec, initial, progress, has_gpu=machine is not None)
+        super().__init__(spec, engine, progress)
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
-        self._plans: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
+        self._steps: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
 
     @advised()
     def step(self, batch: Any) -> StepMetrics:
@@ -147,7 +128,7 @@ class Trainer(RunState):
         """
         self._training.check_whole()
         self.check_batch(batch)
-        step = self._step_plan(batch, train=True, loss_fn=self._spec.loss_fn)
+        step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
         self._training.wait_for_room()
         with deferred_interrupt():
             self._training.check_whole()
@@ -218,7 +199,7 @@ class Trainer(RunState):
         def bind(batch: Any) -> BoundStep:
             check_batch(batch)
             self._spec.adapted.check_batch(batch)
-            return self._step_plan(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
+            return self._bound_step(batch, train=False, loss_fn=loss_fn or self._spec.loss_fn)
 
         rows, sizes = evaluate_batches(self._engine, batches, bind)
         if not rows:
@@ -228,7 +209,7 @@ class Trainer(RunState):
     @property
     def plan(self) -> Plan:
         """What a step needs and does on this machine."""
-        return self._spec.plan(this_machine())
+        return make_plan(self._spec)
 
     @property
     def schedule(self) -> Schedule:
@@ -240,8 +221,8 @@ class Trainer(RunState):
         """The stages that such a step is cut into, each with the groups it reads."""
         return self._spec.first.stages
 
-    def _step_plan(self, batch, *, train: bool, loss_fn) -> BoundStep:
+    def _bound_step(self, batch, *, train: bool, loss_fn) -> BoundStep:
         key = (batch_key(batch), train, loss_fn)
-        if key not in self._plans:
-            self._plans[key] = self._spec.step_plan(batch, train=train, loss_fn=loss_fn)
-        return self._plans[key]
+        if key not in self._steps:
+            self._steps[key] = self._spec.bound_step(batch, train=train, loss_fn=loss_fn)
+        return self._steps[key]

@@ -1,22 +1,20 @@
-"""The options of a run: what they are, and what each may be.
+"""The options of a run: what they are, what each may be, and how functions take them.
 
-`fit`, `train`, `Trainer` and `plan` build these records from their arguments first of all, so that
-a mistake is named before data is drawn, and before anything is traced, made or saved.
+`fit`, `train`, `Trainer` and `plan` take them as `**options` and make these records first of all,
+so that a mistake is named before data is drawn, and before anything is traced, made or saved. An
+option is added here (its type for callers, its default and its check) and to the docstrings.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from megatrain_jax._src.adapt.adapters import check_model
-from megatrain_jax._src.adapt.loss_function import takes_rng
-from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
-from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.state import hardware as machines
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -29,8 +27,21 @@ EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
 _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
 
 
+class RunArguments(TypedDict, total=False):
+    """The fields of `Options` as arguments, for type checkers."""
+
+    microbatches: int
+    precision: Precision
+    device_budget: DeviceBudget
+    trainable: Trainable
+    on_nonfinite: OnNonfinite
+    max_skipped: int
+    seed: int
+    hardware: Hardware | None
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class Options:
     """What shapes a run and its steps; see `Trainer`. Integers are stored as Python's own.
 
     Raises:
@@ -62,6 +73,19 @@ class RunOptions:
         _check_hardware(self.hardware)
 
 
+class LoopArguments(TypedDict, total=False):
+    """The fields of `LoopOptions` as arguments, for type checkers."""
+
+    steps: int | None
+    eval_data: EvalData | None
+    eval_every: int | None
+    checkpoint_dir: str | PathLike[str] | None
+    checkpoint_every: int | None
+    keep: int
+    callbacks: Sequence[Callable[..., None]]
+    progress: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
     """What the loop does besides steps; see `fit`. Integers are stored as Python's own.
@@ -77,7 +101,6 @@ class LoopOptions:
     checkpoint_dir: str | PathLike[str] | None = None
     checkpoint_every: int | None = None
     keep: int = 3
-    resume: bool = True
     callbacks: Sequence[Callable[..., None]] = ()
     progress: bool = True
 
@@ -89,7 +112,6 @@ class LoopOptions:
             eval_every=_integer_or_none("eval_every", self.eval_every),
             checkpoint_every=_integer_or_none("checkpoint_every", self.checkpoint_every),
             keep=checks.integer("keep", self.keep),
-            resume=checks.boolean("resume", self.resume),
             callbacks=_callbacks(self.callbacks),
             progress=checks.boolean("progress", self.progress),
         )
@@ -103,88 +125,63 @@ class LoopOptions:
             raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs a `checkpoint_dir`")
 
 
-def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) -> None:
-    """Checks the kinds of what is trained and how, without looking into it.
+class FitArguments(LoopArguments, RunArguments, total=False):
+    """All options of `fit`, which takes those of both records."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Record = TypeVar("_Record", Options, LoopOptions)
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+def shows(*records: type) -> Callable[[_Function], _Function]:
+    """A decorator: the function's signature shows records' fields in place of its `**options`.
+
+    So `help`, notebooks and `inspect` tell every option and its default.
+    """
+
+    def shown(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = [
+            inspect.Parameter(f.name, _BY_NAME, default=f.default, annotation=f.type)
+            for record in records
+            for f in fields(record)
+        ]
+        function.__signature__ = signature.replace(parameters=own + named)  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def options_of(
+    function: Callable[..., Any], record: type[_Record], given: Mapping[str, Any]
+) -> _Record:
+    """Makes a record of those options given to a function that are the record's own.
 
     Args:
-        model: See `Trainer`.
-        loss_fn: See `Trainer`.
-        optimizer: See `Trainer`.
-        params: See `Trainer`.
+        function: A function that `shows` the record.
+        record: The record's class.
+        given: The function's `**options`.
 
     Raises:
-        TypeError: If one of them is of no supported kind.
-        ValueError: If `params` is neither a path nor a tree of arrays.
+        TypeError: If the function has no such option, or one is of another type.
+        ValueError: See the record.
     """
-    check_model(model)
-    check_loss(loss_fn)
-    _check_optimizer(optimizer)
-    if isinstance(params, str | PathLike):
-        checks.path("params", params, ", or a tree of arrays")
-    elif params is not None:
-        _check_params(params)
+    allowed = inspect.signature(function).parameters
+    for name in given:
+        if name not in allowed:
+            raise TypeError(
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+            )
+    own = {field.name for field in fields(record)}
+    return record(**{name: value for name, value in given.items() if name in own})
 
 
-def check_loss(loss_fn: Any) -> None:
-    """Checks that a loss function can be called as one, and told from others.
-
-    Raises:
-        TypeError: If it can't.
-    """
-    takes_rng(loss_fn)
-    try:
-        hash(loss_fn)
-    except TypeError as error:
-        raise TypeError(
-            refused("loss_fn", "hashable, since compiled steps are kept by it", loss_fn)
-        ) from error
-
-
-def check_data(name: str, data: Any, one_batch: str) -> None:
-    """Checks that something is an iterable of batches, without drawing one.
-
-    Args:
-        name: The argument.
-        data: What was given.
-        one_batch: What to pass to use one batch, for the message.
-
-    Raises:
-        TypeError: If it isn't.
-    """
-    if not _are_batches(data):
-        hint = "call it, and pass what it returns" if callable(data) else one_batch
-        raise TypeError(
-            f"`{name}` must be an iterable of batches, but is of type {type(data).__name__}; {hint}"
-        )
-
-
-def eval_batches(eval_data: EvalData) -> Iterable[Any]:
-    """Returns the batches of one evaluation; calls `eval_data` if it is a function.
-
-    Raises:
-        TypeError: If the function returned something else than batches.
-    """
-    if isinstance(eval_data, Iterable):
-        return eval_data
-    batches = eval_data()
-    if not _are_batches(batches):
-        raise TypeError(
-            f"`eval_data` must return an iterable of batches, but returned {type(batches).__name__}"
-        )
-    return batches
-
-
-def check_trainer(trainer: Any) -> None:
-    """Checks that something can be trained on with.
-
-    Raises:
-        TypeError: If it is no trainer.
-    """
-    methods = ("step", "read", "evaluate", "flush")
-    if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
-        found = getattr(trainer, "trainer", None)
-        hint = "pass result.trainer" if found is not None else "make one with Trainer(...)"
-        raise TypeError(refused("trainer", "a Trainer", trainer, hint))
+def are_batches(value: Any) -> bool:
+    """Whether something looks like an iterable of batches, not like a single one."""
+    is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
+    return isinstance(value, Iterable) and not is_one
 
 
 def _store(record: Any, **values: Any) -> None:
@@ -242,26 +239,6 @@ def _check_hardware(value: Any) -> None:
         raise TypeError(refused("hardware", "a megatrain_jax.Hardware or None", value, hint))
 
 
-def _check_optimizer(value: Any) -> None:
-    has_both = all(callable(getattr(value, name, None)) for name in ("init", "update"))
-    if isinstance(value, type) or not has_both:
-        hint = "call it: optax.adamw(1e-3), not optax.adamw" if callable(value) else ""
-        if hasattr(value, "tx"):  # nnx.Optimizer, flax.training.TrainState
-            hint = "pass its `tx`, since state is kept here"
-        raise TypeError(refused("optimizer", "an optax.GradientTransformation", value, hint))
-
-
-def _check_params(params: Any) -> None:
-    checks.leaves("params", params)
-    paths, arrays, _ = flatten(params)
-    for path, leaf in zip(paths, arrays, strict=True):
-        if not all(hasattr(leaf, attribute) for attribute in ("shape", "dtype", "__array__")):
-            raise ValueError(
-                "`params` must be a tree of arrays or the path of a checkpoint, but "
-                f"{path_name(path) or 'it'} is of type {type(leaf).__name__}"
-            )
-
-
 def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:
     allowed = "a sequence of functions callback(trainer, record)"
     if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
@@ -274,11 +251,6 @@ def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:
     return callbacks
 
 
-def _are_batches(value: Any) -> bool:
-    is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
-    return isinstance(value, Iterable) and not is_one
-
-
 def _check_eval_data(value: Any) -> None:
     if isinstance(value, Iterator):
         raise TypeError(
@@ -287,7 +259,7 @@ def _check_eval_data(value: Any) -> None:
         )
     if isinstance(value, list | tuple) and not value:
         raise ValueError("`eval_data` is empty")
-    if _are_batches(value):
+    if are_batches(value):
         return
     if isinstance(value, Iterable) or not callable(value):
         raise TypeError(

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.hardware import Hardware
 
-_GIB = 2**30
 _SHOWN_ROWS = 12
 
 
@@ -168,9 +168,9 @@ def check_device(plan: Plan, free_bytes: int | None) -> None:
     if free_bytes is None or plan.device_bytes <= free_bytes:
         return
     raise MemoryError(
-        f"Training needs {_memory(plan.device_bytes)} of device memory, {_memory(free_bytes)} "
-        f"available: {_memory(plan.device_state_bytes)} for state and activations (least with "
-        f'device_budget="least"), {_memory(plan.device_temporary_bytes or 0)} for what one '
+        f"Training needs {sized(plan.device_bytes)} of device memory, {sized(free_bytes)} "
+        f"available: {sized(plan.device_state_bytes)} for state and activations (least with "
+        f'device_budget="least"), {sized(plan.device_temporary_bytes or 0)} for what one '
         "compiled function needs. Nothing was allocated. Use more `microbatches`, smaller batches "
         "or a loss that makes fewer logits at a time."
     )
@@ -196,8 +196,8 @@ def _group_cells(plan: Plan) -> list[list[str]]:
                 row.name,
                 str(row.count),
                 _short(row.num_parameters),
-                _memory(row.host_bytes),
-                _memory(row.count * row.host_bytes),
+                sized(row.host_bytes),
+                sized(row.count * row.host_bytes),
                 str(row.template),
             ]
         )
@@ -214,30 +214,30 @@ def _total_cells(plan: Plan) -> list[list[str]]:
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
     known = plan.device_temporary_bytes
     guess = "estimate" if plan.device_temporary_estimated else ""
-    temporaries = [["device memory, temporaries", _memory(known or 0), guess]]
+    temporaries = [["device memory, temporaries", sized(known or 0), guess]]
     kept = f"{plan.num_kept} of {plan.num_stages} stages"
     taken = plan.host_process_bytes
     fits = _host_verdict(plan)
-    process = [["host memory, the process", _memory(taken), f"estimate, {fits}"]] if taken else []
+    process = [["host memory, the process", sized(taken), f"estimate, {fits}"]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
-        saved = f"{_memory(plan.frozen_bytes)}; at rest all trained takes {_memory(whole)}"
+        saved = f"{sized(plan.frozen_bytes)}; at rest all trained takes {sized(whole)}"
         frozen = [["parameters not trained", _short(plan.num_frozen), saved]]
     else:
         frozen = []
     cells = [
         *frozen,
-        ["host memory at rest", _memory(plan.host_bytes), ""],
-        ["host memory at peak", _memory(plan.host_peak_bytes), "" if taken else fits],
+        ["host memory at rest", sized(plan.host_bytes), ""],
+        ["host memory at peak", sized(plan.host_peak_bytes), "" if taken else fits],
         *process,
-        ["device memory, state and activations", _memory(plan.device_state_bytes), ""],
-        ["device memory, other values", _memory(plan.device_other_bytes), "estimate"],
+        ["device memory, state and activations", sized(plan.device_state_bytes), ""],
+        ["device memory, other values", sized(plan.device_other_bytes), "estimate"],
         *(temporaries if known is not None else []),
-        ["device memory, in all", _memory(plan.device_bytes), _device_verdict(plan)],
-        ["to the device, a step", _memory(plan.bytes_in), _seconds(plan.seconds_in)],
-        ["to the host, a step", _memory(plan.bytes_out), _seconds(plan.seconds_out)],
+        ["device memory, in all", sized(plan.device_bytes), _device_verdict(plan)],
+        ["to the device, a step", sized(plan.bytes_in), _seconds(plan.seconds_in)],
+        ["to the host, a step", sized(plan.bytes_out), _seconds(plan.seconds_out)],
         [
             f"arithmetic, a step{batches}",
             _short(plan.flops_per_step, flops=True),
@@ -263,7 +263,7 @@ def _host_verdict(plan: Plan) -> str:
     if (limit := machine.assumed_host_bytes) is None:
         return "unknown: the hardware has no `host_bytes`"
     typical = "" if machine.host_bytes is not None else ", a typical host"
-    return f"{_verdict(plan.fits_host)} in {_memory(limit)}{typical}"
+    return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
 
 
 def _device_verdict(plan: Plan) -> str:
@@ -274,7 +274,7 @@ def _device_verdict(plan: Plan) -> str:
     if limit is None or whole is None:
         return "unknown: the hardware has no `device_bytes`"
     share = f", {limit / whole:.0%} of the card" if limit < whole else ""
-    return f"{_verdict(plan.fits_device)} in {_memory(limit)}{share}"
+    return f"{_verdict(plan.fits_device)} in {sized(limit)}{share}"
 
 
 def _verdict(fits: bool | None) -> str:
@@ -283,14 +283,6 @@ def _verdict(fits: bool | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3g} s"
-
-
-def _memory(num_bytes: int) -> str:
-    for unit, scale in (("GiB", _GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        # Two decimals still show a hundredth, and a large model's table stays in one unit.
-        if num_bytes >= (scale / 100 if scale == _GIB else scale):
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _short(value: int, flops: bool = False) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 import jax
 import numpy as np
 
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.placement import Placement
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -259,16 +260,16 @@ def _check(num_bytes: int, growth: int) -> None:
     available = available_bytes()
     if growth <= available:
         return
-    need = f"Training needs {_gib(num_bytes)} in host memory"
+    need = f"Training needs {sized(num_bytes)} in host memory"
     if num_bytes > available:
         raise MemoryError(
-            f"{need}, {_gib(available)} available. Nothing was allocated. Use a smaller model or "
+            f"{need}, {sized(available)} available. Nothing was allocated. Use a smaller model or "
             "an optimizer with less state (adafactor, lion, mu_dtype=bfloat16), end other "
             "programs, drop earlier trainers, or give this process or container more memory."
         )
     raise MemoryError(
-        f"{need}, and JAX's pool would take {_gib(growth)} to hold that, as it grows by powers "
-        f"of two up to its limit; {_gib(available)} available. Nothing was allocated. Set "
+        f"{need}, and JAX's pool would take {sized(growth)} to hold that, as it grows by powers "
+        f"of two up to its limit; {sized(available)} available. Nothing was allocated. Set "
         f"{LIMIT_VARIABLE}={-(-num_bytes // _GIB)} before Python starts, or end other programs."
     )
 
@@ -284,7 +285,7 @@ def _take(placement: Placement, pieces: list[int], num_bytes: int) -> None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryError(
-            f"Training needs {_gib(num_bytes)} in host memory, more than JAX's pinned-host pool "
+            f"Training needs {sized(num_bytes)} in host memory, more than JAX's pinned-host pool "
             "may still take. Its limit is fixed when JAX's backend starts, to 64 GiB unless "
             f"{LIMIT_VARIABLE} says otherwise: import megatrain_jax before the first JAX "
             f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
@@ -298,10 +299,6 @@ def _pinned_bytes_in_use() -> int:
     return sum(
         array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 def _read(path: Path) -> str | None:

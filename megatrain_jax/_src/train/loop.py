@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
 from megatrain_jax._src.build.batches import batch_size
-from megatrain_jax._src.build.options import LoopOptions, eval_batches
+from megatrain_jax._src.build.inputs import eval_batches
+from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch

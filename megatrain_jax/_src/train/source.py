@@ -1,7 +1,6 @@
 """Batches on their way to the device: drawn from the user's data, and put there early."""
 
 import base64
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -80,63 +79,47 @@ class Prefetch(Iterator[Any]):
     and the batch's way to the device, then hide under that step. Batches are put there with an
     explicit `jax.device_put`, which `jax.transfer_guard` permits.
 
-    It draws from the iterable only on `fill` and on `next`, never beyond `depth` batches ahead.
+    It draws from the iterable only on `fill` and on `next`, never beyond one batch ahead.
     """
 
-    def __init__(
-        self,
-        data: Iterable[Any],
-        check: Callable[[Any], None],
-        depth: int = 1,
-    ):
+    def __init__(self, data: Iterable[Any], check: Callable[[Any], None]):
         """Starts iterating; draws nothing yet.
 
         Args:
             data: An iterable of batches.
             check: Raises a `TypeError` or `ValueError` if a batch, which is on the host yet, is
                 wrong.
-            depth: How many batches `fill` draws ahead.
-
-        Raises:
-            ValueError: If `depth` is less than 1.
         """
-        if depth < 1:
-            raise ValueError(f"`depth` must be at least 1, but is {depth}")
         self._source = iter(data)
-        self._depth = depth
-        self._ready: deque[Any] = deque()
+        self._ready: Any = _END
         self._check = check
         self._drawn = 0
 
     def fill(self) -> None:
-        """Draws batches until `depth` of them are ready or the data has ended.
+        """Draws a batch unless one is ready or the data has ended.
 
         Raises:
-            TypeError: If a batch is of a wrong kind.
-            ValueError: If a batch is wrong.
+            TypeError: If the batch is of a wrong kind.
+            ValueError: If the batch is wrong.
         """
-        while len(self._ready) < self._depth:
-            try:
-                batch = next(self._source)
-            except StopIteration:
-                return
+        if self.exhausted and (batch := next(self._source, _END)) is not _END:
             self._drawn += 1
             with numbered(self._drawn):
                 self._check(batch)
-            self._ready.append(jax.device_put(batch))
+            self._ready = jax.device_put(batch)
 
     @property
     def exhausted(self) -> bool:
         """Whether no batch is ready; after `fill`, whether the data has ended."""
-        return not self._ready
+        return self._ready is _END
 
     def __next__(self) -> Any:
-        """Gives the oldest batch that is ready, drawing one if none is."""
-        if not self._ready:
-            self.fill()
-        if not self._ready:
+        """Gives the batch that is ready, drawing one if none is."""
+        self.fill()
+        if self.exhausted:
             raise StopIteration
-        return self._ready.popleft()
+        batch, self._ready = self._ready, _END
+        return batch
 
 
 @contextmanager

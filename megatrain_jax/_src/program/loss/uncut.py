@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
-from megatrain_jax._src.program.loss.warnings import shown_bytes
 from megatrain_jax._src.program.stacks import Stacks
 
 _WORTH = 1 / 4  # of a model's parameters
@@ -45,7 +45,7 @@ def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
             listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             found.append(
                 f"the layers stacked in {listed} can't be separated, because {reason}: they are "
-                f"{shown_bytes(4 * held)} of fp32 parameters that must fit on the device at once. "
+                f"{sized(4 * held)} of fp32 parameters that must fit on the device at once. "
                 "Scan over them along axis 0 (`jax.lax.scan(layer, x, layers)`) and use them "
                 "nowhere else, or keep the layers in a list"
             )

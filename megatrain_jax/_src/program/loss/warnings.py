@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.levels import Lists, Parameter, is_indexed
 from megatrain_jax._src.program.loss.partition import Dataflow, Stretch
 from megatrain_jax._src.program.loss.upstream import find_upstream
@@ -117,12 +118,4 @@ def _numbered(parts: Mapping[ModelPath, Sequence[int]]) -> str:
 
 
 def _memory(flow, leaves) -> str:
-    return shown_bytes(sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves))
-
-
-def shown_bytes(size: int) -> str:
-    """A number of bytes as users read it."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} bytes"
+    return sized(sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves))

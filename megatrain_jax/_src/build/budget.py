@@ -1,0 +1,76 @@
+"""How much of the device a run may take: an automatic budget is what its functions leave there.
+
+Functions are compiled for a schedule, and a schedule is found for a budget, so both are found in
+turns: the functions for the least budget, the budget that these leave, the functions it adds.
+"""
+
+import dataclasses
+
+from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.state.placement import Placement
+
+# Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
+# for one more of the largest arrays.
+_RESERVED = 0.05
+
+
+def fit_to_device(
+    spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement | None
+) -> RunSpec:
+    """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
+
+    Args:
+        spec: The run, whose functions' memory is not known yet.
+        kernels: Where the functions go.
+        device_bytes: Device memory that is free; None if unknown.
+        placement: Of the run, for which they are compiled; None if the device isn't here, so that
+            what they need is estimated.
+    """
+
+    def needed_by(step: BoundStep) -> int:
+        what = kernels, step, spec.layouts, spec.optimizer
+        return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
+
+    needed, estimated = needed_by(spec.first), placement is None
+    fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
+    if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
+        more = needed_by(fitted.first)
+        if more > needed:
+            fitted = with_temporaries(spec, more, device_bytes, estimated=estimated)
+    return fitted
+
+
+def with_temporaries(
+    spec: RunSpec, temporary_bytes: int, device_bytes: int | None, *, estimated: bool
+) -> RunSpec:
+    """The same run with its functions' memory known; an automatic budget is what they leave.
+
+    Args:
+        spec: The run.
+        temporary_bytes: What compiled functions need on the device for themselves.
+        device_bytes: Device memory that is free; None if unknown.
+        estimated: Whether the functions' memory is an estimate.
+    """
+    known = dataclasses.replace(
+        spec, temporary_bytes=temporary_bytes, temporary_estimated=estimated
+    )
+    if spec.options.device_budget is not None or device_bytes is None:
+        return known
+    taken = other_bytes(spec.first) + temporary_bytes
+    left = int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
+    budget = max(left, spec.first.schedule.smallest_bytes)
+    schedule = find_schedule(spec.first.workload, budget)
+    first = dataclasses.replace(spec.first, schedule=schedule)
+    return dataclasses.replace(known, budget_bytes=budget, first=first)
+
+
+def other_bytes(step: BoundStep) -> int:
+    """Bytes of the activations that live between stages and that the schedule doesn't count."""
+    others = step.kept - step.workload.activations.keys()
+    times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
+    return sum(n * jx.num_bytes(step.program.values[i]) for i, n in times.items())

@@ -1,0 +1,138 @@
+"""Loss and optimizer, cut by the same groups of parameters: the ones that travel together."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from megatrain_jax._src.adapt.adapters import AdaptedModel
+from megatrain_jax._src.adapt.model_kinds import trainable_mask
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
+from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
+from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
+from megatrain_jax._src.program.stacks import Stack
+from megatrain_jax._src.state.groups import Grouping, group_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A loss and an optimizer, cut by the same groups.
+
+    Attributes:
+        leaves: All arrays of the store, in order; a stacked parameter has one a layer.
+        program: The loss as stages.
+        grouping: Which leaves travel together.
+        optimizer: The update, by group.
+    """
+
+    leaves: tuple[Leaf, ...]
+    program: Program
+    grouping: Grouping
+    optimizer: OptimizerCut
+
+
+def cut_run(
+    adapted: AdaptedModel,
+    traced: TracedLoss,
+    optimizer: optax.GradientTransformation,
+    options: Options,
+) -> Cut:
+    """Cuts loss and optimizer by the same groups.
+
+    Layers stacked in one array become leaves of their own. Those that a loss takes by hand stay in
+    one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
+
+    Raises:
+        ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
+    """
+    trained = trainable_mask(options.trainable, adapted.paths)
+    every, scanned = traced.stacks.stacks, traced.stacks.scanned
+    try:
+        return _cut(adapted, traced, optimizer, options, trained, every)
+    except CoupledGroupsError as error:
+        if every == scanned:
+            raise
+        reason = str(error)
+    found = _cut(adapted, traced, optimizer, options, trained, scanned)
+    warning = f"layers in one array were left together: {reason}"
+    return dataclasses.replace(found, program=found.program.warning(warning))
+
+
+def _cut(
+    adapted: AdaptedModel,
+    traced: TracedLoss,
+    optimizer: optax.GradientTransformation,
+    options: Options,
+    trained: Sequence[bool],
+    stacks: Sequence[Stack],
+) -> Cut:
+    """Cuts so that each layer of the given stacks is a leaf."""
+    leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
+    program = cut_loss(traced, leaves)
+    if warning := refuse_no_gradient(program, leaves):
+        program = program.warning(warning)
+    if options.microbatches > 1:
+        _refuse_batch_statistics(adapted, program)
+    grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
+    if options.on_nonfinite == "skip":
+        update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
+    return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
+
+
+def _cut_optimizer(
+    optimizer: optax.GradientTransformation,
+    adapted: AdaptedModel,
+    leaves: Sequence[Leaf],
+    grouping: Grouping,
+    trained: Sequence[bool],
+    precision: Precision,
+) -> OptimizerCut:
+    """Cuts the update of what is trained; to Optax the rest is masked, as with `optax.masked`."""
+    parameters = [p for p, trains in enumerate(trained) if trains]
+    number = {p: n for n, p in enumerate(parameters)}
+
+    def params_tree(arrays: Sequence[Any]) -> Any:
+        return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
+
+    rows = [
+        (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
+    ]
+    return cut_optimizer(
+        optimizer,
+        params_tree,
+        [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.master) for p in parameters],
+        [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows],
+        [g for _, g in rows],
+        len(grouping.names),
+    )
+
+
+def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:
+    """Refuses state that the parts of a batch can't agree on."""
+    names = [path_name(path) for path in adapted.variable_paths]
+    new = program.outputs[len(program.outputs) - len(names) :]
+    of_batch, _ = jx.split(program.state.of_batch, names)
+    if of_batch:
+        raise ValueError(
+            "microbatches > 1 can't train this model: its state "
+            f"{', '.join(of_batch[:6])} depends on the batch (statistics as of a batch norm), and "
+            "statistics of a part of a batch differ from those of the whole. Use microbatches=1, "
+            "or a normalisation without batch statistics."
+        )
+    pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
+    drawn, _ = jx.split([d and i not in early for d, i in pairs], names)
+    if drawn:
+        raise ValueError(
+            "microbatches > 1 can't train this model: random numbers are drawn from its state "
+            f"{', '.join(drawn[:6])}, which depends on parameters, so that the parts of a batch "
+            "would all draw the same. Use microbatches=1, or draw from the `rng` of the loss."
+        )

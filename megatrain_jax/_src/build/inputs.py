@@ -1,0 +1,118 @@
+"""Checks of what a run is made of: the model, the loss, the optimizer, data and trainers.
+
+Each is only looked at from outside, so that a mistake is named before anything is traced or drawn.
+"""
+
+from collections.abc import Iterable
+from os import PathLike
+from typing import Any
+
+from megatrain_jax._src.adapt.adapters import check_model, takes_rng
+from megatrain_jax._src.adapt.model_kinds import flatten, path_name
+from megatrain_jax._src.build.options import EvalData, are_batches
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.checks import refused
+
+
+def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) -> None:
+    """Checks the kinds of what is trained and how, without looking into it.
+
+    Args:
+        model: See `Trainer`.
+        loss_fn: See `Trainer`.
+        optimizer: See `Trainer`.
+        params: See `Trainer`.
+
+    Raises:
+        TypeError: If one of them is of no supported kind.
+        ValueError: If `params` is neither a path nor a tree of arrays.
+    """
+    check_model(model)
+    check_loss(loss_fn)
+    _check_optimizer(optimizer)
+    if isinstance(params, str | PathLike):
+        checks.path("params", params, ", or a tree of arrays")
+    elif params is not None:
+        _check_params(params)
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Checks that a loss function can be called as one, and told from others.
+
+    Raises:
+        TypeError: If it can't.
+    """
+    takes_rng(loss_fn)
+    try:
+        hash(loss_fn)
+    except TypeError as error:
+        raise TypeError(
+            refused("loss_fn", "hashable, since compiled steps are kept by it", loss_fn)
+        ) from error
+
+
+def check_data(name: str, data: Any, one_batch: str) -> None:
+    """Checks that something is an iterable of batches, without drawing one.
+
+    Args:
+        name: The argument.
+        data: What was given.
+        one_batch: What to pass to use one batch, for the message.
+
+    Raises:
+        TypeError: If it isn't.
+    """
+    if not are_batches(data):
+        hint = "call it, and pass what it returns" if callable(data) else one_batch
+        raise TypeError(
+            f"`{name}` must be an iterable of batches, but is of type {type(data).__name__}; {hint}"
+        )
+
+
+def eval_batches(eval_data: EvalData) -> Iterable[Any]:
+    """Returns the batches of one evaluation; calls `eval_data` if it is a function.
+
+    Raises:
+        TypeError: If the function returned something else than batches.
+    """
+    if isinstance(eval_data, Iterable):
+        return eval_data
+    batches = eval_data()
+    if not are_batches(batches):
+        raise TypeError(
+            f"`eval_data` must return an iterable of batches, but returned {type(batches).__name__}"
+        )
+    return batches
+
+
+def check_trainer(trainer: Any) -> None:
+    """Checks that something can be trained on with.
+
+    Raises:
+        TypeError: If it is no trainer.
+    """
+    methods = ("step", "read", "evaluate", "flush")
+    if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
+        found = getattr(trainer, "trainer", None)
+        hint = "pass result.trainer" if found is not None else "make one with Trainer(...)"
+        raise TypeError(refused("trainer", "a Trainer", trainer, hint))
+
+
+def _check_optimizer(value: Any) -> None:
+    has_both = all(callable(getattr(value, name, None)) for name in ("init", "update"))
+    if isinstance(value, type) or not has_both:
+        hint = "call it: optax.adamw(1e-3), not optax.adamw" if callable(value) else ""
+        if hasattr(value, "tx"):  # nnx.Optimizer, flax.training.TrainState
+            hint = "pass its `tx`, since state is kept here"
+        raise TypeError(refused("optimizer", "an optax.GradientTransformation", value, hint))
+
+
+def _check_params(params: Any) -> None:
+    checks.leaves("params", params)
+    paths, arrays, _ = flatten(params)
+    for path, leaf in zip(paths, arrays, strict=True):
+        if not all(hasattr(leaf, attribute) for attribute in ("shape", "dtype", "__array__")):
+            raise ValueError(
+                "`params` must be a tree of arrays or the path of a checkpoint, but "
+                f"{path_name(path) or 'it'} is of type {type(leaf).__name__}"
+            )

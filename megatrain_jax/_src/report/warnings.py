@@ -1,0 +1,67 @@
+"""What a run could not do well: found in its spec, said at the line of the user who started it."""
+
+import sys
+import warnings
+from collections.abc import Iterable
+
+import numpy as np
+
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.flops import count_flops, is_product
+
+_PACKAGE = __name__.partition(".")[0]
+# Parameters below which a model fits any device as a whole.
+_WORTH_CUTTING = 2**24
+
+
+class PlanWarning(UserWarning):
+    """What a run could not do well, as `Plan.warnings` says it.
+
+    Examples:
+        To silence them:
+
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", PlanWarning)
+    """
+
+
+def warn_of(texts: Iterable[str]) -> None:
+    """Warns of each text at the first line outside this package that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        frame, level = frame.f_back, level + 1
+    for text in texts:
+        warnings.warn(text, PlanWarning, stacklevel=level)
+
+
+def find_warnings(spec: RunSpec) -> tuple[str, ...]:
+    """What a run could not do well, in words: first what cutting the loss has met."""
+    return (*spec.first.program.warnings, *_no_blocks(spec), *_wide_products(spec))
+
+
+def _no_blocks(spec: RunSpec) -> list[str]:
+    """Warns where nothing could be cut: then the largest stage is the model."""
+    small = sum(map(jx.num_elements, spec.leaves)) < _WORTH_CUTTING
+    if small or any(bound.stage.is_block for bound in spec.first.stages):
+        return []
+    return [
+        "no blocks were found, so all parameters are on the device together: keep layers in a "
+        "list (`layers/3`), name them by number (`Block_3`), or scan over stacked ones"
+    ]
+
+
+def _wide_products(spec: RunSpec) -> list[str]:
+    """Warns of arithmetic that does not run in the compute dtype, which users rarely intend."""
+    compute = np.dtype(spec.precision.compute)
+    jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
+    every = sum(count_flops(j, is_product) for j in jaxprs)
+    wide = sum(count_flops(j, lambda e: is_product(e, compute.itemsize)) for j in jaxprs)
+    if wide <= every / 10:
+        return []
+    return [
+        f"{wide / every:.0%} of the matrix products have operands wider than "
+        f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
+        "(nnx.Embed does), or a wide array in the batch, widens all that follow: give it the "
+        "compute dtype"
+    ]
