@@ -40,6 +40,7 @@ def covering_pairs():
         fitting = (n for n in optimizers if not (case.zero_gradients and n in SIGN_LIKE))
         yield case.name, next(fitting), next(numbers) if case.microbatches else 1
     yield "dropout_linen", "adamw_schedule", 2  # its keys are those of microbatches
+    yield "batchnorm_linen", "apply_if_finite", 1  # a group sends more than scalars to all
     for name, microbatches in itertools.product(THOROUGH, (1, 2, 4)):
         yield name, "clip_adamw" if microbatches == 2 else "adamw_schedule", microbatches
 

@@ -6,6 +6,7 @@ non-finite numbers. Masters and state come and go as arrays at rest (see `state.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,16 +78,24 @@ def _measured(gradient, ok, guarded):
     return square, ok & jnp.isfinite(square) if guarded else ok
 
 
-def _stacked(scalars):
-    rows: dict = {}
-    for x in scalars:
-        rows.setdefault(x.dtype, []).append(x.reshape(()))
-    return [jnp.stack(row) for row in rows.values()]
+def _stacked(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Puts small values end to end, in one array for each dtype."""
+    rows: dict[Any, list[jax.Array]] = {}
+    for x in values:
+        rows.setdefault(x.dtype, []).append(x.reshape(-1))
+    return [jnp.concatenate(row) for row in rows.values()]
 
 
-def _unstacked(stacked, like):
-    rows = {row.dtype: iter(row) for row in stacked}
-    return [next(rows[v.aval.dtype]).reshape(v.aval.shape) for v in like]
+def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Array]:
+    """Takes them apart again; `like` are variables of their shapes and dtypes, in order."""
+    rows = {row.dtype: row for row in stacked}
+    taken = dict.fromkeys(rows, 0)
+    values = []
+    for aval in (v.aval for v in like):
+        start = taken[aval.dtype]
+        taken[aval.dtype] = end = start + aval.size
+        values.append(rows[aval.dtype][start:end].reshape(aval.shape))
+    return values
 
 
 def combine(cut: OptimizerCut) -> Kernel:
@@ -100,8 +109,8 @@ def combine(cut: OptimizerCut) -> Kernel:
         ok = ok & jnp.isfinite(loss) if guarded else ok
         scalars = [
             x
-            for row, fragment in zip(stacked, cut.reduce, strict=True)
-            for x in _unstacked(row, fragment.jaxpr.outvars)
+            for row, reduced in zip(stacked, cut.reduce, strict=True)
+            for x in _unstacked(row, reduced.jaxpr.outvars)
         ]
         out = jx.evaluate(fragment.jaxpr, [*fragment.consts, loss, *state, *scalars])
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
