@@ -2,9 +2,14 @@
 
 A stacked array is a grid of slices: an array of whatever stands for a slice, and the axes of the
 whole that the grid's own axes are. Transposing, reversing, slicing or regrouping the whole along
-those axes only rearranges the grid; along others it is an operation within each slice. For
-`w` of shape (6, 4, 5) with a grid of 6 slices along axis 0, `w.reshape(2, 3, 4, 5)` has a grid of
-2 by 3 along axes 0 and 1, and `w[::-1].transpose(1, 0, 2)` the 6 slices reversed, along axis 1.
+those axes only rearranges the grid; along others it is an operation within each slice.
+
+A worked example: `w` of shape (6, 4, 5) is a grid `[s0 ... s5]` along axis 0, each slice (4, 5)::
+
+    w[::-1].transpose(1, 0, 2)   # grid [s5 ... s0] along axis 1; nothing within a slice
+    w.reshape(2, 3, 4, 5)        # grid [[s0, s1, s2], [s3, s4, s5]] along axes 0 and 1
+    w.transpose(0, 2, 1)         # the same grid; transpose(1, 0) within each slice
+    w.reshape(3, 8, 5)           # None: a row of it is made of two slices
 """
 
 import dataclasses
@@ -18,19 +23,19 @@ from jax.lax import GatherScatterMode
 from megatrain_jax._src.program.index import remaining
 from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, CUMULATIVE, REDUCTIONS
 
-# The integers that an operand of the equation is known to hold, or None.
+# From the position of an operand to the integers it is known to hold, or None.
 KnownOperand = Callable[[int], np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A grid after an operation.
+    """A grid after an operation, and what is left of the operation within each slice.
 
     Attributes:
-        grid: The slices.
-        axes: The axes of the whole that the grid's axes are, ascending.
-        params: The operation's parameters within a slice; None if nothing is left to be done.
-        operands: The other operands that the operation takes within a slice.
+        grid: Slices of the result, object[...].
+        axes: Axes of the result that the grid's axes are, ascending.
+        params: Parameters of the operation within a slice; None if nothing is left to be done.
+        operands: Positions of the other operands that the operation takes within a slice.
     """
 
     grid: np.ndarray
@@ -48,7 +53,7 @@ def moved(
         eqn: The equation.
         grid: The slices of its first operand.
         axes: The axes of that operand along which it is sliced, ascending.
-        known: The integers of the other operands, by position.
+        known: Gives the integers that another operand holds, by its position, or None.
 
     Returns:
         The grid of each result; None if the operation mixes slices, or isn't known here.
@@ -66,6 +71,7 @@ def _inner(axes: Sequence[int], dim: int) -> int:
 
 
 def _inner_all(axes, dims) -> tuple[int, ...]:
+    """The numbers within a slice of those axes that are not sliced."""
     return tuple(_inner(axes, d) for d in dims if d not in axes)
 
 
@@ -107,6 +113,7 @@ def _dynamic_slice(eqn, grid, axes, known):
         start = known(1 + a)
         if start is None:
             return None
+        # A dynamic slice that would reach over an end is moved inside, as XLA does it.
         first = min(max(int(start), 0), shape[a] - sizes[a])
         places.append(slice(first, first + sizes[a]))
     within = remaining(sizes, axes)
@@ -135,6 +142,7 @@ def _gather(eqn, grid, axes, known):
     places = places[..., 0]
     if eqn.params["mode"] == GatherScatterMode.CLIP:
         places = np.clip(places, 0, shape[axis] - 1)
+    # Out of bounds, other modes fill or drop: no slice stands for that.
     if places.size and (places.min() < 0 or places.max() >= shape[axis]):
         return None
     rank, offsets = len(eqn.outvars[0].aval.shape), numbers.offset_dims
@@ -165,6 +173,7 @@ def _reshape(eqn, grid, axes, known):
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None or 0 in old:
         return None
+    # Each run of axes has to be sliced as a whole, or not at all.
     found: list[int] = []
     for olds, news in _segments(old, new):
         if any(d in axes and old[d] > 1 for d in olds):
@@ -199,6 +208,7 @@ def _segments(old: tuple[int, ...], new: tuple[int, ...]):
 
 def _broadcast(eqn, grid, axes, known):
     dims, shape = tuple(eqn.params["broadcast_dimensions"]), eqn.params["shape"]
+    # A sliced axis of length 1 that is repeated would need the same slice several times.
     new = tuple(dims[a] for a in axes)
     if len(eqn.invars) != 1 or any(shape[d] != n for d, n in zip(new, grid.shape, strict=True)):
         return None

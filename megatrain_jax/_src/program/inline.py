@@ -3,6 +3,14 @@
 The rewriting evaluates the jaxpr equation by equation under a second trace. A stacked parameter
 (one array for all layers) is represented as `Pieces`, its slices, and stays so through whatever
 does not mix them. A loop that takes it layer by layer is unrolled.
+
+A worked example, with `w` a stack of `w0`, `w1`, `w2` of shape (4, 4)::
+
+    scan(lambda x, layer: (tanh(x @ layer), None), x, w)    # one equation, w of shape (3, 4, 4)
+
+    a = dot x w0;  b = tanh a                               # six equations, no array of w
+    c = dot b w1;  d = tanh c
+    e = dot d w2;  f = tanh e
 """
 
 import dataclasses
@@ -36,9 +44,11 @@ from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inliner:
-    """How to rewrite: `primal` is for functions that are never differentiated (an optimizer).
+    """Rewrites jaxprs by evaluating them on traced values.
 
-    There, conditionals become selections and custom derivative rules are opened, too.
+    Attributes:
+        primal: Whether the function is never differentiated, as an optimizer's. Then conditionals
+            become selections, and custom derivative rules are opened, too.
     """
 
     primal: bool = False
@@ -55,6 +65,7 @@ class Inliner:
         return [constant(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def _eqn(self, eqn, ins) -> Sequence[Value | Pieces]:
+        """The results of an equation: opened, unrolled, slice by slice, or on whole arrays."""
         name = eqn.primitive.name
         pieces = [v for v in ins if isinstance(v, Pieces)]
         if name in CALLS:
@@ -76,6 +87,7 @@ class Inliner:
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
 
     def _plain(self, eqn, ins):
+        """Binds an equation to values that are not stacked."""
         blocks = join(ins)
         integers = known.results(eqn, [v.integers for v in ins])
         if _is_constant_scalar(eqn, ins):
@@ -90,7 +102,10 @@ class Inliner:
         return self.run(jx.opened(jaxpr), jx.constants(jaxpr), ins)
 
     def _select(self, eqn, ins):
-        """A conditional as a selection between the results of all its branches."""
+        """A conditional as a selection between the results of all its branches.
+
+        Slice by slice, so that each group's slices need that group's operands alone.
+        """
         index, *operands = ins
         branches = eqn.params["branches"]
         which = jax.lax.clamp(0, index.array, len(branches) - 1)
@@ -106,6 +121,7 @@ class Inliner:
         return out
 
     def _unrolled(self, eqn, ins):
+        """A scan as its iterations; its stacked results are slices along axis 0."""
         num_consts, num_carry = jx.scan_parts(eqn)
         consts = ins[:num_consts]
         carry = ins[num_consts : num_consts + num_carry]
@@ -131,6 +147,7 @@ def _is_over_layers(eqn, ins) -> bool:
 
 
 def _is_constant_scalar(eqn, ins) -> bool:
+    """Whether an equation makes scalars of scalars that are known at trace time."""
     outs = [v.aval for v in eqn.outvars]
     return (
         bool(ins)
@@ -144,7 +161,10 @@ def _is_constant_scalar(eqn, ins) -> bool:
 
 
 def _folded(eqn, ins) -> list:
-    """A scalar known at trace time becomes a literal, however the model spells it."""
+    """The results of an equation on known scalars, computed now.
+
+    So such a scalar is a literal, however the model spells it, and blocks stay alike.
+    """
     with jax.ensure_compile_time_eval():
         return [np.asarray(jax.device_get(a))[()] for a in jx.bind(eqn, [v.array for v in ins])]
 

@@ -1,7 +1,15 @@
 """Integers that are known when a function is traced, such as the number of a loop's iteration.
 
 `w[i]` in an unrolled loop reads layer `i`, which only shows once the arithmetic that jnp puts
-around an index (negative ones count from the end) is computed.
+around an index (negative ones count from the end) is computed. A worked example, `w[1]` of a `w`
+with three layers::
+
+    a = lt 1 0                 # False
+    b = add 1 3                # 4
+    c = select_n a 1 b         # 1: all operands are known, so `results` knows the result
+    s = dynamic_slice w c 0    # reads layer 1
+
+Values are computed when somebody asks for them: most integers in a model are never an index.
 """
 
 import functools
@@ -26,7 +34,7 @@ _QUICK: dict[str, Callable[..., Any]] = {
 
 
 class Known:
-    """Integers that follow from nothing but the equations; computed when they are asked for."""
+    """An integer array that depends on no input; computed once, when it is first asked for."""
 
     def __init__(self, compute: Callable[[], np.ndarray]):
         """Keeps how to compute them."""
@@ -62,12 +70,18 @@ def constant(value: Any) -> Known | None:
 
 
 def results(eqn: Any, ins: Sequence[Known | None]) -> list[Known | None]:
-    """What an equation of known integers gives; None for what is not known."""
+    """The results of an equation whose operands are all known; None for each otherwise.
+
+    Args:
+        eqn: The equation.
+        ins: What is known of its operands.
+    """
     fits = not eqn.effects and all(is_index(v.aval) for v in eqn.outvars)
     if not fits or any(v is None for v in ins):
         return [None] * len(eqn.outvars)
     operands = [(v, a.aval.dtype) for v, a in zip(ins, eqn.invars, strict=True) if v is not None]
 
+    # One evaluation serves all results of the equation.
     @functools.cache
     def computed() -> list[np.ndarray]:
         quick = _QUICK.get(eqn.primitive.name)

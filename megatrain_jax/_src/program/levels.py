@@ -14,6 +14,7 @@ import numpy as np
 
 from megatrain_jax._src.common.model_path import ModelPath
 
+# The matrices of an element: path below the element, and shape.
 Matrices = frozenset[tuple[ModelPath, tuple[int, ...]]]
 STACK = "[]"  # stands in a path where a slice's number will
 _INDEXED = re.compile(r"^(?:(.*)_)?(\d+)$")
@@ -21,13 +22,14 @@ _INDEXED = re.compile(r"^(?:(.*)_)?(\d+)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What is known of a parameter.
+    """A parameter as the choice of blocks sees it: where it is, how large, what runs before it.
 
     Attributes:
-        path: Its path; with `STACK` after its list's path if a scan reads it slice by slice.
-        shape: Its shape, that of a slice if it is stacked.
-        count: The number of slices, or 1.
-        upstream: The parameters that run before it, as the bits of a number; None if none reads it.
+        path: Path of the parameter; with `STACK` after its list's path if it is a stack of layers.
+        shape: Shape of the parameter; of one slice if it is stacked.
+        count: Number of slices; 1 if it is not stacked.
+        upstream: Parameters that run before it, a bit mask (bit i is parameter i); None if no
+            equation reads it. A stack whose slices run one after another has its own bit.
     """
 
     path: ModelPath
@@ -43,14 +45,20 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What an element is cut into: the block of each of its parameters, and its largest layer."""
+    """The cut of an element at the lists inside it.
+
+    Attributes:
+        keys: Block of each parameter in a list of layers, by the parameter's number; the others
+            belong to no block.
+        largest: Elements of the largest layer.
+    """
 
     keys: dict[int, ModelPath]
     largest: int
 
 
 def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
-    """The block of each parameter, or None: the path down to the chosen list's index.
+    """Chooses the block of each parameter: the path down to the chosen list's index, or None.
 
     Elements are layers if they are alike, run one after another, and have several matrices each:
     two are enough. Those of a single matrix are layers if at least three are alike and they are
@@ -84,7 +92,7 @@ def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
 
 
 class Lists:
-    """The lists of a model: which elements they have, and what these are like."""
+    """The lists of a model: their elements, and which of these are alike, in series, or layers."""
 
     def __init__(self, parameters: Sequence[Parameter]):
         """Finds the indexed siblings among parameters."""
@@ -92,7 +100,7 @@ class Lists:
         self.siblings = _siblings(parameters)
 
     def below(self, members: Iterable[int], depth: int) -> list[dict[ModelPath, list[int]]]:
-        """The first lists below a depth: for each element its parameters."""
+        """The outermost lists below a depth of the paths: for each, its elements' parameters."""
         rows: dict[tuple, dict[ModelPath, list[int]]] = defaultdict(lambda: defaultdict(list))
         for i in members:
             path = self.parameters[i].path
@@ -104,7 +112,10 @@ class Lists:
         return list(rows.values())
 
     def kinds(self, row: dict[ModelPath, list[int]]) -> list[tuple[list[ModelPath], int]]:
-        """The elements of a list, like with like, with their number."""
+        """The elements of a list, like with like, and the number of each kind (slices if stacked).
+
+        An element joins a kind if it is alike to any member: likeness is not transitive.
+        """
         kinds: list[tuple[list[ModelPath], set[Matrices]]] = []
         for element, members in row.items():
             matrices = self._matrices(members, len(element))
@@ -118,7 +129,13 @@ class Lists:
         return [(kind, self._number(kind, row)) for kind, _ in kinds]
 
     def opened(self, element: ModelPath, members: Sequence[int], likes: int) -> _Opened | None:
-        """The layers of an element with so many likes, or None if it is better left whole."""
+        """The cut of an element into layers; None if it is better left whole.
+
+        Args:
+            element: Path of the element.
+            members: Its parameters.
+            likes: How many elements of its list are like it, itself included.
+        """
         keys: dict[int, ModelPath] = {}
         layers: dict[ModelPath, list[int]] = {}
         largest = 0
@@ -137,6 +154,8 @@ class Lists:
                         largest = max(largest, cut.largest if cut else self._size(row[inner]))
             if any_layers:
                 keys.update(found)
+        # Layers have to hold three quarters of what is no larger than they are: an embedding beside
+        # them, larger than any layer, says nothing against them.
         held = {i for rows in layers.values() for i in rows}
         sizes = {i: self.parameters[i].size * self.parameters[i].count for i in members}
         beside = sum(n for i, n in sizes.items() if i not in held and n <= largest)
@@ -144,12 +163,18 @@ class Lists:
         return _Opened(keys=keys, largest=largest) if good else None
 
     def repeats(self, kind: list[ModelPath], row, count: int, likes: int) -> bool:
-        """Whether like elements are enough to be layers of an element with so many likes."""
+        """Whether like elements are numerous enough to be layers of an element with `likes` likes.
+
+        With several matrices each, two are enough; with one, more than two and more than `likes`.
+        """
         matrices = min(len(self._matrices(row[element], len(element))) for element in kind)
         return count > 1 if matrices > 1 else matrices == 1 and count > max(2, likes)
 
     def in_series(self, elements: Sequence[Sequence[int]]) -> bool:
-        """Whether each element reads what the one before it made, or each what its next one did."""
+        """Whether elements run one after another, in either order: layers do, experts don't.
+
+        Elements that no equation reads are passed over.
+        """
         before = [[self.parameters[i].upstream for i in members] for members in elements]
         masks = [sum(1 << i for i in members) for members in elements]
         read = [k for k, ups in enumerate(before) if any(up is not None for up in ups)]
@@ -183,7 +208,10 @@ class Lists:
 
 
 def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
-    """The elements of each list, but for those that are nothing but one stack."""
+    """The elements of each list of indexed siblings.
+
+    One whose parameters are all in one stack (`group_0/[]/w`) is left out: its list is the stack.
+    """
     stacks: dict[ModelPath, set[ModelPath | None]] = defaultdict(set)
     for path in (p.path for p in parameters):
         for depth, component in enumerate(path):
@@ -198,17 +226,21 @@ def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
 
 
 def _list_of(path: ModelPath, depth: int) -> tuple:
-    """Which list a path's component is an index of: where it stands, and its stem."""
+    """The list that a component of a path is an index of: the path above it, and its stem.
+
+    The stem of `Block_3` is `Block`, that of an integer empty, that of `STACK` None.
+    """
     found = _index(path[depth])
     return path[:depth], found[0] if found else None
 
 
 def _alike(one: Matrices, other: Matrices) -> bool:
-    """Whether a third of either's matrices are the same in name and shape."""
+    """Whether elements share a third of their matrices, of the one with more, name and shape."""
     return bool(one) and 3 * len(one & other) >= max(len(one), len(other))
 
 
 def _index(component: str | int) -> tuple[str, int] | None:
+    """Stem and number of a component: ("Block", 3) of `Block_3`; None if it has no number."""
     if isinstance(component, int):
         return "", component
     match = _INDEXED.match(component)

@@ -2,6 +2,15 @@
 
 `for i in range(n): x = layer(x, w[i])` in a `scan` or a `fori_loop` has all of `w` as a constant
 of its body, which slices it by a counter.
+
+A worked example, the body of that loop with `w` of shape (3, 4, 4), `i` and `x` carried::
+
+    j = add i 1                          # i starts at a constant and follows from itself: a counter
+    h = select_n (i < 0) i (i + 3)       # made of a counter and constants: a counter
+    s = dynamic_slice[sizes=(1, 4, 4)] w h 0 0    # one position of axis 0, by a counter: found
+    y = tanh (dot x s)                   # a float: unknown
+
+If `i` followed from `x`, one walk would show it, and a second one would know nothing of `h`.
 """
 
 from collections.abc import Sequence
@@ -30,12 +39,13 @@ def reads_by_counter(eqn: Any, stacked: Sequence[bool], integers: Sequence[bool]
 
 
 class _Search:
-    """Follows stacked values and counters through a loop's body."""
+    """One search of a loop's body: follows stacked values and counters through its equations."""
 
     def __init__(self):
         self.found = False
 
     def loop(self, eqn, stacked, levels) -> bool:
+        """Whether a loop slices a stacked operand by a counter; see `reads_by_counter`."""
         if eqn.primitive.name == "while":
             skipped, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             body, stacked, levels = eqn.params["body_jaxpr"], stacked[skipped:], levels[skipped:]
@@ -43,7 +53,8 @@ class _Search:
         else:
             body, (count, carry) = eqn.params["jaxpr"], jx.scan_parts(eqn)
         counters = [_COUNTER if level and k >= count else level for k, level in enumerate(levels)]
-        # A carried number is a counter if it follows from itself and constants alone.
+        # A carried number is a counter if it follows from itself and constants alone. All are taken
+        # for counters first; each walk takes that back where it is wrong, so the loop ends.
         while True:
             given = self._follow(jx.opened(body), stacked, counters)
             lost = [k for k, level in enumerate(given[:carry], count) if counters[k] and not level]
@@ -54,7 +65,7 @@ class _Search:
                 counters[k] = _UNKNOWN
 
     def _follow(self, jaxpr, stacked, levels) -> list[int]:
-        """Walks a body; returns what is known of its results."""
+        """Walks a body and notes slices by a counter; returns what is known of its results."""
         level: dict[Any, int] = dict(zip(jaxpr.invars, levels, strict=True))
         level.update((v, _UNKNOWN) for v in jaxpr.constvars)
         whole = {v for v, s in zip(jaxpr.invars, stacked, strict=True) if s}

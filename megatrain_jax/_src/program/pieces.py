@@ -1,4 +1,12 @@
-"""Values under a trace, and stacked ones as their slices: what stays apart and what mixes them."""
+"""Values under a trace, stacked ones as grids of slices, and equations applied slice by slice.
+
+A worked example: `w` of shape (2, 4, 5) is a stack of two blocks' leaves `w0`, `w1` of (4, 5)::
+
+    w = rows([w0, w1])                # Pieces, grid [w0, w1], axes (0,)
+    y = sin(w).transpose(1, 0, 2)     # grid [sin(w0), sin(w1)], axes (1,): no array of (2, 4, 5)
+    piece(y, (1,), (0,))              # sin(w0), which depends on block 0 alone
+    stack(y)                          # the array of (4, 2, 5), which depends on both blocks
+"""
 
 import dataclasses
 import math
@@ -14,6 +22,7 @@ from megatrain_jax._src.program.grid import moved
 from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
 from megatrain_jax._src.program.primitives import is_elementwise
 
+# How two slices are reduced to one by a reduction along a sliced axis.
 FOLDS = {
     "reduce_sum": jax.lax.add,
     "reduce_max": jax.lax.max,
@@ -28,10 +37,14 @@ NOTHING: frozenset = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A traced value and the blocks whose parameters alone it depends on (None: on data as well).
+    """A traced value, and what it depends on.
 
-    `row` computes its slice along some axes, or gives None, if all slices are alike and it is
-    known how. `integers` are those that it holds, if it holds some that follow from nothing.
+    Attributes:
+        array: The value: a tracer, an array or a number.
+        blocks: Blocks whose parameters it depends on, and on nothing else; None if also on data.
+        row: If all its slices are alike, computes the one along some axes, or gives None where it
+            can't.
+        integers: Integers that it holds, if they are known at trace time.
     """
 
     array: Any
@@ -42,7 +55,12 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A stacked value as a grid of its slices along some axes, ascending."""
+    """A stacked value as its slices.
+
+    Attributes:
+        grid: The slices, `Value`s in an object array.
+        axes: Axes of the stacked value that the grid's axes are, ascending.
+    """
 
     grid: np.ndarray
     axes: tuple[int, ...]
@@ -66,7 +84,7 @@ def join(values: Sequence["Value | Pieces"] | Any) -> frozenset | None:
 
 
 def rows(values: Sequence[Value]) -> Pieces:
-    """A value of these slices along axis 0."""
+    """The stacked value that has these slices along axis 0."""
     return Pieces(_grid((len(values),), values), (0,))
 
 
@@ -77,6 +95,7 @@ def _grid(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
 
 
 def _of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
+    """The value of a grid: its only slice if it is sliced along no axis."""
     return Pieces(grid, axes) if axes else grid.item()
 
 
@@ -84,6 +103,7 @@ def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> 
     """The slice of a value at these positions of these axes, which are ascending."""
     if isinstance(value, Pieces):
         own = dict(zip(axes, at, strict=True))
+        # A slice across pieces is made of several of them.
         if not own.keys() >= set(value.axes):
             return piece(stack(value), axes, at)
         part = value.grid[tuple(own[a] for a in value.axes)]
@@ -124,7 +144,12 @@ def stack(value: Value | Pieces) -> Value:
 
 
 def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
-    """The equation applied slice by slice, or None if it mixes slices."""
+    """Applies an equation slice by slice; None if it mixes slices.
+
+    Args:
+        eqn: The equation.
+        ins: Its operands, at least one of them stacked.
+    """
     name, operand = eqn.primitive.name, ins[0]
     if is_elementwise(eqn):
         return _map(eqn, ins)
@@ -152,6 +177,7 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
 
 
 def _bound(eqn, ins: Sequence[Value]) -> list[Value]:
+    """The results of an equation on values that are not stacked."""
     blocks = join(ins)
     return [Value(a, blocks) for a in jx.bind(eqn, [v.array for v in ins])]
 
@@ -200,7 +226,7 @@ def _within(atom, axes: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _fold(eqn, operand: Pieces) -> Value | Pieces:
-    """A reduction along sliced axes, and maybe others."""
+    """A reduction along sliced axes, and maybe others: within each slice, then slice to slice."""
     reduced, axes = tuple(eqn.params["axes"]), operand.axes
     within = tuple(d - sum(a < d for a in axes) for d in reduced if d not in axes)
     parts = list(operand.grid.flat)
@@ -221,7 +247,10 @@ def _fold(eqn, operand: Pieces) -> Value | Pieces:
 
 
 def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:
-    """How to compute one slice of a result whose slices are all alike."""
+    """A function that computes one slice of a result whose slices are all alike, or None.
+
+    Zeros of a stack's shape, broadcast from a scalar, so become zeros of each slice.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim" and params.get("sharding") is None and len(ins) == 1:
         dims, shape = params["broadcast_dimensions"], params["shape"]

@@ -1,9 +1,17 @@
-"""Walks a traced loss on what is known of its values: which slices of parameters are read when.
+"""Lists the reads of a traced loss: which slices of parameters its equations take, and in order.
 
-Nothing is computed. A value that is only parameters, rearranged or changed element by element, has
-views of them; an equation on data that takes one is a read. For `x = tanh(x @ w[0])` and then
-`x = tanh(x @ w[1])` there are two reads, of positions 0 and 1 along axis 0 of `w`, and the second
-comes after the first; axes 1 and 2 of `w` are mixed by the product.
+Nothing is computed: the walk carries, for each value, what is known of it. A value that is only
+parameters, rearranged or changed element by element, has views of them; an equation on data that
+takes one is a read. A worked example, with `w` of shape (2, 4, 4), parameter 0::
+
+    x = tanh(x @ w[0])   # w[0]: a view of position 0 along axis 0
+    x = tanh(x @ w[1])   # w[1]: of position 1; this x comes after read 0
+
+    reads[0] = Read(positions={0: {0: 0}}, before=0b0)
+    reads[1] = Read(positions={0: {0: 1}}, before=0b1)
+    mixed = {(0, 1): "dot_general", (0, 2): "dot_general"}
+
+The product takes all positions of axes 1 and 2 together, so only axis 0 can be one of layers.
 """
 
 import dataclasses
@@ -22,14 +30,15 @@ from megatrain_jax._src.program.primitives import CALLS, REDUCTIONS, is_elementw
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
-    """Where the slices of a parameter along one of its axes are in a value.
+    """The slices of a parameter along one of its axes, and where they are in a value.
 
     Attributes:
-        parameter: The parameter.
-        axis: Its axis.
-        grid: The positions along that axis.
-        axes: The axes of the value that the grid's axes are.
-        plain: Whether the parameter was only changed element by element, and alone.
+        parameter: Number of the parameter.
+        axis: Axis of the parameter.
+        grid: Positions along that axis, int[...]: which slice lies at each place of `axes`.
+        axes: Axes of the value that the grid's axes are, ascending.
+        plain: Whether the value is the parameter itself, changed at most element by element and
+            with no other parameter.
     """
 
     parameter: int
@@ -46,14 +55,14 @@ class View:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trail:
-    """What is known of a value.
+    """What the walk knows of a value: the slices in it, and the reads that come before it.
 
     Attributes:
-        views: The slices of parameters in it.
-        parameters: The parameters it depends on; those of values that depend on data are left out.
-        before: The reads it comes after, one bit each.
-        of_data: Whether it depends on data.
-        integers: The integers it holds, if they follow from nothing.
+        views: Slices of parameters in the value.
+        parameters: Parameters that the value depends on; empty if it depends on data.
+        before: Reads that the value comes after, a bit mask (bit r is read r).
+        of_data: Whether the value depends on data.
+        integers: Integers that the value holds, if they are known at trace time.
     """
 
     views: tuple[View, ...] = ()
@@ -68,8 +77,9 @@ class Read:
     """An equation on data that takes parameters.
 
     Attributes:
-        positions: For each parameter, by axis, which one position it takes of those it is cut at.
-        before: The reads it comes after, one bit each.
+        positions: For each parameter, by axis, the one position that the equation takes; axes of
+            which it takes several are left out.
+        before: Earlier reads that it depends on, a bit mask (bit r is read r).
     """
 
     positions: Mapping[int, Mapping[int, int]]
@@ -77,12 +87,12 @@ class Read:
 
 
 class Reads:
-    """The reads of a loss.
+    """The reads of a loss, and what stands against cutting a parameter into slices.
 
     Attributes:
-        reads: In order.
-        scans: For each scan over plain parameters along axis 0 these parameters.
-        mixed: Parameters and axes whose slices an equation takes together, with its name.
+        reads: All reads, in the order of their equations.
+        scans: For each scan over plain parameters along axis 0, these parameters.
+        mixed: For (parameter, axis), the name of an equation that takes several slices together.
         remade: Parameters whose slices are mixed in an array that a scan takes slice by slice.
         looped: Parameters that a loop which stays one slices by its counter.
     """
@@ -108,6 +118,7 @@ class Reads:
         return [_literal(a) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def _call(self, jaxpr, ins):
+        """Walks a called jaxpr that may have constants."""
         opened = jx.opened(jaxpr)
         consts = [Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
         env = [*consts, *ins]
@@ -134,10 +145,14 @@ class Reads:
         return self._applied(eqn, ins)
 
     def _is_candidate(self, view: View) -> bool:
-        """Whether it may still be taken slice by slice."""
+        """Whether a view's axis may still turn out to be one of layers: nothing has mixed it.
+
+        A scan over the parameter itself takes axis 0 slice by slice whatever else does.
+        """
         return view.grid.size > 1 and (view.plain and not view.axis or view.key not in self.mixed)
 
     def _is_over_layers(self, eqn, ins) -> bool:
+        """Whether to walk a scan iteration by iteration; notes one over plain parameters."""
         num_consts, num_carry = jx.scan_parts(eqn)
         xs = [v for x in ins[num_consts + num_carry :] for v in x.views if v.axes[:1] == (0,)]
         scanned = [v.parameter for v in xs if v.plain and not v.axis]
@@ -150,6 +165,7 @@ class Reads:
         return reads_by_counter(eqn, stacked, [x.integers is not None for x in ins])
 
     def _note_loop(self, eqn, ins) -> None:
+        """Notes parameters that a loop slices by its counter though it stays a loop."""
         for k, x in enumerate(ins):
             if any(map(self._is_candidate, x.views)):
                 alone = [j == k for j in range(len(ins))]
@@ -157,6 +173,7 @@ class Reads:
                     self.looped |= x.parameters
 
     def _unrolled(self, eqn, ins):
+        """Walks a scan's body once for each iteration, in the order in which they run."""
         num_consts, num_carry = jx.scan_parts(eqn)
         consts, xs = ins[:num_consts], ins[num_consts + num_carry :]
         carry = ins[num_consts : num_consts + num_carry]
@@ -170,11 +187,17 @@ class Reads:
         return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
 
     def _together(self, trails: Sequence[Trail]) -> Trail:
+        """The stacked results of a scan's iterations, whose slices are lost as views."""
         for view in (v for x in trails for v in x.views):
             self.mixed.setdefault(view.key, "scan")
         return _joined(trails)
 
     def _applied(self, eqn, ins: list[Trail]) -> list[Trail]:
+        """What is known of an equation's results; notes the read, or what it mixes.
+
+        An equation on data takes a view of one slice, and the view ends there. Any other view moves
+        with the equation; where it can't, one slice stays a view at no axis, several are mixed.
+        """
         joined = _joined(ins)
         integers = known.results(eqn, [x.integers for x in ins])
         views: list[list[View]] = [[] for _ in eqn.outvars]
@@ -194,6 +217,7 @@ class Reads:
             else:
                 self.mixed.setdefault(view.key, eqn.primitive.name)
         before = joined.before
+        # The results come after this read as well.
         if taken:
             self.reads.append(Read(positions=taken, before=before))
             before |= 1 << len(self.reads) - 1
@@ -225,6 +249,7 @@ def _literal(atom: Any) -> Trail:
 
 
 def _joined(trails: Sequence[Trail]) -> Trail:
+    """What is known of a value that depends on all of these, its views apart."""
     of_data = any(x.of_data for x in trails)
     before = 0
     for x in trails:
@@ -236,7 +261,7 @@ def _joined(trails: Sequence[Trail]) -> Trail:
 
 
 def _row(x: Trail, i: int) -> Trail:
-    """Slice `i` along axis 0."""
+    """What is known of slice `i` of a value along axis 0."""
     views = []
     for view in x.views:
         grid, axes = view.grid, view.axes
@@ -258,6 +283,7 @@ def _moved(eqn, k: int, view: View, ins: Sequence[Trail]) -> list[View | None] |
         return [dataclasses.replace(view, plain=view.plain and alone) for _ in eqn.outvars]
     if k or not view.axes:
         return None
+    # A reduction along the slices (the norm of all layers) is no reason to keep them together.
     if name in REDUCTIONS and not set(eqn.params["axes"]).isdisjoint(view.axes):
         return [None]
 

@@ -3,6 +3,17 @@
 A scan over plain parameters along axis 0 says so itself. Other slices, by hand, by a loop's
 counter, along another axis, are layers if every use of the parameter is such a slice, each layer
 is read after the one before, and a layer is more than what all of them share.
+
+A worked example, with `w` of shape (3, 4, 4), parameter 0, and `b` of shape (3, 4), parameter 1::
+
+    for i in range(3):
+        x = tanh(x @ w[i]) + b[i]
+
+    w[0], b[0], w[1], b[1], w[2], b[2] are read in this order, each after the one before: in turn
+    Stack(slices={0: ((0,), (1,), (2,)), 1: ((0,), (1,), (2,))},
+          layers=((0,), (1,), (2,)), named=(0, 1))
+
+In `sum(x @ w[i] for i in range(3))` no slice is read after another: there is no stack.
 """
 
 import dataclasses
@@ -27,10 +38,10 @@ class Stack:
     """Parameters whose slices are the layers of one loop.
 
     Attributes:
-        slices: For each parameter its slices, layer by layer.
-        layers: The number of each layer, as an index of the parameter that is read first.
-        named: The parameters that its name is made of: not those that only join a scan.
-        between: Other parameters that are read between its layers.
+        slices: For each parameter, the index of its slice in each layer, in the layers' order.
+        layers: Index of each layer, as one of the parameter that is read first.
+        named: Parameters whose common path names the stack: not those that only join a scan.
+        between: Other parameters that are read between the layers.
         scanned: Whether a scan over the parameters themselves says that they are layers.
     """
 
@@ -48,12 +59,12 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """What was found in a loss.
+    """The stacks of a loss, and parameters that look like stacks but can't be cut.
 
     Attributes:
-        stacks: Those that can be cut into layers.
-        mixed: Other parameters that are read layer by layer, and an operation that takes several
-            of these layers together.
+        stacks: Stacks that can be cut into layers.
+        mixed: For other parameters that are read layer by layer, the name of an operation that
+            takes several of these layers together.
         partial: Parameters of whose layers only some are read.
         remade: Parameters that a scan takes slices of in another array, made of them.
         looped: Parameters that a loop which can't be unrolled slices by its counter.
@@ -67,7 +78,7 @@ class Stacks:
 
     @property
     def scanned(self) -> tuple[Stack, ...]:
-        """What scans over parameters take, and nothing else."""
+        """The stacks of scans over parameters, without what is only read in turn with them."""
         return tuple(
             dataclasses.replace(stack, slices={p: stack.slices[p] for p in stack.named})
             for stack in self.stacks if stack.scanned
@@ -94,10 +105,10 @@ class _Sliced:
     """A parameter that is read slice by slice.
 
     Attributes:
-        parameter: The parameter.
-        order: Its slices in the order in which they are first read.
-        first: When that is, as the number of a read.
-        reads: All reads of each, one bit each.
+        parameter: Number of the parameter.
+        order: Indices of its slices, in the order in which they are first read.
+        first: Number of the first read of each slice.
+        reads: All reads of each slice, a bit mask (bit r is read r).
     """
 
     parameter: int
@@ -114,6 +125,8 @@ class _Sliced:
 
 
 class _Finder:
+    """Joins the reads of each parameter into stacks."""
+
     def __init__(self, traced: jx.Traced, num_parameters: int):
         self.found = Reads(traced, num_parameters)
         invars = traced.jaxpr.invars[len(traced.consts) :][:num_parameters]
@@ -127,7 +140,7 @@ class _Finder:
         self.sliced = {p: s for p in range(num_parameters) if (s := self._sliced(p)) is not None}
 
     def _sliced(self, p: int) -> _Sliced | None:
-        """How a parameter is read, if it is by slices of axes that nothing mixes, all of them.
+        """The slices of a parameter, along the axes that nothing mixes; None if some are not read.
 
         Of several choices of axes the most along which slices are read in turn: of an array of
         shape (3, layers, ...) that holds queries, keys and values axis 1 alone.
@@ -180,7 +193,11 @@ class _Finder:
         return stacks
 
     def _scanned(self, leaves: Sequence[int]) -> Stack:
-        """What one scan takes along axis 0; layer by layer, if it is all in groups of layers."""
+        """The stack of one scan over these parameters along axis 0.
+
+        If its body takes all of them slice by slice along a further axis as well, in turn, as
+        groups of layers are, the layers are these inner slices.
+        """
         known = [self.sliced[p] for p in leaves if p in self.sliced]
         orders = {frozenset(s.order) for s in known}
         grouped = len(known) == len(leaves) and len(orders) == 1 and all(map(self._in_turn, known))
@@ -200,6 +217,7 @@ class _Finder:
     def _one_by_one(self, one: _Sliced) -> bool:
         """Whether each slice is read after the one before, which is not read again."""
         pairs = zip(one.reads, one.reads[1:], strict=False)
+        # The highest bit is the last read of a slice, the lowest one the first of the next.
         over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
         return over and self._in_turn(one)
 
@@ -211,12 +229,14 @@ class _Finder:
             for rows in zip(*(s.reads for s in group), strict=True)
         ]
         before = [self._before(row) for row in reads]
-        gaps = []
+        gaps = []  # what is read between a layer and the next, beside the stack
         for k in range(1, len(reads)):
             if not before[k] & reads[k - 1]:
                 return None  # beside each other, as experts are, or query, key and value
             gaps.append(self._parameters(before[k] & ~before[k - 1]) - own)
         shared = set.intersection(*gaps)
+        # What is read between all layers is shared by them. If it is larger than a layer, what was
+        # found is only the part that differs where one block is applied again and again.
         size, whole = sum(self.sizes[p] for p in own), sum(self.sizes)
         if size < _SMALLEST * whole or size / len(reads) < sum(self.sizes[p] for p in shared):
             return None
@@ -253,13 +273,16 @@ class _Finder:
         return bool(pairs) and all(a & self._before(b) for a, b in pairs)
 
     def _before(self, reads: int) -> int:
+        """All reads that come before some reads, as bit masks."""
         return functools.reduce(operator.or_, (self.found.reads[r].before for r in _bits(reads)))
 
     def _parameters(self, reads: int) -> set[int]:
+        """The parameters that some reads take."""
         return {p for r in _bits(reads) for p in self.found.reads[r].positions}
 
 
 def _bits(number: int) -> Iterator[int]:
+    """Positions of the bits that are set, ascending."""
     while number:
         lowest = number & -number
         yield lowest.bit_length() - 1
