@@ -48,14 +48,14 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
 
 
 def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> tuple[Any, ...]:
-    """What a loss function is called with after the model: the batch, and a key if it takes one."""
+    """The arguments of a loss function after the model: the batch, and a key if it takes one."""
     return (batch, rng) if takes_rng(loss_fn) else (batch,)
 
 
 def checked_result(
     loss_fn: Callable[..., Any], result: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What a loss function returned, as (loss, metrics).
+    """The result of a loss function as (loss, metrics), checked.
 
     Raises:
         ValueError: It is no scalar loss with scalar metrics, or a metric has a name that is taken.

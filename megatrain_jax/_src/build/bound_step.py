@@ -2,6 +2,17 @@
 
 Derived once per batch shape, for training or evaluation: which slabs and activations each stage
 takes, which cotangents arrive where, when an activation is last read, and what moves when.
+
+A worked example: an embedding (group 0), two blocks (groups 1 and 2), and a head that is tied to
+the embedding, in bf16, with one microbatch. Stages are bound from the last to the first::
+
+    stage   groups   gradient             its backward
+    3       (0,)     fp32: two add up     gives the loss, too: this stage has no forward
+    2       (2,)     bf16: complete       makes it
+    1       (1,)     bf16: complete       makes it
+    0       (0,)     fp32                 accumulates: stage 3 has made one
+
+With two microbatches all gradients are fp32 sums, and every backward accumulates.
 """
 
 import dataclasses
@@ -32,17 +43,17 @@ _SMALL = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BoundStep:
-    """One step of one batch shape; no two are equal.
+    """One step of one batch shape, for training or evaluation; compared by identity.
 
     Attributes:
-        key: Tells batch shapes and kinds of step apart.
-        program: The cut loss.
-        stages: Its stages, bound to groups.
-        microbatches: Into how many parts the batch is split.
+        key: Key that tells batch shapes and kinds of step apart.
+        program: The loss, traced and cut.
+        stages: The program's stages, bound to groups.
+        microbatches: Number of parts that the batch is split into.
         metrics: Names of the metrics that the loss returns.
-        workload: What the schedule was made for.
-        schedule: What moves when.
-        last_read: For each instruction kind and stage, the values that nothing reads afterwards.
+        workload: The workload that the schedule was made for.
+        schedule: The step's instructions: what moves and is computed when.
+        last_read: By op and stage, ids of the values that nothing reads afterwards.
     """
 
     key: Hashable
@@ -56,10 +67,7 @@ class BoundStep:
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
-        """For each group that is updated, the dtype of its gradient.
-
-        One that no backward computes is zeros.
-        """
+        """By group, the dtype of its gradient; fp32 for zeros, where no backward computes one."""
         dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
         for bound in self.stages:
             if bound.mode is not None:
@@ -74,16 +82,16 @@ class BoundStep:
 
     @functools.cached_property
     def kept_once(self) -> frozenset[int]:
-        """Ids of those of `kept` that are read of the first microbatch alone.
-
-        They are the new values of the model's variables.
-        """
+        """Ids of kept values read of the first microbatch alone: the variables' new values."""
         read = {i for bound in self.stages for i in bound.stage.inputs}
         return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
 
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
-        """Ids of the new values of the variables that stages compute, by the variable's number."""
+        """By number of a variable of the model, the id of its new value, if a stage computes it.
+
+        The others' new values are known after the prologue.
+        """
         new, early = (
             self.program.outputs[1 + len(self.metrics) :],
             set(self.program.prologue_values),
@@ -105,8 +113,24 @@ def bind_step(
     hardware: Hardware,
     training: bool = True,
 ) -> BoundStep:
-    """Binds a program to groups and schedules it for a machine."""
+    """Binds a program to groups and schedules it for a machine.
+
+    Args:
+        key: Key of the step; see `BoundStep`.
+        program: The loss, traced and cut.
+        grouping: Groups of the model's leaves.
+        layouts: Layout of each group.
+        microbatches: Number of parts that the batch is split into.
+        metrics: Names of the metrics that the loss returns.
+        deferred: Whether updates wait for the next step's forward.
+        reduce_reads: Kinds of state that the optimizer's *reduce* reads besides gradients.
+        device_budget: Bytes that state, activations and residuals may take of the device; None
+            for the least.
+        hardware: Machine whose rates the schedule is made for.
+        training: Whether it is a training step; an evaluation has no backward.
+    """
     stages = program.stages
+    # If the last stage makes the loss, its backward follows at once, and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
@@ -172,7 +196,11 @@ def _gradient_dtypes(
 def _counted_activations(
     program: Program, microbatches: int
 ) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Bytes of the activations that count, by id, and for each stage those it makes and reads."""
+    """The activations that a schedule counts: values of some size that stages hand to stages.
+
+    Returns:
+        Bytes by id, for all microbatches, and for each stage the ids that it makes and reads.
+    """
     read = {i for stage in program.stages for i in stage.inputs}
     made = {i for stage in program.stages for i in stage.outputs}
     activations = {}
@@ -194,7 +222,11 @@ def _costs(
     microbatches: int,
     hardware: Hardware,
 ) -> Costs:
-    """The seconds that stages and updates take, estimated from operations and from bytes."""
+    """Estimates the seconds that stages, updates and transfers take.
+
+    Stages by their floating-point operations, for all microbatches; updates by the bytes that they
+    read and write in the device's memory.
+    """
     stages = [b.stage for b in bound]
     flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
     rate = hardware.flops_per_s * hardware.sustained / microbatches
@@ -206,6 +238,7 @@ def _costs(
         for stage, seconds in zip(stages, forward, strict=True)
     ]
     saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
+    # An update reads and writes masters and optimizer state, and reads the gradient.
     moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
     seconds_per_byte = 1 / hardware.link_bytes_per_s
     return Costs(
@@ -249,6 +282,7 @@ def _bind(
         binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
         mode, known, residuals = None, (), None
         if stage.has_backward:
+            # A cotangent that was sent is added once, also to a value that the stage takes twice.
             existing = tuple(
                 active and i in sent and i not in stage.inputs[:n]
                 for n, (i, active) in enumerate(zip(stage.inputs, stage.active, strict=True))
@@ -266,6 +300,7 @@ def _bind(
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
             if training and not mode.give_outputs:
+                # Tracing the two halves takes long; stages of one template share them.
                 like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
                 if like not in found:
                     found[like] = find_residuals(stage)
@@ -284,7 +319,7 @@ def _bind(
 
 
 def _last_reads(instructions: Sequence[Instruction], stages, program: Program):
-    """For each computing instruction the values it is the last to read."""
+    """By op and stage of a forward or backward, ids of the values that it is the last to read."""
     last: dict[int, tuple[Op, int]] = {}
     for instruction in instructions:
         if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:

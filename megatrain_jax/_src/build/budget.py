@@ -2,6 +2,12 @@
 
 Functions are compiled for a schedule, and a schedule is found for a budget, so both are found in
 turns: the functions for the least budget, the budget that these leave, the functions it adds.
+
+A worked example, on a device with 100 GiB free, of which 5% stay free:
+
+    1. for the least budget, functions need 6 GiB; other values 1 GiB, the largest slab 2 GiB
+    2. budget = 95 - 2 - 1 - 6 = 86 GiB; with it, stages keep residuals: other functions
+    3. these need 8 GiB, more than 6: the budget is 84 GiB
 """
 
 import dataclasses
@@ -26,9 +32,9 @@ def fit_to_device(
 
     Args:
         spec: The run, whose functions' memory is not known yet.
-        kernels: Where the functions go.
+        kernels: Cache that gets the functions.
         device_bytes: Device memory that is free; None if unknown.
-        placement: Of the run, for which they are compiled; None if the device isn't here, so that
+        placement: Placement of the run, to compile for; None if the device isn't here, so that
             what they need is estimated.
     """
 

@@ -27,10 +27,10 @@ class Cut:
     """A loss and an optimizer, cut by the same groups.
 
     Attributes:
-        leaves: All arrays of the store, in order; a stacked parameter has one a layer.
+        leaves: All leaves, in the store's order; a stacked parameter has one a layer.
         program: The loss as stages.
-        grouping: Which leaves travel together.
-        optimizer: The update, by group.
+        grouping: Groups of the leaves.
+        optimizer: The optimizer's update, cut by group.
     """
 
     leaves: tuple[Leaf, ...]

@@ -42,7 +42,7 @@ class RunArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What shapes a run and its steps; see `Trainer`. Integers are stored as Python's own.
+    """The options of a run and its steps; see `Trainer`. Integers are stored as Python's own.
 
     Raises:
         TypeError: If an option is of another type.
@@ -88,7 +88,7 @@ class LoopArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """What the loop does besides steps; see `fit`. Integers are stored as Python's own.
+    """The options of the loop around steps; see `fit`. Integers are stored as Python's own.
 
     Raises:
         TypeError: If an option is of another type.

@@ -26,20 +26,20 @@ from megatrain_jax._src.state.hardware import H200, Hardware
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """A run's compile-time facts.
+    """A run before it has arrays: model and optimizer cut, all of it laid out and scheduled.
 
     Attributes:
         adapted: The model without its arrays.
-        loss_fn: The user's loss.
-        options: What the run was asked to be.
+        loss_fn: The user's loss function.
+        options: Options of the run.
         budget_bytes: Bytes that state and the values between stages may occupy on the device, or
             None for the least.
         temporary_bytes: What compiled functions need on the device for themselves; None before
             that is known.
-        temporary_estimated: Whether that is an estimate, since they aren't compiled.
-        leaves: All arrays of the store, in order.
-        grouping: Which of them travel together.
-        layouts: How each group lies in slabs.
+        temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
+        leaves: All leaves of the model, in the store's order.
+        grouping: Groups of the leaves.
+        layouts: Layout of each group.
         optimizer: The optimizer, cut by group.
         first: The training step for the batch shape the run started with.
     """
@@ -63,7 +63,7 @@ class RunSpec:
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts a training batch is split."""
+        """Number of parts that a training batch is split into."""
         return self.options.microbatches
 
     @property
@@ -119,7 +119,7 @@ def make_run_spec(
         loss_fn: See `Trainer`.
         optimizer: See `Trainer`.
         sample_batch: See `Trainer`.
-        options: What was asked for. An automatic budget is the least here, since what the device
+        options: Options of the run. An automatic budget is the least here, since what the device
             has left is known only once there are functions; see `fit_to_device`.
 
     Raises:
@@ -164,7 +164,7 @@ def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
 
 
 def batch_key(batch: Any) -> Hashable:
-    """What a batch's compiled step depends on: its structure, shapes and dtypes."""
+    """The key of a batch shape: the structure, shapes and dtypes that a step is compiled for."""
     leaves, treedef = jax.tree.flatten(batch)
     return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
 

@@ -55,11 +55,11 @@ def compile_ahead(
     """Compiles what a step runs and asks how much memory that needs besides state and activations.
 
     Args:
-        cache: Where the functions go, and where the step finds them compiled.
-        step: The step.
-        layouts: Of its groups.
+        cache: Cache that gets the functions, in which the step finds them compiled.
+        step: The step whose kernels are compiled.
+        layouts: Layouts of the groups.
         cut: The optimizer.
-        placement: Of what the kernels take.
+        placement: Placement of the arrays that the kernels take.
 
     Returns:
         Bytes on the device: what a function needs within, and for a backward the cotangents it

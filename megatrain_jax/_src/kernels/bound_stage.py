@@ -10,11 +10,11 @@ from megatrain_jax._src.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where a stage finds one of its leaves.
+    """The place of one leaf of a stage among the slabs that the stage takes.
 
     Attributes:
-        slab: Which of the slabs that the stage takes.
-        leaf: Which leaf of that slab's layout.
+        slab: Position of the slab among those the stage takes.
+        leaf: Position of the leaf in that slab's layout.
     """
 
     slab: int
@@ -36,8 +36,8 @@ class Binding:
     Nothing here names a group, so that equal blocks have equal bindings.
 
     Attributes:
-        layouts: Layout of each master slab it takes.
-        slots: For each leaf of the stage, in the jaxpr's order, where it is.
+        layouts: Layout of each slab of masters that the stage takes.
+        slots: Place of each leaf of the stage, in the jaxpr's order.
     """
 
     layouts: tuple[Layout, ...]
@@ -46,10 +46,10 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backward:
-    """What one backward of a stage takes besides slabs and inputs.
+    """The mode of a stage's backward: what it takes besides slabs and inputs, and what it gives.
 
     Attributes:
-        gradients: For each slab, the dtype of its gradient; None if it is frozen.
+        gradients: For each slab, the dtype of its gradient; None if the group is frozen.
         accumulate: For each slab, whether a gradient exists to be added to.
         arriving: For each output, whether a cotangent arrives.
         existing: For each input, whether another stage has already sent a cotangent to it.
@@ -65,15 +65,15 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BoundStage:
-    """A stage with the groups it reads.
+    """A stage bound to the groups it reads.
 
     Attributes:
         stage: The stage.
-        groups: The groups whose masters it takes.
-        binding: Where its leaves lie in them.
-        mode: How its backward accumulates; None without a backward.
+        groups: Numbers of the groups whose masters the stage takes.
+        binding: Places of the stage's leaves in their slabs.
+        mode: Mode of the stage's backward; None without a backward.
         sent: Ids of inputs whose cotangent another stage has already sent, in input order.
-        residuals: What its forward can keep for its backward; None if there is nothing.
+        residuals: Residuals that the forward can keep; None if there are none worth keeping.
     """
 
     stage: Stage
@@ -85,12 +85,12 @@ class BoundStage:
 
     @property
     def key(self) -> Hashable:
-        """Equal for bound stages that share a compiled forward."""
+        """Key of the stage's forward: equal for bound stages that share a compiled one."""
         return self.stage.key, self.binding
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Its groups that get gradients from it; in a stage without a backward there are none."""
+        """Numbers of the groups that get gradients from this stage; none without a backward."""
         if self.mode is None:
             return ()
         pairs = zip(self.groups, self.mode.gradients, strict=True)
@@ -106,7 +106,7 @@ class BoundStage:
 
     @property
     def accumulated(self) -> tuple[int, ...]:
-        """Its groups whose gradients its backward takes and adds to."""
+        """Numbers of the groups whose gradients its backward takes and adds to."""
         if self.mode is None:
             return ()
         pairs = zip(self.groups, self.mode.accumulate, strict=True)

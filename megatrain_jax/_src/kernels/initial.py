@@ -1,4 +1,4 @@
-"""The kernels of what state is at first: masters, optimizer state, sums of gradients."""
+"""The kernels of initial state: masters, optimizer state, and zeros to add gradients to."""
 
 from collections.abc import Callable
 
@@ -37,8 +37,8 @@ def zeros(layout: Layout, sharding: jax.sharding.Sharding) -> Kernel:
     """The kernel `() -> gradient` of one group's masters: fp32 zeros, to be added to.
 
     Args:
-        layout: Of the masters.
-        sharding: Where they are made.
+        layout: Layout of the masters.
+        sharding: Sharding of the gradient.
     """
     size = layout.size
 

@@ -9,7 +9,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What a compiled function is, before it is compiled.
+    """A compiled function before it is compiled: how it is built, called, and told from others.
 
     A function that makes one (`stages.forward`, `updates.update`) is the only place that knows how
     the function is called: those who call it pass what its docstring says, in that order, and
@@ -21,14 +21,15 @@ class Kernel:
         cache.get(kernel)(masters, state, gradient, messages, ok)
 
     Attributes:
-        name: What it does, in a word.
-        key: Equal for kernels of one name that compute the same: these share one function.
+        name: Name of what the function does, in a word.
+        key: Key, equal for kernels of one name that compute the same: these share one function.
         build: Makes the Python function that is compiled; called once for all of one key.
-        takes: Its arguments, as shapes; None for the small ones, which the first call compiles.
+        takes: Shapes and dtypes of its arguments; None for small functions, which their first call
+            compiles.
         donated: Positions of the arguments whose memory its results may take.
         beside_bytes: Bytes on the device, other than state and the values that a schedule counts,
             that live while it runs and that it does not allocate for itself alone.
-        sharding: Where its results are; None where its arguments are.
+        sharding: Sharding of the results; None for that of the arguments.
     """
 
     name: str

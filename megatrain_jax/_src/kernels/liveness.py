@@ -67,11 +67,13 @@ def temporary_bytes(jaxpr: Any) -> int:
             once = eqn.primitive.name in _FREE or (_is_fused(eqn, _FUSED) and len(read) == 1)
             summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
             fused = summed or once and (_renames(eqn) or all(read))
+            # A loop writes its carry where that started, if nothing else reads the start.
             start = carried.get(v)
             if start in roots and len(readers[start]) == 1 and v not in results:
                 roots[v] = roots[start]
             else:
                 roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
+    # An array is free after the last equation that reads it, under whichever value's name.
     uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
     live = most = 0
     for eqn in jaxpr.eqns:
@@ -97,7 +99,7 @@ def _is_fused(eqn: Any, names: Collection[str]) -> bool:
 
 
 def _carried(eqn: Any) -> dict[Any, Any]:
-    """What a loop carries: its last values, with the variables that it starts from."""
+    """The carry of a loop: each of its final values, with the variable that it starts from."""
     if eqn.primitive.name not in ("scan", "while"):
         return {}
     if eqn.primitive.name == "scan":

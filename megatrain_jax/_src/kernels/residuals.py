@@ -46,17 +46,17 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """What a stage's forward keeps for its backward, and how the backward uses it.
+    """The residuals of a stage: what its forward keeps, and how its backward uses that.
 
     Attributes:
-        traced: `(leaves, inputs) -> (outputs, all that the pullback needs)`.
-        num_outputs: How many of its outputs are the stage's.
+        traced: `(leaves, inputs) -> (outputs, all arrays in the pullback)`.
+        num_outputs: Number of `traced`'s first outputs that are the stage's.
         pullback: Structure of the function that maps cotangents of the outputs that have some to
             those of trainable leaves and active inputs.
-        sources: For each array in the pullback, which one it is of the traced constants, leaves,
+        sources: For each array in the pullback, its position among the traced constants, leaves,
             inputs and residuals, in this order.
-        avals: Shapes and dtypes of the residuals.
-        saved_flops: Operations that the backward need not do again.
+        avals: Shapes and dtypes of the residuals of one microbatch.
+        saved_flops: Floating-point operations a microbatch that the backward need not do again.
     """
 
     traced: jx.Traced
@@ -91,7 +91,7 @@ class Residuals:
 def find_residuals(stage: Stage) -> Residuals | None:
     """Traces a stage's two halves; None if there is nothing worth keeping, or it has effects.
 
-    What the halves share would fire in both.
+    An effect that both halves compute would fire twice.
     """
     if fires(stage.jaxpr):
         return None
@@ -114,6 +114,8 @@ def find_residuals(stage: Stage) -> Residuals | None:
     number = {v: i for i, v in enumerate(traced.jaxpr.invars)}
     sources, avals = [], []
     for atom in traced.jaxpr.outvars[count:]:
+        # What the backward has anyway is not kept, and an array that is in the pullback twice is
+        # kept once.
         known = None if jx.is_literal(atom) else number.get(atom)
         if known is None:
             known = len(traced.jaxpr.invars) + len(avals)

@@ -18,11 +18,11 @@ def begin(key: Hashable, program: Program, microbatches: int, num_metrics: int) 
     to microbatch; the rest changes once a step, as in the first of them.
 
     Args:
-        key: Tells programs apart.
+        key: Key that tells programs apart.
         program: The cut loss. `values` are those of its prologue, for each microbatch, and `seed`
             is the cotangent of each microbatch's loss.
-        microbatches: Into how many parts the batch is split along its first axis.
-        num_metrics: How many metrics the loss returns.
+        microbatches: Number of parts that the batch is split along its first axis.
+        num_metrics: Number of metrics that the loss returns.
     """
     place = {v: i for i, v in enumerate(program.prologue_values)}
     new_ids = program.outputs[1 + num_metrics :]
@@ -64,7 +64,7 @@ def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:
     The metric "weight", which says how much a row's loss is the mean of, is summed.
 
     Args:
-        names: Of the metrics.
+        names: Names of the metrics.
         weighted: Whether rows count by their weights, if they have any, as in an evaluation.
             Otherwise they count alike, as they do in the gradient.
     """

@@ -1,4 +1,4 @@
-"""The kernels of the optimizer: what a group computes before all gradients are known, and after.
+"""The kernels of the optimizer: a group's *reduce* and update, and the *combine* between them.
 
 They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
 non-finite numbers. Masters and state come and go as arrays at rest (see `state.layout`).
@@ -33,9 +33,9 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
 
     Args:
         cut: The optimizer. Masters and state are None unless its reduction reads them.
-        layout: Of the group.
-        group: Its number.
-        gradient: Dtype of its gradient.
+        layout: Layout of the group.
+        group: Number of the group.
+        gradient: Dtype of the group's gradient.
     """
     fragment, reads = cut.reduce[group], cut.reduce_reads
 
@@ -74,6 +74,7 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
 
 
 def _measured(gradient, ok, guarded):
+    """The squared norm of a gradient, fp32[], and, if guarded, `ok` only if that is finite."""
     square = jnp.sum(gradient * gradient)
     return square, ok & jnp.isfinite(square) if guarded else ok
 
@@ -87,7 +88,7 @@ def _stacked(values: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Array]:
-    """Takes them apart again; `like` are variables of their shapes and dtypes, in order."""
+    """Undoes `_stacked`; `like` are variables of the values' shapes and dtypes, in order."""
     rows = {row.dtype: row for row in stacked}
     taken = dict.fromkeys(rows, 0)
     values = []
@@ -127,9 +128,9 @@ def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
 
     Args:
         cut: The optimizer.
-        layout: Of the group.
-        group: Its number.
-        gradient: Dtype of its gradient.
+        layout: Layout of the group.
+        group: Number of the group.
+        gradient: Dtype of the group's gradient.
     """
     fragment = cut.apply[group]
     build = _update if cut.deferred else _update_at_once
@@ -149,6 +150,7 @@ def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
 
 
 def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+    """The update `(masters, state, gradient, messages, ok) -> (masters, state)`."""
     compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
     def update_group(masters, state, gradient, messages, ok):
@@ -162,6 +164,7 @@ def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
 
 
 def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
+    """The immediate update, which measures its gradient as well; see `update`."""
     apply = _update(fragment, layout, guarded)
 
     def update_group(masters, state, gradient, messages, ok):
@@ -172,6 +175,7 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
 
 
 def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
+    """An update that unpacks slabs into leaves, where they can't be updated whole."""
     count = len(layout.master.shapes)
 
     def compute(masters, state, gradient, messages):
@@ -190,6 +194,7 @@ def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None
     """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
     count, first = len(layout.master.shapes), len(fragment.consts)
     slabs = layout.state.layouts
+    # A state that lies otherwise than the masters has no element in line with theirs.
     if any(slab.offsets != layout.master.offsets for slab in slabs):
         return None
     state = [

@@ -2,6 +2,15 @@
 
 A leaf is what the store holds and a stage reads: a whole parameter, or one slice of a parameter
 that a scan over layers reads slice by slice.
+
+A worked example: `embed` of shape (100, 8) and `layers/w` of (2, 8, 8), which a scan takes::
+
+    path           index   shape      block
+    embed          ()      (100, 8)   None
+    layers/w[0]    (0,)    (8, 8)     ("layers", 0)
+    layers/w[1]    (1,)    (8, 8)     ("layers", 1)
+
+For the choice of blocks, the stack's path is `layers/[]/w`: one element for all of its slices.
 """
 
 import dataclasses
@@ -18,16 +27,16 @@ from megatrain_jax._src.program.stacks import Stack
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of the store.
+    """A leaf: one array of the store, a parameter or one slice of it.
 
     Attributes:
         path: Path of the parameter in the model.
-        parameter: Index of the parameter among the model's parameters.
-        index: Which slice of the parameter it is; `()` for the whole.
-        shape: Shape of this array, without the sliced axes.
+        parameter: Number of the parameter among the model's parameters.
+        index: Index of the slice in the parameter; `()` for the whole.
+        shape: Shape of the leaf, without the sliced axes.
         dtype: Dtype that the model declares.
-        block: Key of the block it belongs to, or None.
-        is_trainable: Whether it gets a gradient.
+        block: Key of the block that the leaf belongs to, or None.
+        is_trainable: Whether the leaf gets a gradient.
     """
 
     path: ModelPath
@@ -54,9 +63,10 @@ def find_leaves(
 
     Args:
         paths: Path of each parameter.
-        shapes: Its shape, with the sliced axes.
-        stacks: Which parameters the loss takes layer by layer.
-        upstream: For each parameter those that run before it, as the bits of a number.
+        shapes: Shape and dtype of each parameter, with the sliced axes.
+        stacks: Parameters that the loss takes layer by layer.
+        upstream: For each parameter, those that run before it as a bit mask (bit i is parameter
+            i); None if no equation reads it.
     """
     parameters = [
         Parameter(path=path, shape=tuple(shape.shape), upstream=up)
@@ -78,6 +88,7 @@ def find_leaves(
             shape=remaining(shapes[i].shape, sliced_axes(stack.slices[i][0])),
             count=stack.length,
         )
+    # A second choice: stacks are now lists like others, and those not chosen stay whole parameters.
     keys = block_keys(parameters)
     opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
     sliced = {i: stack for i, (prefix, stack) in sorted(stacked.items()) if prefix in opened}
@@ -129,7 +140,7 @@ def _sortable(path):
 
 
 def power(sequence: list[int]) -> int:
-    """The largest k for which a sequence is some sequence repeated k times."""
+    """The largest k for which a sequence is some sequence repeated k times: 2 of [1, 2, 1, 2]."""
     n = len(sequence)
     for period in range(1, n + 1):
         if n % period == 0 and sequence[:period] * (n // period) == sequence:

@@ -1,8 +1,17 @@
-"""Effects of a loss (`jax.debug.print`, callbacks): who has some, and firing them once.
+"""Effects of a loss (`jax.debug.print`, callbacks): finding them, and firing each once.
 
 A stage's backward computes its forward again, so what its forward has fired is taken out of the
 backward's trace. What depends on a cotangent, as a print in a custom derivative rule, belongs to
 the backward and stays.
+
+A worked example, the backward of a stage that prints `w` and gives `sin(w)`, as it is traced::
+
+    debug_print w    # taken out: nothing it reads depends on the cotangent, and forward fired it
+    a = cos w
+    d = mul dy a     # `dy` is the cotangent: late, as all that depends on it
+    debug_print d    # stays, if a derivative rule prints it
+
+In the last stage, whose backward is its only forward, both stay.
 """
 
 import functools
@@ -51,8 +60,8 @@ def firing_once(differentiated: Callable, position: int, has_forward: bool) -> C
     """A function that computes another one's forward again, without firing its effects again.
 
     Args:
-        differentiated: Takes cotangents, a list of arrays, as one of its arguments.
-        position: Which argument that is.
+        differentiated: The function; one of its arguments is the cotangents, a list of arrays.
+        position: Position of that argument.
         has_forward: Whether this is the only forward, so that it has to fire once.
     """
 
@@ -75,9 +84,12 @@ def firing_once(differentiated: Callable, position: int, has_forward: bool) -> C
 
 
 def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, list[bool]]:
-    """Drops effects that don't depend on inputs which are `late`.
+    """Drops effects that don't depend on `late` inputs, unless their results are read.
 
-    With `has_forward` those stay that an equation fires of which nothing is late.
+    Args:
+        jaxpr: The jaxpr, open.
+        late: For each input, whether it is a cotangent or depends on one.
+        has_forward: Whether equations of which no operand is late fire here, and so stay.
 
     Returns:
         The jaxpr, and for each output whether it is late.
@@ -92,6 +104,7 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
         if fires(eqn) and not (has_forward and not any(flags)):
             if jx.inner_jaxprs(eqn):
                 eqn = _within(eqn, flags)
+            # A callback whose result is read has to run again, fired or not.
             elif not any(flags) and used.isdisjoint(eqn.outvars):
                 continue
         eqns.append(eqn)
@@ -100,14 +113,14 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
 
 
 def _effects(before: Any, eqns: Sequence[Any]) -> frozenset:
-    """Effects of what is left; those of other kinds are as before."""
+    """The effects that remain with these equations; those of other kinds are as before."""
     left = {effect for eqn in eqns for effect in eqn.effects}
     kept = (e for e in before.effects if type(e).__name__ not in _KINDS or e in left)
     return frozenset(kept)
 
 
 def _within(eqn: Any, flags: Sequence[bool]) -> Any:
-    """Drops effects in the jaxprs that an equation holds."""
+    """An equation without the effects, within the jaxprs that it holds, of what is not late."""
     params = dict(eqn.params)
     inner = []
     for name, value in params.items():
@@ -122,12 +135,14 @@ def _within(eqn: Any, flags: Sequence[bool]) -> Any:
 
 
 def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
+    """A jaxpr within an equation, without the effects of what is not late in any iteration."""
     operands = list(flags[1:] if eqn.primitive.name == "cond" else flags)
     if len(operands) != len(jaxpr.invars):  # a loop with two jaxprs
         operands = [any(flags)] * len(jaxpr.invars)
     silenced, outs = _without(jaxpr, operands, False)
     if eqn.primitive.name == "scan":
         consts, carry = jx.scan_parts(eqn)
+        # What one iteration makes late is late from the start in the next one.
         while any(
             o and not i
             for o, i in zip(outs[:carry], operands[consts : consts + carry], strict=True)

@@ -13,7 +13,7 @@ Index = tuple[int | None, ...]
 
 
 def selector(index: Index) -> tuple[int | slice, ...]:
-    """What to put between the brackets of an array."""
+    """The subscript of an array that takes this part of it: `x[selector(index)]`."""
     return tuple(slice(None) if i is None else i for i in index)
 
 

@@ -53,8 +53,8 @@ class _Search:
         else:
             body, (count, carry) = eqn.params["jaxpr"], jx.scan_parts(eqn)
         counters = [_COUNTER if level and k >= count else level for k, level in enumerate(levels)]
-        # A carried number is a counter if it follows from itself and constants alone. All are taken
-        # for counters first; each walk takes that back where it is wrong, so the loop ends.
+        # A carried number is a counter if it follows from itself and constants alone. All that
+        # start known are taken for counters; each walk takes back what is wrong, so this ends.
         while True:
             given = self._follow(jx.opened(body), stacked, counters)
             lost = [k for k, level in enumerate(given[:carry], count) if counters[k] and not level]

@@ -49,7 +49,7 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
 
 
 def form(eqn: Any) -> Hashable:
-    """What an equation does: its primitive and parameters, but for the values of literals."""
+    """The form of an equation: its primitive and parameters, but for the values of literals."""
     return eqn.primitive.name, _params_key(eqn, _FORM)
 
 

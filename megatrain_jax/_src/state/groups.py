@@ -1,4 +1,15 @@
-"""Parameter groups: which leaves travel together, and how they lie in slabs."""
+"""Parameter groups: which leaves travel together, and how they lie in slabs.
+
+A worked example: leaves 0 to 3 are an embedding, one matrix in each of two blocks, and a norm; the
+stages read leaves [0], [1], [2] and, in a head tied to the embedding, [3, 0]. Groups stand in the
+order of their first use::
+
+    names  = ("embed", "layers.0", "layers.1", "norm")
+    leaves = ((0,), (1,), (2,), (3,))
+
+The embedding is read by stages 0 and 3, the norm by stage 3 alone: they are two groups, so that
+stage 0 doesn't fetch the norm.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,12 +24,12 @@ from megatrain_jax._src.state.layout import Layout, MixedLayout, layout_of, mixe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """Which leaves form a group.
+    """The partition of a model's leaves into groups.
 
     Attributes:
-        names: Name of each group.
-        leaves: For each group its leaves, ascending.
-        frozen: The groups that are only read.
+        names: Name of each group, as tables and messages show it.
+        leaves: For each group, the numbers of its leaves, ascending.
+        frozen: Numbers of the groups that are only read.
     """
 
     names: tuple[str, ...]
@@ -27,27 +38,36 @@ class Grouping:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """The group of each leaf."""
+        """For each leaf, the number of its group."""
         owner = {leaf: g for g, leaves in enumerate(self.leaves) for leaf in leaves}
         return tuple(owner[leaf] for leaf in range(len(owner)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """How a group's state lies in slabs: masters, with gradients alike, and optimizer state."""
+    """How a group's state lies in slabs.
+
+    Attributes:
+        master: Layout of the masters; gradients lie alike, in a dtype of their own.
+        state: Layout of the optimizer state, a slab or more.
+    """
 
     master: Layout
     state: MixedLayout
 
     @property
     def slabs(self) -> tuple[Layout, ...]:
-        """The layouts of all slabs that last."""
+        """Layouts of the slabs that outlast a step: masters, then optimizer state."""
         return (self.master, *self.state.layouts)
 
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
-        """Bytes of the parts that travel: masters, optimizer state, gradients of this dtype.
+        """Bytes of each kind of part that travels.
 
-        Masters and state count as they are at rest. Without a dtype there are no gradients.
+        Args:
+            gradient: Dtype of the gradient; None if the group has none.
+
+        Returns:
+            Bytes by kind: masters and optimizer state as they are at rest, and the gradient.
         """
         itemsize = jnp.dtype(gradient).itemsize if gradient is not None else 0
         return {
@@ -64,8 +84,8 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
     Frozen leaves have groups of their own, since they travel one way only.
 
     Args:
-        leaves: All leaves.
-        stages: For each stage the leaves it reads.
+        leaves: All leaves of the model.
+        stages: For each stage, the numbers of the leaves that it reads.
     """
     uses: dict[int, list[int]] = {i: [] for i in range(len(leaves))}
     for s, read in enumerate(stages):
@@ -92,6 +112,7 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
 
 
 def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
+    """The name of a group outside blocks: its leaves' modules, at most three of them."""
     paths = [leaves[i].path for i in rows]
     modules = dict.fromkeys(".".join(map(str, common_prefix([p, p])[:-1] or p)) for p in paths)
     return ", ".join(list(modules)[:3]) + (", …" if len(modules) > 3 else "")
@@ -100,7 +121,14 @@ def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
 def layout_group(
     leaves: Sequence[Leaf], rows: Sequence[int], state: Sequence[jax.ShapeDtypeStruct], master
 ) -> GroupLayout:
-    """Lays out one group's leaves and its optimizer state."""
+    """Lays out one group's leaves and its optimizer state.
+
+    Args:
+        leaves: All leaves of the model.
+        rows: Numbers of the group's leaves.
+        state: Shapes and dtypes of its optimizer state's leaves.
+        master: Dtype of the masters.
+    """
     shapes = [leaves[i].shape for i in rows]
     return GroupLayout(
         master=layout_of(shapes, master),

@@ -47,7 +47,7 @@ class CgroupMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pool:
-    """What is known of one platform's pool, in bytes: room shown to be there, and room likely."""
+    """The size of one platform's pool, in bytes: what was shown to fit, and what likely fits."""
 
     proven_bytes: int = 0
     likely_bytes: int = 0
@@ -178,7 +178,7 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
     that earlier arrays have left in the pool is used first. On a CPU nothing is taken.
 
     Args:
-        placement: Of the slabs that are to rest there.
+        placement: Placement of the slabs that are to rest there.
         num_bytes: What the caller is about to allocate there: its state and the arrays it has
             in flight.
         array_bytes: The largest of these arrays: one lies in one piece, whose end may stay empty.
