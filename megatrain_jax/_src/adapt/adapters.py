@@ -44,10 +44,10 @@ class AdaptedModel:
     """A model without its arrays: shapes, and the functions that put arrays back in.
 
     Attributes:
-        paths: where each parameter leaf lives in the user's model.
+        paths: path of each parameter leaf in the user's model.
         shapes: shape and dtype of each parameter leaf, as the model declares them.
-        variable_paths: the same for the state that isn't trained (statistics, random keys).
-        variable_shapes: shape and dtype of each such leaf.
+        variable_paths: path of each leaf of the state that isn't trained (statistics, random keys).
+        variable_shapes: shape and dtype of each leaf of that state.
         loss: `loss(loss_fn, leaves, variables, batch, rng, train)` calls the user's function and
             gives (loss, metrics, new variables). Pure, so it can be traced and differentiated.
             A leaf may have another dtype than declared; variables always come back as declared.
@@ -136,6 +136,7 @@ _SUPPORTED = (
 
 
 def _built_parts(build: Callable[[], Any]) -> Parts:
+    """Calls a function that builds a model, and takes the model apart."""
     model = _call_builder(build)
     if isinstance(model, linen.Module):
         raise TypeError(
@@ -152,6 +153,7 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
 
 
 def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
+    """Adapts a model that holds arrays, which are its initial values."""
     params, variables, shell = parts_of(model)
     shapes = jax.eval_shape(lambda *trees: trees, params, variables)
     adapted = _assemble(shapes[0], shapes[1], shell)
@@ -181,6 +183,7 @@ def _adapt_traced(
 
 
 def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
+    """Makes the internal form of trees of shapes and a shell."""
     paths, shapes, params_treedef = _flatten_shapes(params)
     variable_paths, variable_shapes, variables_treedef = _flatten_shapes(variables)
     _check_parameters(paths, shapes)
@@ -226,7 +229,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
 
 
 def _batch_check(model: Any) -> Callable[[Any], None]:
-    """The check of a batch that a model brings, which may have shapes in place of its arrays."""
+    """The function that checks batches for a model, by the model's own method if it has one."""
     # Asked of the class: an instance may well compute what it is asked for.
     if not callable(getattr(type(model), "check_batch", None)):
         return lambda batch: None

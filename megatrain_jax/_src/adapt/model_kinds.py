@@ -117,6 +117,7 @@ def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> Non
 
 
 def _path(keys: Sequence[Any], *, is_nnx: bool = False) -> ModelPath:
+    """The path of a leaf, of JAX's keys."""
     # An nnx.State has one more level for the value inside each variable, which names nothing.
     return tuple(
         _component(key)
@@ -149,6 +150,7 @@ def _nnx_modules(model: Any) -> list[nnx.Module]:
 
 
 def _nnx_parts(model: Any) -> Parts:
+    """Takes an NNX model apart, by the types of its variables."""
     # Sown values of an earlier call are results, not state. They go from a copy of the graph
     # that shares its arrays, so the user's own model keeps them.
     model = nnx.merge(*nnx.split(model))
@@ -286,6 +288,7 @@ def _plain(variables: Any) -> dict[str, Any]:
 
 
 def _pytree_parts(model: Any) -> Parts:
+    """Takes a pytree apart: floating-point arrays are parameters, the rest is static."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(model)
     trained = tuple(_is_inexact(leaf) for _, leaf in flat)
     others = [

@@ -37,7 +37,7 @@ from megatrain_jax._src.state.hardware import Hardware
 
 # What Python needs for one instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
-# Bytes of an activation that is worth a copy; smaller ones stay where they are, not counted.
+# Fewest bytes of an activation that is worth a transfer; smaller ones stay, not counted.
 _SMALL = 256
 
 
@@ -77,7 +77,7 @@ class BoundStep:
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:
-        """Ids of the values that something reads after they are made."""
+        """Ids of the values that a stage or the step's end reads after they are made."""
         return frozenset(self.program.outputs).union(*self.last_read.values())
 
     @functools.cached_property
@@ -175,7 +175,7 @@ def _gradient_dtypes(
     """
     group_of = grouping.group_of
     dtypes: list[set[str]] = [set() for _ in grouping.leaves]
-    readers = [0] * len(grouping.leaves)
+    readers = [0] * len(grouping.leaves)  # stages that read each group: as many backwards add up
     for stage in stages:
         first = len(stage.consts)
         leaves = stage.jaxpr.invars[first : first + len(stage.leaves)]
@@ -268,6 +268,7 @@ def _bind(
     A backward adds to the gradients and cotangents that the backwards before it have made.
     """
     group_of = grouping.group_of
+    # Position of each leaf in its group.
     position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
     seen_groups: set[int] = set()
     sent: set[int] = set()

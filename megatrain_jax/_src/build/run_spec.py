@@ -84,6 +84,7 @@ class RunSpec:
         """
         loss_fn = loss_fn or self.loss_fn
         microbatches = self.microbatches
+        # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
             microbatches = 1
         traced = _trace(self.adapted, loss_fn, self.precision, batch, microbatches, train)

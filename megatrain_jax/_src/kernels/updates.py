@@ -227,7 +227,16 @@ def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None
 
 
 def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array]) -> jax.Array:
-    """A slab in which each leaf's elements come from the array of its kind."""
+    """A slab in which each leaf's elements come from the array of its kind.
+
+    With leaves at 0, 64 and 128 of kinds 0, 1 and 0, elements 64 to 127 that leaf 1 fills are those
+    of `kinds[1]`, all others those of `kinds[0]`.
+
+    Args:
+        layout: Layout of the slab.
+        kind_of: For each leaf, which function of those found computes it.
+        kinds: The slab as each of these functions computes it.
+    """
     chosen, at = kinds[0], jnp.arange(layout.size)
     for kind, values in enumerate(kinds[1:], 1):
         inside = jnp.zeros(layout.size, bool)

@@ -170,10 +170,10 @@ def _squeeze(eqn, grid, axes, known):
 
 
 def _reshape(eqn, grid, axes, known):
+    """Regroups axes; of each run that is regrouped all axes are sliced, or none."""
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None or 0 in old:
         return None
-    # Each run of axes has to be sliced as a whole, or not at all.
     found: list[int] = []
     for olds, news in _segments(old, new):
         if any(d in axes and old[d] > 1 for d in olds):

@@ -170,6 +170,7 @@ def _folded(eqn, ins) -> list:
 
 
 def _choose(which, cases):
+    """The case of this number; of identical cases, the one."""
     arrays = [c.array for c in cases]
     if len(arrays) == 1 or all(a is arrays[0] for a in arrays):
         return arrays[0]

@@ -25,7 +25,13 @@ Literal = jex.Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A traced function: a jaxpr, its constants (the first inputs), the tree of its outputs."""
+    """A traced function.
+
+    Attributes:
+        jaxpr: Open jaxpr whose inputs are the constants, then the leaves of the arguments.
+        consts: Values of the constants.
+        out_tree: Structure of the outputs.
+    """
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -172,7 +178,7 @@ def called(eqn: Any) -> Any | None:
 
 
 def with_body(jaxpr: Any, body: Any) -> Any:
-    """A jaxpr that may be closed, with another open form."""
+    """The same jaxpr, closed if it was, around another open form."""
     return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
 
 
@@ -211,7 +217,7 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -
 
 
 def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """The variables of a jaxpr that depend on some of them, these included."""
+    """The variables of a jaxpr that depend on the sources, themselves included."""
     found = set(sources)
     for eqn in jaxpr.eqns:
         if not found.isdisjoint(variables(eqn.invars)):
@@ -225,19 +231,19 @@ def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:
-    """Values where the mask holds, and the others."""
+    """Two lists: the values where the mask holds, and the others."""
     yes = [v for m, v in zip(mask, values, strict=True) if m]
     return yes, [v for m, v in zip(mask, values, strict=True) if not m]
 
 
 def merge(mask: Sequence[bool], yes: Sequence, no: Sequence) -> list:
-    """Undoes `split`."""
+    """The values that `split` has divided, back in their order."""
     yes_iter, no_iter = iter(yes), iter(no)
     return [next(yes_iter) if m else next(no_iter) for m in mask]
 
 
 def members(owners: Sequence[int | None], num_owners: int) -> tuple[tuple[int, ...], ...]:
-    """For each owner the positions at which it stands, ascending."""
+    """For each owner, its positions, ascending: ((0, 2), (1,)) of the owners [0, 1, 0]."""
     found: list[list[int]] = [[] for _ in range(num_owners)]
     for position, owner in enumerate(owners):
         if owner is not None:

@@ -58,6 +58,7 @@ _FORM, _VALUES, _RULES = range(3)
 
 
 def _jaxpr_key(jaxpr, consts, level):
+    """The hashable form of a jaxpr: inputs, equations and results, on numbered variables."""
     numbers: dict[Any, int] = {}
 
     def define(v):

@@ -27,7 +27,9 @@ ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or mor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Shapes and offsets of the leaves of one slab. Holds no paths, so that equal blocks share it.
+    """The layout of one slab: shapes and offsets of its leaves.
+
+    It holds no paths, so that equal blocks share it.
 
     A worked example: leaves of shapes (3, 2) and (5,) in fp32, each aligned to 64 elements::
 
@@ -59,11 +61,11 @@ class Layout:
         return (jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.dtype)),)
 
     def encode(self, slab: Array) -> tuple[Array, ...]:
-        """The arrays at rest of a slab: of a traced one, in a kernel, or of one of numpy's."""
+        """The arrays at rest that stand for a slab, traced in a kernel or of numpy's."""
         return (slab,)
 
     def decode(self, arrays: Sequence[Array]) -> Array:
-        """The slab of its arrays at rest; see `encode`."""
+        """The slab that these arrays at rest stand for; see `encode`."""
         (slab,) = arrays
         return slab
 
@@ -125,11 +127,11 @@ def layout_of(shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedLayout:
-    """Leaves of several dtypes: one slab for each dtype. Their arrays at rest stand in a row.
+    """The layout of leaves of several dtypes: several slabs, whose arrays at rest stand in a row.
 
     Attributes:
         layouts: Layout of each slab.
-        places: For each leaf its slab and its position there.
+        places: For each leaf, the number of its slab and its position there.
     """
 
     layouts: tuple[Layout, ...]
@@ -151,7 +153,7 @@ class MixedLayout:
         return tuple(x for layout, slab in rows for x in layout.encode(slab))
 
     def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """All slabs of their arrays at rest."""
+        """The slabs that these arrays at rest stand for; see `Layout.decode`."""
         rows = zip(self.layouts, self.by_slab(arrays), strict=True)
         return tuple(layout.decode(own) for layout, own in rows)
 
@@ -181,13 +183,24 @@ class MixedLayout:
 def mixed_layout_of(
     avals: Sequence[jax.ShapeDtypeStruct], mirrored: Sequence[tuple[int, ...]]
 ) -> MixedLayout:
-    """Lays leaves of any dtypes out.
+    """Lays leaves of any dtypes out: AdamW's moments as the masters lie, other state together.
 
     Leaves in a row whose shapes are `mirrored`, as a moment of each parameter has them, get a slab
     of their own, in which they lie as the parameters do. The others share one for each dtype.
+
+    A worked example: AdamW's state for parameters of shapes (3, 2) and (5,), which are `mirrored`::
+
+        leaf     count   mu 0     mu 1   nu 0     nu 1
+        shape    ()      (3, 2)   (5,)   (3, 2)   (5,)
+        place    (0, 0)  (1, 0)   (1, 1) (2, 0)   (2, 1)     # slabs: int32[64], fp32[128] twice
+
+    Args:
+        avals: Shape and dtype of each leaf.
+        mirrored: Shapes of the parameters, in the order of their slab.
     """
     kinds: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     places, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
+    # A moment that lies as the masters do can be updated without taking slabs apart.
     while at < len(avals):
         row = avals[at : at + len(shapes)]
         alike = [tuple(a.shape) for a in row] == shapes and len({a.dtype for a in row}) == 1

@@ -225,6 +225,8 @@ def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int
     """Returns what to take from a fresh pool, and what that takes from the system for it.
 
     No array lies across two pieces, so these need spare room, and one region may be smaller.
+    For 40 GiB in arrays of at most 1 GiB these are pieces of 4, 8 and 32 GiB, 44 in all; one
+    region would take 64 GiB.
     """
     growth = _region_bytes(num_bytes, 0, limit)
     exact = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, limit)
@@ -291,6 +293,7 @@ def _take(placement: Placement, pieces: list[int], num_bytes: int) -> None:
             f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
             "Python starts, with room for other pinned arrays."
         ) from error
+    # Only the arrays go: the pool keeps what it has taken from the system.
     for piece in held:
         piece.delete()
 
