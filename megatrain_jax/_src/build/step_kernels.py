@@ -1,4 +1,4 @@
-"""Which kernels a step runs, and compiling all of them before the first step."""
+"""The kernels that a step runs, and compiling all of them before the first step."""
 
 from collections.abc import Iterator, Sequence
 

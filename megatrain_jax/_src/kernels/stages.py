@@ -3,6 +3,15 @@
 Such a template is stateless: slabs of parameters and live values go in, live values or gradients
 and cotangents come out. It is the paper's layer template (MegaTrain, arXiv 2604.05091), cut from a
 trace instead of written by hand.
+
+A worked example: a block `y = sin(x @ up) @ down` in a group of its own, its two leaves one slab::
+
+    forward([masters], [x])                     -> [y]
+    backward([masters], [x], [dy], [], [])      -> [], [gradient], [dx]
+    backward([masters], [x], [dy], [sum], [])   -> [], [sum + gradient], [dx]    # accumulates
+
+`masters` are the arrays at rest of the slab, `gradient` is a slab in which `d_up` and `d_down` lie
+as `up` and `down` do in the masters.
 """
 
 import dataclasses

@@ -2,6 +2,10 @@
 
 They only wrap jaxprs that were cut elsewhere in packing, unpacking and the guard against
 non-finite numbers. Masters and state come and go as arrays at rest (see `state.layout`).
+
+A worked example, clipping by a global norm of 1 with two groups, whose gradients are (3, 0) and
+(0, 4): *reduce* gives 9 and 16; *combine* makes of them the global norm, 5, and sends each group
+what its update reads of that; the updates then take (0.6, 0) and (0, 0.8) for gradients.
 """
 
 import math

@@ -235,7 +235,7 @@ def _list_of(path: ModelPath, depth: int) -> tuple:
 
 
 def _alike(one: Matrices, other: Matrices) -> bool:
-    """Whether elements share a third of their matrices, of the one with more, name and shape."""
+    """Whether as many matrices agree, in path and shape, as a third of the larger set."""
     return bool(one) and 3 * len(one & other) >= max(len(one), len(other))
 
 

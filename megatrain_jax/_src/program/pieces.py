@@ -193,12 +193,12 @@ def places(shape: Sequence[int], axes: tuple[int, ...]) -> list[tuple[int, ...]]
 
 
 def sliced(shape: Sequence[int], axes: tuple[int, ...], cells: Sequence[Value]) -> Pieces:
-    """A value of this shape from its slices at all positions of some axes."""
+    """The stacked value of this shape that has these slices at all positions of some axes."""
     return Pieces(_grid([shape[a] for a in axes], cells), axes)
 
 
 def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
-    """A value from all its slices; the one of index `()` is the value."""
+    """The value that has these slices, by index; a slice of index `()` is the value itself."""
     if () in slices:
         return slices[()]
     axes = sliced_axes(next(iter(slices)))

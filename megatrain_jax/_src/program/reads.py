@@ -49,7 +49,7 @@ class View:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The parameter and its axis."""
+        """Number of the parameter, and axis: what `Reads.mixed` is keyed by."""
         return self.parameter, self.axis
 
 

@@ -222,7 +222,7 @@ class _Finder:
         return over and self._in_turn(one)
 
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
-        """The stack of parameters that are read in turn, if these are layers."""
+        """The stack of parameters that are read in turn; None if their slices are no layers."""
         own = {s.parameter for s in group}
         reads = [
             functools.reduce(operator.or_, rows)
