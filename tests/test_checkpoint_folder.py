@@ -283,7 +283,7 @@ def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
     trainer.restore(tmp_path / "3")
     with pytest.raises(mt.CheckpointError, match="2 could not be written"):
         saving.wait()
-    trainer.wait_for_saving()
+    saving.wait()
     assert os.listdir(tmp_path) == ["3"]
 
 

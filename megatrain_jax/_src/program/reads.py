@@ -21,7 +21,7 @@ from megatrain_jax._src.program.primitives import CALLS, REDUCTIONS, is_elementw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
+class _View:
     """Where the slices of a parameter along one of its axes are in a value.
 
     Attributes:
@@ -45,7 +45,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trail:
+class _Trail:
     """What is known of a value.
 
     Attributes:
@@ -56,7 +56,7 @@ class Trail:
         integers: The integers it holds, if they follow from nothing.
     """
 
-    views: tuple[View, ...] = ()
+    views: tuple[_View, ...] = ()
     parameters: frozenset[int] = frozenset()
     before: int = 0
     of_data: bool = False
@@ -94,13 +94,13 @@ class Reads:
         self.mixed: dict[tuple[int, int], str] = {}
         self.remade: set[int] = set()
         self.looped: set[int] = set()
-        trails = [Trail(integers=known.constant(c)) for c in traced.consts]
+        trails = [_Trail(integers=known.constant(c)) for c in traced.consts]
         inputs = traced.jaxpr.invars[len(traced.consts) :]
         for p, v in enumerate(inputs):
             trails.append(_parameter(p, v.aval.shape) if p < num_parameters else _DATA)
         self._walk(traced.jaxpr, trails)
 
-    def _walk(self, jaxpr, trails: Sequence[Trail]) -> list[Trail]:
+    def _walk(self, jaxpr, trails: Sequence[_Trail]) -> list[_Trail]:
         env = dict(zip(jaxpr.invars, trails, strict=True))
         for eqn in jaxpr.eqns:
             outs = self._eqn(eqn, [_literal(a) if jx.is_literal(a) else env[a] for a in eqn.invars])
@@ -109,14 +109,14 @@ class Reads:
 
     def _call(self, jaxpr, ins):
         opened = jx.opened(jaxpr)
-        consts = [Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
+        consts = [_Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
         env = [*consts, *ins]
         body = opened if not opened.constvars else jx.sub_jaxpr(
             opened, opened.eqns, [*opened.constvars, *opened.invars], opened.outvars
         )  # fmt: skip
         return self._walk(body, env)
 
-    def _eqn(self, eqn, ins: list[Trail]) -> Sequence[Trail]:
+    def _eqn(self, eqn, ins: list[_Trail]) -> Sequence[_Trail]:
         name = eqn.primitive.name
         if jx.called(eqn) is not None:
             return self._call(eqn.params[CALLS.get(name, "jaxpr")], ins)
@@ -133,7 +133,7 @@ class Reads:
             self._note_loop(eqn, ins)
         return self._applied(eqn, ins)
 
-    def _is_candidate(self, view: View) -> bool:
+    def _is_candidate(self, view: _View) -> bool:
         """Whether it may still be taken slice by slice."""
         return view.grid.size > 1 and (view.plain and not view.axis or view.key not in self.mixed)
 
@@ -169,15 +169,15 @@ class Reads:
             given.append(out[num_carry:])
         return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
 
-    def _together(self, trails: Sequence[Trail]) -> Trail:
+    def _together(self, trails: Sequence[_Trail]) -> _Trail:
         for view in (v for x in trails for v in x.views):
             self.mixed.setdefault(view.key, "scan")
         return _joined(trails)
 
-    def _applied(self, eqn, ins: list[Trail]) -> list[Trail]:
+    def _applied(self, eqn, ins: list[_Trail]) -> list[_Trail]:
         joined = _joined(ins)
         integers = known.results(eqn, [x.integers for x in ins])
-        views: list[list[View]] = [[] for _ in eqn.outvars]
+        views: list[list[_View]] = [[] for _ in eqn.outvars]
         taken: dict[int, dict[int, int]] = {}
         if joined.of_data:
             taken = {p: {} for x in ins if not x.of_data for p in sorted(x.parameters)}
@@ -203,16 +203,16 @@ class Reads:
         ]
 
 
-_DATA = Trail(of_data=True)
+_DATA = _Trail(of_data=True)
 
 
-def _parameter(p: int, shape: tuple[int, ...]) -> Trail:
+def _parameter(p: int, shape: tuple[int, ...]) -> _Trail:
     views = [
-        View(parameter=p, axis=axis, grid=_positions(n), axes=(axis,), plain=True)
+        _View(parameter=p, axis=axis, grid=_positions(n), axes=(axis,), plain=True)
         for axis, n in enumerate(shape)
         if n > 1
     ]
-    return Trail(views=tuple(views), parameters=frozenset((p,)))
+    return _Trail(views=tuple(views), parameters=frozenset((p,)))
 
 
 @functools.lru_cache
@@ -220,11 +220,11 @@ def _positions(n: int) -> np.ndarray:
     return np.arange(n)
 
 
-def _literal(atom: Any) -> Trail:
-    return Trail(integers=known.constant(atom.val))
+def _literal(atom: Any) -> _Trail:
+    return _Trail(integers=known.constant(atom.val))
 
 
-def _joined(trails: Sequence[Trail]) -> Trail:
+def _joined(trails: Sequence[_Trail]) -> _Trail:
     of_data = any(x.of_data for x in trails)
     before = 0
     for x in trails:
@@ -232,10 +232,10 @@ def _joined(trails: Sequence[Trail]) -> Trail:
     parameters: frozenset[int] = frozenset()
     if not of_data:
         parameters = parameters.union(*(x.parameters for x in trails))
-    return Trail(parameters=parameters, before=before, of_data=of_data)
+    return _Trail(parameters=parameters, before=before, of_data=of_data)
 
 
-def _row(x: Trail, i: int) -> Trail:
+def _row(x: _Trail, i: int) -> _Trail:
     """Slice `i` along axis 0."""
     views = []
     for view in x.views:
@@ -248,7 +248,7 @@ def _row(x: Trail, i: int) -> Trail:
     return dataclasses.replace(x, views=tuple(views), integers=integers)
 
 
-def _moved(eqn, k: int, view: View, ins: Sequence[Trail]) -> list[View | None] | None:
+def _moved(eqn, k: int, view: _View, ins: Sequence[_Trail]) -> list[_View | None] | None:
     """Where a view of operand `k` is in each result; None if its slices are mixed or lost."""
     name, aval = eqn.primitive.name, eqn.invars[k].aval
     if is_elementwise(eqn):

@@ -14,7 +14,7 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import MIXED, Slicer
 
-MOST_CONDITIONS = 2
+_MOST_CONDITIONS = 2
 
 
 def split_cases(slicer: Slicer) -> jx.Traced | None:
@@ -44,7 +44,7 @@ def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
         elif slicer.producer[u] not in between:
             between.add(slicer.producer[u])
             todo += jx.variables(slicer.jaxpr.eqns[slicer.producer[u]].invars)
-    known = 0 < len(conditions) <= MOST_CONDITIONS
+    known = 0 < len(conditions) <= _MOST_CONDITIONS
     return (list(conditions), sorted(between)) if known else None
 
 

@@ -13,7 +13,7 @@ from megatrain_jax._src.program.structural_key import structural_key
 
 MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
 LARGE = 65536  # elements: values up to this size may be shared by all groups
-TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
+_TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Slicer:
         if v in self.promoted or v in self.junctions:
             return True
         if self.group[v] == MIXED or v in self.varying:
-            return v in self.inputs or jx.num_elements(v.aval) <= TINY
+            return v in self.inputs or jx.num_elements(v.aval) <= _TINY
         return False
 
     def is_reduced(self, v: Any) -> bool:
@@ -291,7 +291,7 @@ def without_repeats(traced: jx.Traced) -> jx.Traced:
 
 
 def _repeat_key(eqn) -> Hashable | None:
-    small = all(jx.num_elements(v.aval) <= TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
+    small = all(jx.num_elements(v.aval) <= _TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
     if not small or eqn.effects:
         return None
     ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)

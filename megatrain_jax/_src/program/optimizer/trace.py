@@ -136,7 +136,7 @@ def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
 
 
 def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
-    params_def, new_def = traced.out_tree.children()
+    _, new_def = traced.out_tree.children()
     if new_def != state_def:
         raise ValueError(
             f"optimizer changes the structure of its state from {state_def} to {new_def}"
@@ -179,7 +179,7 @@ class LeafMap:
             p = traced.state_of[j]
             found = None
             if p is not None and axes[p]:
-                found = axes_within(traced.param_shapes[p], axes[p], shape.shape)
+                found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
             own = found or ()
             for at in np.ndindex(*(shape.shape[a] for a in own)):
                 index = index_of(own, at)
@@ -222,7 +222,7 @@ class LeafMap:
         return [_take(state[token.leaf], token.index) for token in self.tokens]
 
 
-def axes_within(
+def _axes_within(
     whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Where some axes of a parameter are in state that may lack others of its axes.
