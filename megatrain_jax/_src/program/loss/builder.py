@@ -153,7 +153,7 @@ class _Builder:
         return body
 
     def is_input(self, var, s: int | None) -> bool:
-        """Whether stage `s` takes a variable as a value; None, the prologue, only stand-ins."""
+        """Whether stage `s` takes a variable as an input; the prologue (None) only stand-ins."""
         if var in self.lifted or var in self.aliases:
             return True
         if s is None:

@@ -143,6 +143,7 @@ def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
 
 
 def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> str:
+    """Writes the error of a conflict: its reason, up to six inputs by name, and a remedy."""
     leaves = [leaf.name for leaf in leaf_map.leaves]
     tokens = [f"state{token.name}" for token in leaf_map.tokens]
     invars = update.jaxpr.invars[len(update.consts) : -1]
@@ -175,6 +176,7 @@ def assemble_state(
 
 
 def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
+    """One array of Optax's state from its slices; a random key, which has none, as it is."""
     _, value = row[0]
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return value if is_key else joined(row, shape)

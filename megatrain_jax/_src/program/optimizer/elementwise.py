@@ -157,6 +157,7 @@ def _closed(jaxpr: Any) -> Any:
 
 
 def _params(eqn: Any) -> Hashable:
+    """Parameters of an equation as a key."""
     return tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
 
 
