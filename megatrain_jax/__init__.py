@@ -1,12 +1,13 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory."""
 
-from megatrain_jax._src.startup import allocator, compilation_cache
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.startup import allocator as _allocator
+from megatrain_jax._src.startup import compilation_cache as _compilation_cache
+from megatrain_jax._src.state import pool as _pool
 
 # All before anything starts JAX's backend or compiles.
-allocator.choose()
-pool.set_limit()
-compilation_cache.enable()
+_allocator.choose()
+_pool.set_limit()
+_compilation_cache.enable()
 
 from megatrain_jax._src.build.precision import Precision  # noqa: E402
 from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402

@@ -12,6 +12,7 @@ import optax
 from flax import linen, nnx
 
 import megatrain_jax as mt
+from inside import engine_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.state.hardware import H200
@@ -77,7 +78,7 @@ def make_trainer(
         **options,
     )
     if like is not None:
-        trainer._engine.kernels = like._engine.kernels
+        engine_of(trainer).kernels = engine_of(like).kernels
     return trainer
 
 

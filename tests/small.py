@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import megatrain_jax as mt
+from inside import store_of
 
 
 def params() -> list[dict[str, np.ndarray]]:
@@ -70,7 +71,7 @@ def losses(result: mt.FitResult) -> list[float]:
 def state(trainer: mt.Trainer) -> Any:
     """A copy of all that training changes."""
     trainer.flush()
-    return jax.tree.map(np.array, [trainer.params, trainer.opt_state, trainer._store.step])
+    return jax.tree.map(np.array, [trainer.params, trainer.opt_state, store_of(trainer).step])
 
 
 def files(path: Path) -> list[Path]:

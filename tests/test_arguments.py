@@ -159,6 +159,8 @@ def test_signatures_show_every_option(entry: str):
     shown = inspect.signature(function).parameters
     assert set(shown) == set(arguments)
     assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+    hinted = function.__init__ if isinstance(function, type) else function
+    assert set(shown) <= set(get_type_hints(hinted))
     with pytest.raises(TypeError, match=r"\(\) got an unexpected keyword argument 'microbatch'$"):
         function(*(None for p in shown.values() if p.default is p.empty), microbatch=2)
 

@@ -18,6 +18,7 @@ import pytest
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
+from inside import engine_of, spec_of, store_of
 from megatrain_jax._src.checkpoint import orbax, restore, save
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import CheckpointError
@@ -41,7 +42,7 @@ ROUND_TRIPS = [
 
 def everything(trainer):
     trainer.flush()
-    store = trainer._store
+    store = store_of(trainer)
     return [trainer.params, trainer.opt_state, store.variables, store.key, store.step]
 
 
@@ -142,7 +143,7 @@ def test_the_next_slab_is_read_while_one_is_stored(tmp_path, monkeypatch):
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])
     trainer.save(tmp_path / "0")
     before = everything(trainer)
-    num_slabs = sum(len(layout.slabs) for layout in trainer._spec.layouts)
+    num_slabs = sum(len(layout.slabs) for layout in spec_of(trainer).layouts)
     read, fill, put = restore._load, restore._filled, jax.device_put
     changed, begun, filled = threading.Condition(), 0, []
 
@@ -361,12 +362,12 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [0, 3000, 10**9])
 def test_a_part_ends_where_orbax_would_copy_too_much(limit, monkeypatch):
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"])
-    spec, entries = trainer._spec, entries_of(trainer._spec)
+    spec, entries = spec_of(trainer), entries_of(spec_of(trainer))
     monkeypatch.setattr(orbax, "FILE_BYTES", 0)
     monkeypatch.setattr(save, "_COPIED_BYTES", limit)
     rows = [
         (groups, [e for e, _ in part])
-        for groups, part in save._parts(spec, trainer._store, entries)
+        for groups, part in save._parts(spec, store_of(trainer), entries)
     ]
     assert sorted(g for groups, _ in rows for g in groups) == list(range(len(spec.layouts)))
     assert sorted(e.name for _, part in rows for e in part) == sorted(e.name for e in entries)
@@ -386,7 +387,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
     case = CASES["nnx_tied"]
     trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
     losses(trainer, [case.batch(0)])
-    engine, write, events, computed_before = trainer._engine, v1.partial.save, [], []
+    engine, write, events, computed_before = engine_of(trainer), v1.partial.save, [], []
     gate = threading.Semaphore(0)
 
     def slowly(path, tree):
@@ -406,7 +407,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
         wait(group)
         assert not saving._left[group], "it is on disk before its new arrays come"
 
-    trainer._store.before_replacing = watched
+    store_of(trainer).before_replacing = watched
     obeyed, obey = [], engine.obey
     monkeypatch.setattr(engine, "obey", lambda r, s: (obeyed.append(r.op), obey(r, s)))
     trainer.step(case.batch(1))

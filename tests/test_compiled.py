@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from inside import engine_of, spec_of
 from megatrain_jax._src.build.budget import with_temporaries
 from megatrain_jax._src.build.step_kernels import compile_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -22,7 +23,7 @@ FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
 
 
 def compile_all(trainer):
-    engine, spec = trainer._engine, trainer._spec
+    engine, spec = engine_of(trainer), spec_of(trainer)
     return compile_ahead(
         engine.kernels, spec.first, spec.layouts, spec.optimizer, engine.store.placement
     )
@@ -52,7 +53,7 @@ def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, 
         trainer = make_trainer(case, OPTIMIZERS[optimizer], **options)
         caplog.clear()
         assert compile_all(trainer) > 0
-        at_once = set() if trainer._spec.optimizer.deferred else {"reduce_group"}
+        at_once = set() if spec_of(trainer).optimizer.deferred else {"reduce_group"}
         assert set(compiled_names(caplog)) == FUNCTIONS - at_once
         caplog.clear()
         for seed in range(2):
@@ -110,7 +111,7 @@ def test_the_memory_that_a_function_needs_is_seen():
 
 
 def test_an_automatic_budget_is_what_the_device_has_left():
-    spec = make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"])._spec
+    spec = spec_of(make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"]))
     least, most = spec.first.schedule.smallest_bytes, spec.first.schedule.all_resident_bytes
     plan = make_plan(spec)
     taken = plan.device_other_bytes + 1000
@@ -141,5 +142,5 @@ def test_a_budget_in_words_has_to_be_known(budget):
 
 def test_the_least_budget_by_its_name():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget="least")
-    schedule = trainer._spec.first.schedule
+    schedule = spec_of(trainer).first.schedule
     assert trainer.plan.device_state_bytes == schedule.peak_bytes <= schedule.smallest_bytes

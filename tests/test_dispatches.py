@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from inside import engine_of, spec_of
 from megatrain_jax._src.kernels.cache import KernelCache
 
 BATCH = {"x": np.ones((8, 16), np.float32)}
@@ -68,7 +69,7 @@ def dispatched(depth, optimizer, microbatches, budget, monkeypatch):
         trainer.step(BATCH)
         counts.clear()
         patch.setattr(jax, "device_put", watched_put)
-        trainer._engine.train(trainer._spec.first, arrays)
+        engine_of(trainer).train(spec_of(trainer).first, arrays)
     return counts
 
 

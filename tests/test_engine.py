@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inside import engine_of, spec_of, store_of
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
@@ -23,7 +24,7 @@ def state_on_device(trainer):
     """Bytes of live device arrays that are slabs, found without asking the engine."""
     sizes = {
         (layout.size, layout.dtype)
-        for group in trainer._spec.layouts
+        for group in spec_of(trainer).layouts
         for layout in (
             group.master,
             dataclasses.replace(group.master, dtype="bfloat16"),  # of some gradients
@@ -42,7 +43,7 @@ def state_on_device(trainer):
 
 def values_on_device(trainer, step):
     """Bytes of residuals, and of live device arrays that look like values, but for cotangents."""
-    plan = trainer._spec.first
+    plan = spec_of(trainer).first
     avals = (plan.program.values[i] for i in plan.workload.activations)
     shapes = {(aval.shape, aval.dtype) for aval in avals}
     cotangents = {id(x) for row in step.cotangents for x in row.values()} if step else set()
@@ -87,12 +88,12 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
     hardware = SLOW if which == 3 else None
     options = {"microbatches": microbatches, "compute": compute, "hardware": hardware}
     probe = make_trainer(CASE, OPTIMIZERS[optimizer], **options)
-    budget = budgets(probe._spec.first)[which]
+    budget = budgets(spec_of(probe).first)[which]
     del probe
     gc.collect()
     assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
     trainer = make_trainer(CASE, OPTIMIZERS[optimizer], budget=budget, **options)
-    engine, schedule = trainer._engine, trainer.schedule
+    engine, schedule = engine_of(trainer), trainer.schedule
     gc.collect()
     # Arrays of other tests that look alike.
     base = state_on_device(trainer) + values_on_device(trainer, None)
@@ -119,7 +120,7 @@ def test_what_is_on_the_device_never_exceeds_the_ledger(
         for k, (actual, allowed) in enumerate(zip(rows, ledger, strict=True)):
             assert actual <= allowed, (name, k, getattr(schedule, name)[k])
     assert max(seen["steady"]) > 0
-    assert values >= max(trainer._spec.first.workload.activations.values())
+    assert values >= max(spec_of(trainer).first.workload.activations.values())
     assert state_on_device(trainer) + values_on_device(trainer, None) == base
     assert bool(schedule.kept) == (which == 3)
     moved = {instruction.key for instruction in schedule.steady if instruction.op is Op.OFFLOAD}
@@ -132,7 +133,7 @@ def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
         CASE, OPTIMIZERS["clip_adamw"], microbatches=microbatches, compute=jnp.bfloat16
     )
     trainer.step(CASE.batch(0))
-    spec, store = trainer._spec, trainer._store
+    spec, store = spec_of(trainer), store_of(trainer)
     readers = Counter(g for bound in spec.first.stages for g in bound.groups)
     assert set(readers.values()) == {1, 2}
     for group, number in readers.items():
@@ -150,7 +151,7 @@ def test_at_rest_all_state_is_pinned(optimizer, budget):
     for seed in range(2):
         trainer.step(CASES["dropout_nnx"].batch(seed))
     trainer.flush()
-    store = trainer._store
+    store = store_of(trainer)
     small = [*store.variables, *store.globals, store.ok, store.step, store.key]
     slabs = [x for slabs in store.host.values() for x in slabs]
     assert store.variables and store.globals and slabs
@@ -168,8 +169,8 @@ def test_a_resident_step_moves_nothing(monkeypatch):
         "megatrain_jax._src.runtime.engine.jax.device_put",
         lambda x, s=None: moved.append(s) or put(x, s),
     )
-    trainer._engine.train(
-        trainer._spec.first, jax.tree.leaves(put(CASE.batch(1), jax.devices()[0]))
+    engine_of(trainer).train(
+        spec_of(trainer).first, jax.tree.leaves(put(CASE.batch(1), jax.devices()[0]))
     )
     assert not moved
 
@@ -179,24 +180,24 @@ def test_each_batch_shape_compiles_once():
     short = {"tokens": CASE.batch(0)["tokens"][:4]}
     trainer.step(CASE.batch(0))
     trainer.step(CASE.batch(1))
-    count = len(trainer._engine.kernels)
+    count = len(engine_of(trainer).kernels)
     trainer.step(short)
-    grown = len(trainer._engine.kernels)
+    grown = len(engine_of(trainer).kernels)
     assert grown > count
     for batch in (CASE.batch(2), short, CASE.batch(3), short):
         trainer.step(batch)
-    assert len(trainer._engine.kernels) == grown
-    for function in trainer._engine.kernels._functions.values():
+    assert len(engine_of(trainer).kernels) == grown
+    for function in engine_of(trainer).kernels._functions.values():
         assert function._cache_size() <= 1 or function.__name__ in ("end_step", "add")
-    groups = len(trainer._spec.grouping.names)
-    kinds = [name for name, _ in trainer._engine.kernels._functions]
+    groups = len(spec_of(trainer).grouping.names)
+    kinds = [name for name, _ in engine_of(trainer).kernels._functions]
     assert kinds.count("update") < groups, "equal blocks share their update"
 
 
 def test_equal_blocks_share_their_functions():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
     trainer.step(CASE.batch(0))
-    kinds = [name for name, _ in trainer._engine.kernels._functions]
+    kinds = [name for name, _ in engine_of(trainer).kernels._functions]
     assert kinds.count("forward") == 2  # embedding and block; the head runs in its backward
     assert kinds.count("backward") == 3
 
@@ -216,7 +217,7 @@ def test_alternating_shapes_train_like_one_shape_at_a_time():
 def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
     """What stays on the device for one shape, another looks for in the host."""
     apart = make_trainer(CASE, OPTIMIZERS[optimizer])
-    low, high = budgets(apart._spec.first)[0], budgets(apart._spec.first)[2]
+    low, high = budgets(spec_of(apart).first)[0], budgets(spec_of(apart).first)[2]
     together = make_trainer(CASE, OPTIMIZERS[optimizer], budget=(low + high) // 2, like=apart)
     rows = [2, 2, 8, 2, 8, 8]
     batches = [{"tokens": CASE.batch(seed)["tokens"][:n]} for seed, n in enumerate(rows)]
@@ -245,7 +246,7 @@ def test_host_views_are_snapshots():
 
 def test_parameters_are_views_of_the_store():
     trainer = make_trainer(CASE, OPTIMIZERS["adamw_schedule"])
-    host = trainer._store.host
+    host = store_of(trainer).host
     slabs = [np.asarray(s) for key in host if key.kind is Kind.MASTERS for s in host[key]]
     for leaf in jax.tree.leaves(trainer.params):
         assert any(np.shares_memory(leaf, slab) for slab in slabs)

@@ -21,6 +21,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from inside import store_of
 from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.startup import allocator
 from oracle import train_plain
@@ -138,7 +139,7 @@ def test_steps_are_those_of_plain_jax(name, optimizer):
 def test_state_rests_in_pinned_host_memory(optimizer):
     in_use = device_bytes("bytes_in_use")
     trainer = mlp_trainer(512, 4, optimizer, "least")
-    store = trainer._store
+    store = store_of(trainer)
     slabs = {Key(kind, group) for kind in LASTING for group in range(len(store.layouts))}
     for after in ("initialising", "steps", "an evaluation"):
         if after == "steps":

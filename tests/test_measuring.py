@@ -24,6 +24,8 @@ import small_gpu
 import updates
 from timing import MIN_STEPS, Work, time_steps
 
+from inside import engine_of, store_of
+
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -109,7 +111,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         trainer = work.drain.__self__
 
         def clock():
-            reads.append(trainer._engine._running is None and not trainer._store.on_device)
+            reads.append(engine_of(trainer)._running is None and not store_of(trainer).on_device)
             return float(len(reads))
 
         return time_steps(work, num_steps, clock=clock)

@@ -14,6 +14,7 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from cuts import run_stages
+from inside import spec_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
@@ -425,7 +426,7 @@ def test_parameters_lie_as_the_user_stacked_them(tmp_path):
         params, loss_of(body), optax.adafactor(1e-2, min_dim_size_to_factor=8), BATCH,
         precision=mt.Precision(compute=jnp.float32), progress=False,
     )  # fmt: skip
-    assert sum(bool(leaf.index) for leaf in trainer._spec.leaves) == 4 * LAYERS
+    assert sum(bool(leaf.index) for leaf in spec_of(trainer).leaves) == 4 * LAYERS
     jax.tree.map(np.testing.assert_array_equal, trainer.params, tree(np.asarray, params))
     loss = float(loss_of(body)(params, BATCH))
     np.testing.assert_allclose(trainer.read(trainer.step(BATCH))["loss"], loss, rtol=1e-5)

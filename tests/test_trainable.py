@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from inside import spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.keys import PASSING, Kind
 from megatrain_jax._src.common.model_path import path_name
@@ -108,7 +109,7 @@ def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(
     trainer = make_trainer(
         case, OPTIMIZERS[optimizer], budget="least", trainable=rf"blocks/{last}/mlp"
     )
-    spec = trainer._spec
+    spec = spec_of(trainer)
     frozen = spec.grouping.frozen
     assert len(frozen) == len(spec.grouping.names) - 1
     schedule = spec.first.schedule
@@ -124,7 +125,9 @@ def test_frozen_groups_travel_one_way_and_nothing_runs_before_the_first_trained(
     sizes = [layout.sizes(None) for layout in spec.layouts]
     assert not any(sizes[g][Kind.OPTIMIZER_STATE] for g in frozen)
     train(trainer, [case.batch(0)], gradients=False)
-    assert {g for kind, g in trainer._store.host if kind is Kind.OPTIMIZER_STATE}.isdisjoint(frozen)
+    assert {g for kind, g in store_of(trainer).host if kind is Kind.OPTIMIZER_STATE}.isdisjoint(
+        frozen
+    )
 
 
 def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):

@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax import nnx
 
 import megatrain_jax as mt
+from inside import engine_of
 from optimizers import OPTIMIZERS
 from poison import poisoned
 from runs import check_same_bits, make_trainer
@@ -197,8 +198,8 @@ def test_memory_that_runs_out_in_a_step_comes_with_advice(message, monkeypatch):
     def fails(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(trainer._engine, "train", fails)
-    monkeypatch.setattr(trainer._engine, "evaluate", fails)
+    monkeypatch.setattr(engine_of(trainer), "train", fails)
+    monkeypatch.setattr(engine_of(trainer), "evaluate", fails)
     for call in (lambda: trainer.evaluate([make_batch()]), lambda: trainer.step(make_batch())):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message) as caught:
             call()

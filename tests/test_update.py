@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from inside import spec_of
 from megatrain_jax._src.kernels import updates
 from optimizers import OPTIMIZERS
 from runs import make_trainer
@@ -21,7 +22,7 @@ NOT_ELEMENTWISE = {"adafactor", "lamb", "adaptive_grad_clip", "add_noise", "add_
 
 
 def parts_of(optimizer):
-    spec = make_trainer(CASES["nnx_tied"], optimizer)._spec
+    spec = spec_of(make_trainer(CASES["nnx_tied"], optimizer))
     groups = zip(spec.optimizer.apply, spec.optimizer.messages, spec.layouts, strict=True)
     return [(part, layout, len(messages)) for part, messages, layout in groups]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from inside import engine_of
 from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -54,7 +55,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
     trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
     trainer.step(case.batch(0))
     trainer.flush()
-    late, engine, obey = SlowDevice(), trainer._engine, trainer._engine.obey
+    late, engine, obey = SlowDevice(), engine_of(trainer), engine_of(trainer).obey
     get = KernelCache.get
     made: dict[int, list[jax.Array]] = {}  # by task, what it computed last
     now, num_late = -1, {op: 0 for op in WAITS}

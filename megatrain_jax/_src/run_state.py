@@ -158,15 +158,6 @@ class RunState:
         self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
         return self._saving
 
-    def wait_for_saving(self) -> None:
-        """Waits until a checkpoint that is being written is whole.
-
-        Raises:
-            CheckpointError: If it could not be written; raised once.
-        """
-        if self._saving is not None:
-            self._saving.wait()
-
     def _join_saving(self) -> None:
         """Waits until nothing is written; an error is for who waits for that checkpoint."""
         if self._saving is not None:

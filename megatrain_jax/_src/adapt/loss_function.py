@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # What every step's record has of its own, and what its evaluation's metrics begin with.
-RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
+_RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
 EVALUATED = "eval_"
 
 
@@ -72,11 +72,11 @@ def checked_result(
         )
     if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
         raise ValueError(f"{name} must return its metrics as a dict from str to scalars.")
-    reserved = sorted(key for key in metrics if key in RESERVED or key.startswith(EVALUATED))
+    reserved = sorted(key for key in metrics if key in _RESERVED or key.startswith(EVALUATED))
     if reserved:
         raise ValueError(
             f"{name} may not name a metric {reserved[0]!r}: every step has its own. Taken are "
-            f"{', '.join(RESERVED)} and what begins with {EVALUATED}; rename the metric."
+            f"{', '.join(_RESERVED)} and what begins with {EVALUATED}; rename the metric."
         )
     numbers = {}
     for key, metric in metrics.items():

@@ -82,7 +82,7 @@ class LoopArguments(TypedDict, total=False):
     checkpoint_dir: str | PathLike[str] | None
     checkpoint_every: int | None
     keep: int
-    callbacks: Sequence[Callable[..., None]]
+    callbacks: Sequence[Callable[[Any, dict[str, Any]], None]]
     progress: bool
 
 
@@ -101,7 +101,7 @@ class LoopOptions:
     checkpoint_dir: str | PathLike[str] | None = None
     checkpoint_every: int | None = None
     keep: int = 3
-    callbacks: Sequence[Callable[..., None]] = ()
+    callbacks: Sequence[Callable[[Any, dict[str, Any]], None]] = ()
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -137,21 +137,26 @@ _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 def shows(*records: type) -> Callable[[_Function], _Function]:
     """A decorator: the function's signature shows records' fields in place of its `**options`.
 
-    So `help`, notebooks and `inspect` tell every option and its default.
+    So `help`, notebooks, `inspect` and `typing.get_type_hints` tell every option, after the
+    arguments with a position and before the function's own by name.
     """
 
-    def shown(function: _Function) -> _Function:
+    def decorated(function: _Function) -> _Function:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        named = [
+        placed = [p for p in own if p.kind is not _BY_NAME]
+        options = [
             inspect.Parameter(f.name, _BY_NAME, default=f.default, annotation=f.type)
             for record in records
             for f in fields(record)
         ]
-        function.__signature__ = signature.replace(parameters=own + named)  # type: ignore[attr-defined]
+        shown = [*placed, *options, *own[len(placed) :]]
+        function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        returned = {k: v for k, v in function.__annotations__.items() if k == "return"}
+        function.__annotations__ = {p.name: p.annotation for p in shown} | returned
         return function
 
-    return shown
+    return decorated
 
 
 def options_of(

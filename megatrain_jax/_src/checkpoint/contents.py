@@ -164,7 +164,7 @@ def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Re
 
     def reader(place: Place) -> Reader:
         if isinstance(place.holder, Small):
-            return functools.partial(as_data, small[place.holder][place.position])
+            return functools.partial(_as_data, small[place.holder][place.position])
         return store.reader(place.holder, place.position)
 
     return [(entry, [reader(place) for place in entry.places]) for entry in entries]
@@ -203,7 +203,7 @@ def tree_of(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, Any]:
     return tree
 
 
-def as_data(x: jax.Array) -> np.ndarray:
+def _as_data(x: jax.Array) -> np.ndarray:
     """A small array as numbers; of random keys their data."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -14,7 +14,7 @@ import xxhash
 from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError
 
 # 1 had no checksums.
-FORMAT = 2
+_FORMAT = 2
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:
@@ -24,7 +24,7 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
         path: The checkpoint.
         facts: What to keep beside the arrays, as JSON.
     """
-    whole = {"format": FORMAT, **facts, "files": _sizes(path)}
+    whole = {"format": _FORMAT, **facts, "files": _sizes(path)}
     text = json.dumps({**whole, "checksum": _checksum(whole)}, indent=1)
     with open(path / MANIFEST, "w", encoding="utf-8") as file:
         file.write(text)
@@ -44,10 +44,10 @@ def read(path: Path) -> dict[str, Any]:
         raise _unreadable(path, f"{MANIFEST} can't be read ({error})") from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
-    if (number := facts.get("format")) not in (1, FORMAT) or not _is_count(number):
+    if (number := facts.get("format")) not in (1, _FORMAT) or not _is_count(number):
         raise CheckpointError(
             f"{path} has format {number!r:.40}, but this version of megatrain_jax reads formats up "
-            f"to {FORMAT}: it was written by a newer one, or is damaged"
+            f"to {_FORMAT}: it was written by a newer one, or is damaged"
         )
     checks = _CHECKS if number == 1 else _CHECKS | _SINCE_2
     wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]

@@ -11,7 +11,7 @@ from megatrain_jax._src.data.forms import Message
 
 THOUGHT = "</think>"
 # Gives the text of messages and tools; None where the template refuses them.
-Render = Callable[[list[Message], list[Any] | None], str | None]
+_Render = Callable[[list[Message], list[Any] | None], str | None]
 
 
 class _Part(NamedTuple):
@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 
 
 def left_out(
-    messages: list[Message], tools: list[Any] | None, text: str, render: Render
+    messages: list[Message], tools: list[Any] | None, text: str, render: _Render
 ) -> set[str]:
     """Names the parts of a conversation that a template does not show.
 

@@ -167,7 +167,7 @@ def add_conversations(
             if train_on == "assistant":
                 offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
                 try:
-                    learned = assistant_tokens(ids, offsets, spans, tokens, report)
+                    learned = _assistant_tokens(ids, offsets, spans, tokens, report)
                 except DataError as error:
                     raise DataError(f"{origin}: {template.name} {error}") from error
             builder.extend(ids, learned)
@@ -194,7 +194,7 @@ def _render(
         yield origin, rendered
 
 
-def assistant_tokens(
+def _assistant_tokens(
     ids: np.ndarray,
     offsets: np.ndarray,
     spans: list[tuple[int, int]],

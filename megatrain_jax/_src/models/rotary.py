@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 
-Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
 """Cosines and sines of the angles by which the pairs of a head are rotated."""
 
@@ -55,7 +55,7 @@ class Rope:
 
     dim: int
     base: float = 10_000.0
-    kind: Kind = "default"
+    kind: RopeKind = "default"
     factor: float = 1.0
     attention_factor: float = 1.0
     max_length: int | None = None

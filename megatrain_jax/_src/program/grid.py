@@ -24,11 +24,11 @@ from megatrain_jax._src.program.index import remaining
 from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, CUMULATIVE, REDUCTIONS
 
 # From the position of an operand to the integers it is known to hold, or None.
-KnownOperand = Callable[[int], np.ndarray | None]
+_KnownOperand = Callable[[int], np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Moved:
+class _Moved:
     """A grid after an operation, and what is left of the operation within each slice.
 
     Attributes:
@@ -45,8 +45,8 @@ class Moved:
 
 
 def moved(
-    eqn: Any, grid: np.ndarray, axes: tuple[int, ...], known: KnownOperand
-) -> list[Moved] | None:
+    eqn: Any, grid: np.ndarray, axes: tuple[int, ...], known: _KnownOperand
+) -> list[_Moved] | None:
     """Applies an operation to its first operand, a grid.
 
     Args:
@@ -81,7 +81,7 @@ def _transpose(eqn, grid, axes, known):
     within = _inner_all(axes, order)
     params = {**eqn.params, "permutation": within} if within != tuple(sorted(within)) else None
     turned = grid.transpose([axes.index(order[j]) for j in new])
-    return [Moved(grid=turned, axes=new, params=params)]
+    return [_Moved(grid=turned, axes=new, params=params)]
 
 
 def _rev(eqn, grid, axes, known):
@@ -89,7 +89,7 @@ def _rev(eqn, grid, axes, known):
     within = _inner_all(axes, dims)
     params = {**eqn.params, "dimensions": within} if within else None
     turned = np.flip(grid, tuple(axes.index(d) for d in dims if d in axes))
-    return [Moved(grid=turned, axes=axes, params=params)]
+    return [_Moved(grid=turned, axes=axes, params=params)]
 
 
 def _slice(eqn, grid, axes, known):
@@ -103,7 +103,7 @@ def _slice(eqn, grid, axes, known):
         "strides": remaining(strides, axes),
     }
     whole = remaining(eqn.outvars[0].aval.shape, axes) == remaining(shape, axes)
-    return [Moved(grid=taken, axes=axes, params=None if whole else {**eqn.params, **within})]
+    return [_Moved(grid=taken, axes=axes, params=None if whole else {**eqn.params, **within})]
 
 
 def _dynamic_slice(eqn, grid, axes, known):
@@ -119,7 +119,7 @@ def _dynamic_slice(eqn, grid, axes, known):
     within = remaining(sizes, axes)
     whole = within == remaining(shape, axes)
     return [
-        Moved(
+        _Moved(
             grid=grid[tuple(places)],
             axes=axes,
             params=None if whole else {**eqn.params, "slice_sizes": within},
@@ -153,7 +153,7 @@ def _gather(eqn, grid, axes, known):
     taken = cells.reshape((*grid.shape[:at], *places.shape, *grid.shape[at + 1 :]))
     ends = [*(kept[a] for a in axes[:at]), *batch, *(kept[a] for a in axes[at + 1 :])]
     order = np.argsort(ends)
-    return [Moved(grid=taken.transpose(order), axes=tuple(sorted(ends)), params=None)]
+    return [_Moved(grid=taken.transpose(order), axes=tuple(sorted(ends)), params=None)]
 
 
 def _squeeze(eqn, grid, axes, known):
@@ -161,7 +161,7 @@ def _squeeze(eqn, grid, axes, known):
     taken = grid[tuple(0 if a in dims else slice(None) for a in axes)]
     within = _inner_all(axes, dims)
     return [
-        Moved(
+        _Moved(
             grid=np.asarray(taken),
             axes=tuple(a - sum(d < a for d in dims) for a in axes if a not in dims),
             params={**eqn.params, "dimensions": within} if within else None,
@@ -182,7 +182,7 @@ def _reshape(eqn, grid, axes, known):
             found += [d for d in news if new[d] > 1]
     within = remaining(new, found)
     params = None if within == remaining(old, axes) else {**eqn.params, "new_sizes": within}
-    return [Moved(grid=grid.reshape([new[d] for d in found]), axes=tuple(found), params=params)]
+    return [_Moved(grid=grid.reshape([new[d] for d in found]), axes=tuple(found), params=params)]
 
 
 def _segments(old: tuple[int, ...], new: tuple[int, ...]):
@@ -213,7 +213,7 @@ def _broadcast(eqn, grid, axes, known):
     if len(eqn.invars) != 1 or any(shape[d] != n for d, n in zip(new, grid.shape, strict=True)):
         return None
     within = {"shape": remaining(shape, new), "broadcast_dimensions": _inner_all(new, dims)}
-    return [Moved(grid=grid, axes=new, params={**eqn.params, **within})]
+    return [_Moved(grid=grid, axes=new, params={**eqn.params, **within})]
 
 
 def _reduction(eqn, grid, axes, known):
@@ -221,26 +221,26 @@ def _reduction(eqn, grid, axes, known):
     if not set(reduced).isdisjoint(axes):
         return None
     new = tuple(a - sum(d < a for d in reduced) for a in axes)
-    return [Moved(grid=grid, axes=new, params={**eqn.params, "axes": _inner_all(axes, reduced)})]
+    return [_Moved(grid=grid, axes=new, params={**eqn.params, "axes": _inner_all(axes, reduced)})]
 
 
 def _cumulative(eqn, grid, axes, known):
     if eqn.params["axis"] in axes:
         return None
     axis = _inner(axes, eqn.params["axis"])
-    return [Moved(grid=grid, axes=axes, params={**eqn.params, "axis": axis})]
+    return [_Moved(grid=grid, axes=axes, params={**eqn.params, "axis": axis})]
 
 
 def _split(eqn, grid, axes, known):
     sizes, axis = eqn.params["sizes"], eqn.params["axis"]
     if axis not in axes:
         params = {**eqn.params, "axis": _inner(axes, axis)}
-        return [Moved(grid=grid, axes=axes, params=params) for _ in sizes]
+        return [_Moved(grid=grid, axes=axes, params=params) for _ in sizes]
     parts = np.split(grid, np.cumsum(sizes)[:-1].tolist(), axis=axes.index(axis))
-    return [Moved(grid=part, axes=axes, params=None) for part in parts]
+    return [_Moved(grid=part, axes=axes, params=None) for part in parts]
 
 
-_RULES: dict[str, Callable[..., list[Moved] | None]] = {
+_RULES: dict[str, Callable[..., list[_Moved] | None]] = {
     "transpose": _transpose,
     "rev": _rev,
     "slice": _slice,

@@ -51,7 +51,7 @@ def trace(fn: Callable, *args: Any) -> Traced:
     with short_errors():
         closed = jax.make_jaxpr(flat)(*leaves)
     jaxpr = opened(closed)
-    consts = tuple(map(host_constant, closed.consts))
+    consts = tuple(map(_host_constant, closed.consts))
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
 
@@ -80,7 +80,7 @@ def short_errors() -> Iterator[None]:
             setattr(core.Tracer, "sharding", before)  # noqa: B010
 
 
-def host_constant(value: Any) -> Any:
+def _host_constant(value: Any) -> Any:
     """A constant as a numpy array, so that baking it into a program moves nothing implicitly."""
     if isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
 
-LARGEST = 4096  # elements: larger arrays of integers are no indices of layers
+_LARGEST = 4096  # elements: larger arrays of integers are no indices of layers
 
 # What jnp puts around an index, by NumPy, since dispatching it to a device takes milliseconds.
 _QUICK: dict[str, Callable[..., Any]] = {
@@ -56,7 +56,7 @@ def is_index(aval: Any) -> bool:
     return (
         isinstance(dtype, np.dtype)
         and np.issubdtype(dtype, np.integer) | (dtype == np.bool_)
-        and jx.num_elements(aval) <= LARGEST
+        and jx.num_elements(aval) <= _LARGEST
     )
 
 

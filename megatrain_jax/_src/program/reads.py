@@ -29,7 +29,7 @@ from megatrain_jax._src.program.primitives import CALLS, REDUCTIONS, is_elementw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
+class _View:
     """The slices of a parameter along one of its axes, and where they are in a value.
 
     Attributes:
@@ -54,7 +54,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trail:
+class _Trail:
     """What the walk knows of a value: the slices in it, and the reads that come before it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Trail:
         integers: Integers that the value holds, if they are known at trace time.
     """
 
-    views: tuple[View, ...] = ()
+    views: tuple[_View, ...] = ()
     parameters: frozenset[int] = frozenset()
     before: int = 0
     of_data: bool = False
@@ -104,13 +104,13 @@ class Reads:
         self.mixed: dict[tuple[int, int], str] = {}
         self.remade: set[int] = set()
         self.looped: set[int] = set()
-        trails = [Trail(integers=known.constant(c)) for c in traced.consts]
+        trails = [_Trail(integers=known.constant(c)) for c in traced.consts]
         inputs = traced.jaxpr.invars[len(traced.consts) :]
         for p, v in enumerate(inputs):
             trails.append(_parameter(p, v.aval.shape) if p < num_parameters else _DATA)
         self._walk(traced.jaxpr, trails)
 
-    def _walk(self, jaxpr, trails: Sequence[Trail]) -> list[Trail]:
+    def _walk(self, jaxpr, trails: Sequence[_Trail]) -> list[_Trail]:
         env = dict(zip(jaxpr.invars, trails, strict=True))
         for eqn in jaxpr.eqns:
             outs = self._eqn(eqn, [_literal(a) if jx.is_literal(a) else env[a] for a in eqn.invars])
@@ -120,14 +120,14 @@ class Reads:
     def _call(self, jaxpr, ins):
         """Walks a called jaxpr that may have constants."""
         opened = jx.opened(jaxpr)
-        consts = [Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
+        consts = [_Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
         env = [*consts, *ins]
         body = opened if not opened.constvars else jx.sub_jaxpr(
             opened, opened.eqns, [*opened.constvars, *opened.invars], opened.outvars
         )  # fmt: skip
         return self._walk(body, env)
 
-    def _eqn(self, eqn, ins: list[Trail]) -> Sequence[Trail]:
+    def _eqn(self, eqn, ins: list[_Trail]) -> Sequence[_Trail]:
         name = eqn.primitive.name
         if jx.called(eqn) is not None:
             return self._call(eqn.params[CALLS.get(name, "jaxpr")], ins)
@@ -144,7 +144,7 @@ class Reads:
             self._note_loop(eqn, ins)
         return self._applied(eqn, ins)
 
-    def _is_candidate(self, view: View) -> bool:
+    def _is_candidate(self, view: _View) -> bool:
         """Whether a view's axis may still turn out to be one of layers: nothing has mixed it.
 
         A scan over the parameter itself takes axis 0 slice by slice whatever else does.
@@ -186,13 +186,13 @@ class Reads:
             given.append(out[num_carry:])
         return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
 
-    def _together(self, trails: Sequence[Trail]) -> Trail:
+    def _together(self, trails: Sequence[_Trail]) -> _Trail:
         """The stacked results of a scan's iterations, whose slices are lost as views."""
         for view in (v for x in trails for v in x.views):
             self.mixed.setdefault(view.key, "scan")
         return _joined(trails)
 
-    def _applied(self, eqn, ins: list[Trail]) -> list[Trail]:
+    def _applied(self, eqn, ins: list[_Trail]) -> list[_Trail]:
         """What is known of an equation's results; notes the read, or what it mixes.
 
         An equation on data takes a view of one slice, and the view ends there. Any other view moves
@@ -200,7 +200,7 @@ class Reads:
         """
         joined = _joined(ins)
         integers = known.results(eqn, [x.integers for x in ins])
-        views: list[list[View]] = [[] for _ in eqn.outvars]
+        views: list[list[_View]] = [[] for _ in eqn.outvars]
         taken: dict[int, dict[int, int]] = {}
         if joined.of_data:
             taken = {p: {} for x in ins if not x.of_data for p in sorted(x.parameters)}
@@ -227,16 +227,16 @@ class Reads:
         ]
 
 
-_DATA = Trail(of_data=True)
+_DATA = _Trail(of_data=True)
 
 
-def _parameter(p: int, shape: tuple[int, ...]) -> Trail:
+def _parameter(p: int, shape: tuple[int, ...]) -> _Trail:
     views = [
-        View(parameter=p, axis=axis, grid=_positions(n), axes=(axis,), plain=True)
+        _View(parameter=p, axis=axis, grid=_positions(n), axes=(axis,), plain=True)
         for axis, n in enumerate(shape)
         if n > 1
     ]
-    return Trail(views=tuple(views), parameters=frozenset((p,)))
+    return _Trail(views=tuple(views), parameters=frozenset((p,)))
 
 
 @functools.lru_cache
@@ -244,11 +244,11 @@ def _positions(n: int) -> np.ndarray:
     return np.arange(n)
 
 
-def _literal(atom: Any) -> Trail:
-    return Trail(integers=known.constant(atom.val))
+def _literal(atom: Any) -> _Trail:
+    return _Trail(integers=known.constant(atom.val))
 
 
-def _joined(trails: Sequence[Trail]) -> Trail:
+def _joined(trails: Sequence[_Trail]) -> _Trail:
     """What is known of a value that depends on all of these, its views apart."""
     of_data = any(x.of_data for x in trails)
     before = 0
@@ -257,10 +257,10 @@ def _joined(trails: Sequence[Trail]) -> Trail:
     parameters: frozenset[int] = frozenset()
     if not of_data:
         parameters = parameters.union(*(x.parameters for x in trails))
-    return Trail(parameters=parameters, before=before, of_data=of_data)
+    return _Trail(parameters=parameters, before=before, of_data=of_data)
 
 
-def _row(x: Trail, i: int) -> Trail:
+def _row(x: _Trail, i: int) -> _Trail:
     """What is known of slice `i` of a value along axis 0."""
     views = []
     for view in x.views:
@@ -273,7 +273,7 @@ def _row(x: Trail, i: int) -> Trail:
     return dataclasses.replace(x, views=tuple(views), integers=integers)
 
 
-def _moved(eqn, k: int, view: View, ins: Sequence[Trail]) -> list[View | None] | None:
+def _moved(eqn, k: int, view: _View, ins: Sequence[_Trail]) -> list[_View | None] | None:
     """Where a view of operand `k` is in each result; None if its slices are mixed or lost."""
     name, aval = eqn.primitive.name, eqn.invars[k].aval
     if is_elementwise(eqn):

@@ -24,7 +24,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import CUSTOM_RULES
 
 
-class Key:
+class StructuralKey:
     """Stands for what a jaxpr computes; there is one for each such thing, told apart by identity.
 
     A step looks a function up for every call, and what stands behind a key takes longer to hash
@@ -34,10 +34,10 @@ class Key:
     __slots__ = ("__weakref__",)
 
 
-_keys: WeakValueDictionary[Hashable, Key] = WeakValueDictionary()
+_keys: WeakValueDictionary[Hashable, StructuralKey] = WeakValueDictionary()
 
 
-def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
+def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> StructuralKey:
     """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
 
     `consts` are the values of the jaxpr's first inputs, if these are fixed.
@@ -45,7 +45,7 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> Key:
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
     What an equation was traced in, such as a mesh, counts, too.
     """
-    return _keys.setdefault(_jaxpr_key(jaxpr, consts, _RULES), Key())
+    return _keys.setdefault(_jaxpr_key(jaxpr, consts, _RULES), StructuralKey())
 
 
 def form(eqn: Any) -> Hashable:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.runtime.store import Slabs
 from megatrain_jax._src.state.placement import Placement
 
-Done = Callable[[Slabs], object]
+_Done = Callable[[Slabs], object]
 """What takes the copies of slabs, which may not be there yet."""
 
 _INWARD = (True, True, False, False)
@@ -56,13 +56,13 @@ class Streams:
 
     def forget(self) -> None:
         """Forgets what has been gathered and not dispatched."""
-        self._gathered: dict[bool, list[tuple[Slabs, Done]]] = {True: [], False: []}
+        self._gathered: dict[bool, list[tuple[Slabs, _Done]]] = {True: [], False: []}
 
-    def to_device(self, slabs: Slabs, done: Done) -> None:
+    def to_device(self, slabs: Slabs, done: _Done) -> None:
         """Gathers copies to the device."""
         self._gathered[True].append((slabs, done))
 
-    def to_host(self, slabs: Slabs, done: Done) -> None:
+    def to_host(self, slabs: Slabs, done: _Done) -> None:
         """Gathers copies to pinned host memory."""
         self._gathered[False].append((slabs, done))
 

@@ -14,7 +14,7 @@ def enable() -> None:
 
     Programs that compile in less than JAX's usual second are kept too: a step has many small ones.
     """
-    folder = default_folder()
+    folder = _default_folder()
     if jax.config.values[_DIRECTORY] is not None or not _can_write(folder):
         return
     jax.config.update(_DIRECTORY, str(folder))
@@ -22,7 +22,7 @@ def enable() -> None:
         jax.config.update(_MIN_SECONDS, 0.0)
 
 
-def default_folder() -> Path:
+def _default_folder() -> Path:
     """Where programs are kept unless `JAX_COMPILATION_CACHE_DIR` says otherwise."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "megatrain_jax" / "compiled"

@@ -22,7 +22,7 @@ LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine with
 # CUDA's memory pool; 3.8 GiB more with JAX's own allocator, and its kernel 2.5 GiB more.
 _PROCESS_BYTES = 29 * 2**30 // 10
-HEAD_ROOM_BYTES = 10 * 2**30
+_HEAD_ROOM_BYTES = 10 * 2**30
 
 _GIB = 2**30
 # Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
@@ -248,7 +248,7 @@ def _pieces(num_bytes: int, limit: int) -> list[int]:
 
 def _limit_bytes(total: int | None) -> int:
     """Returns what `set_limit` allows the pool on a machine with so much memory."""
-    return sys.maxsize if total is None else max(1, (total - HEAD_ROOM_BYTES) // _GIB) * _GIB
+    return sys.maxsize if total is None else max(1, (total - _HEAD_ROOM_BYTES) // _GIB) * _GIB
 
 
 def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:

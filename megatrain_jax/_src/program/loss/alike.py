@@ -1,9 +1,16 @@
-"""Tells by which operands equations differ that are otherwise alike.
+"""Comparison of stages that compute the same on other numbers, so that they share a template.
 
-Blocks that compute the same on other numbers are one template that takes the numbers as inputs:
-`x + f(x) / 1` and `x + f(x) / 2` are both `x + f(x) / n`. An operand may differ that is a literal,
-a small constant, or a value from outside; and a literal within a `remat`, which then becomes an
+The template takes the numbers as inputs. An operand may differ that is a literal, a constant of up
+to 1,024 elements, or a value from outside; and a literal within a `remat`, which then becomes an
 operand of it. What decides which computation takes place stays in the template.
+
+Example: of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` the equations are (row: operands)
+
+    0: dot x w   1: tanh 0   2: div 1 n   3: add x 2
+
+Their skeletons are equal: `x` and `n` stand there as a dtype and a shape. The slots are
+`(x of one, x of the other)` at row 0, column 0 and row 3, column 0, and `(1.0, 3.0)` at row 2,
+column 1. Each slot becomes one input: `x` is one already, `n` is new, and the prologue makes it.
 """
 
 from collections import defaultdict
@@ -21,14 +28,19 @@ Position = tuple[int, int]  # an equation's row in its body, an operand's column
 
 
 class Alike:
-    """How to compare bodies of equations: what they take from outside, and captured constants."""
+    """A comparison of bodies, the lists of equations of stages, that knows their constants."""
 
     def __init__(self, consts: Mapping[Any, Any]):
         """Takes the values of the constants that equations may read."""
         self.consts = consts
 
     def skeleton(self, eqns: Sequence[Any], is_input: Callable[[Any], bool]) -> Hashable:
-        """What equations compute but for the operands that may differ."""
+        """A key of what equations compute, equal whatever the operands that may differ are.
+
+        Args:
+            eqns: A body, in order.
+            is_input: Whether the body takes a variable from outside.
+        """
         numbers: dict[Any, int] = {}
 
         def ref(eqn, atom):
@@ -49,16 +61,21 @@ class Alike:
     def slots(
         self, rows: Sequence[tuple[Any, ...]], are_inputs: Sequence[Callable[[Any], bool]]
     ) -> list[tuple[tuple[Any, ...], list[Position]]]:
-        """The operands that differ, one for each body, each with all places where it stands.
+        """Finds the slots: operands from outside, and literals or constants that differ.
 
         Args:
             rows: The first equation of each body, the second of each, and so on.
             are_inputs: For each body, whether it takes a variable from outside.
+
+        Returns:
+            For each slot its operand in each body, and all positions where it stands.
         """
         places: dict[tuple, list[Position]] = defaultdict(list)
         atoms_of: dict[tuple, tuple[Any, ...]] = {}
         for row, eqns in enumerate(rows):
             for column, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
+                # Places with the same operands in every body are one slot, so `x * x` takes one
+                # input; where one body has two different operands, all of them take two.
                 key = tuple(map(self._key, atoms))
                 inputs = any(
                     not jx.is_literal(a) and is_input(a)
@@ -71,6 +88,7 @@ class Alike:
         return [(atoms_of[key], positions) for key, positions in places.items()]
 
     def _may_differ(self, eqn, atom) -> bool:
+        """Whether an operand is a literal or small constant that decides no computation."""
         if jx.is_literal(atom):
             return eqn.primitive.name not in DECIDING
         return atom in self.consts and jx.num_elements(atom.aval) <= SMALL
@@ -82,7 +100,14 @@ class Alike:
 
 
 def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Equations of one form; if they are remats, the literals they differ by become operands."""
+    """Turns the literals by which remats of one form differ into operands of them.
+
+    Args:
+        eqns: One equation of each body, all in the same row.
+
+    Returns:
+        The same equations, or remats with equal bodies; nested remats are opened likewise.
+    """
     if eqns[0].primitive.name not in REMAT:
         return eqns
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
@@ -103,7 +128,7 @@ def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def substitute(eqns: list[Any], positions: Sequence[Position], var: Any) -> None:
-    """Puts a variable at some operands of equations."""
+    """Puts a variable in place of the operands at some positions, in the list itself."""
     for row, column in positions:
         invars = list(eqns[row].invars)
         invars[column] = var

@@ -1,4 +1,16 @@
-"""Assigns each equation of a cut loss to a stage: between two borders, or where its sources are."""
+"""Assignment of the main equations of a loss, and of its effects, to stages.
+
+An equation belongs to the stage between whose borders it is, or to a later one that computes an
+operand of it. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
+
+    equation                position  by borders  why                             stage
+    dot, tanh, mul, add     1-4       1           between 1 and 5                 1
+    reduce_sum of w0**2     13        3           floating: w0 is first read in   1
+    add of loss and term    14        3           its operands are of 3 and 1     3
+
+What depends on no data, a sum of such terms, moves from the first stage that could compute it to
+that of its first use.
+"""
 
 from typing import Any
 
@@ -10,13 +22,18 @@ from megatrain_jax._src.program.loss.partition import EFFECT, MAIN, Dataflow, St
 
 
 def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
-    """The stage of each main equation, and of each that is there for its effect."""
+    """Assigns stages, by index in `stretches`, to main equations and those with effects.
+
+    Raises:
+        ValueError: Ordered effects would leave their order.
+    """
     jaxpr = flow.jaxpr
     main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
     position = {i: p for p, i in enumerate(main)}
     starts = find_borders(flow, stretches, main, position)
     stage_of: dict[int, int] = {}
-    first_use: dict[int, int] = {}
+    first_use: dict[int, int] = {}  # leaf → the first stage that reads it
+    # All first uses come before all homes: a regulariser may be traced before its block.
     for p, i in enumerate(main):
         if i not in flow.floating:
             s = int(np.searchsorted(starts, p, side="right")) - 1
@@ -32,7 +49,7 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
             stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
             if flow.kind[v] == MAIN
         ]  # fmt: skip
-        stage_of[i] = max([home, *sources])
+        stage_of[i] = max([home, *sources])  # never before its operands
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 
@@ -40,8 +57,12 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
 def _with_effects(
     flow, stage_of: dict[int, int], first_use: dict[int, int], last: int
 ) -> dict[int, int]:
-    """Adds the equations that are there for their effects: where their last operand is made."""
-    earliest = 0
+    """Adds the equations that are there for their effects: where their last operand is made.
+
+    An effect of parameters alone belongs to the stage that reads them; an ordered one to no stage
+    before that of the ordered one before it.
+    """
+    earliest = 0  # stage of the last ordered effect so far
     for i, kind in enumerate(flow.eqn_kind):
         if kind == EFFECT:
             operands = jx.variables(flow.jaxpr.eqns[i].invars)
@@ -60,10 +81,15 @@ def _with_effects(
 
 
 def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
-    """Moves what depends on no data (sums of regularisers) to where it is first used."""
+    """Moves what depends on no data (sums of regularisers) to where it is first used.
+
+    So a running sum of all blocks' terms is computed where the loss takes it, and its additions
+    don't make the stages of equal blocks differ.
+    """
     data = jx.dependent(flow.jaxpr, flow.data)
     uses: dict[Any, int] = {}
     moved = dict(stage_of)
+    # Backwards, so that a chain of additions moves as a whole, each to its user's new stage.
     for i in reversed(main):
         eqn = flow.jaxpr.eqns[i]
         if i not in flow.floating and not any(v in data for v in eqn.outvars):

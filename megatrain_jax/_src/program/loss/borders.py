@@ -1,12 +1,19 @@
-"""Finds the borders between stages: where a traced loss is cut between two stretches of reads.
+"""Finds the borders between stages: the first main equation of each stage of a traced loss.
 
 A border lies between the last read of one stretch and the first read of the next. What is computed
-there belongs to neither by itself: a dropout after a block may end it or begin the next one.
-Example: `embed a [norm W1] add drop [norm W2] add drop head`, with reads in brackets and as many
-bytes alive before each `drop` as after it. Cut before the drops, the blocks are `norm W1 add` and
-`drop norm W2 add`, and the head begins with a drop; cut after them, both are `norm W add drop`.
+there belongs to neither by itself: a scaling after a block may end it or begin the next one.
 So borders are chosen for all stretches that read alike at once: the equations before the first read
 and those after the last one are the same in as many of them as possible.
+
+Example: two blocks `x + tanh(x @ w)`, each followed by a scaling; activations have 64 bytes.
+
+    position  0       1       2     3    4    5       6     7    8    9       10
+    equation  dot e   dot w0  tanh  add  mul  dot w1  tanh  add  mul  dot h   reduce_sum
+    alive     0       64      128   128  64   64      128   128  64   64      16
+
+The border before layers.1 is in the gap 2-5, the head's in 6-9; 4 and 5, 8 and 9 carry the fewest
+bytes. By itself each would be the earliest, and the blocks `dot tanh add` and `mul dot tanh add`.
+Alike they are from 1 to 5 and from 5 to 9, both `dot tanh add mul`: the borders are 0, 1, 5, 9.
 """
 
 from collections import defaultdict
@@ -18,18 +25,40 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.partition import MAIN, PARAM, Dataflow, Stretch
 
-_Stage = tuple[int, int, int]  # a stretch, its border, the next one's
+_Stage = tuple[int, int, int]  # a stretch, its border, the border of the next stretch
 
 
 def find_borders(
     flow: Dataflow, stretches: Sequence[Stretch], main: Sequence[int], position: dict[int, int]
 ) -> list[int]:
-    """The first main equation of each stage: of the places with the fewest bytes alive one."""
+    """Finds the first main equation of each stage.
+
+    Args:
+        flow: What the equations depend on.
+        stretches: Stretches of reads in forward order.
+        main: Numbers of the main equations, ascending.
+        position: Position of each of these numbers in `main`.
+
+    Returns:
+        A position in `main` for each stretch, ascending; the first is 0.
+    """
     return _Borders(flow, stretches, main, position).find()
 
 
 class _Borders:
-    """Borders by the stretch that they precede; one more stands for the end."""
+    """The search for borders. Border `g` precedes stretch `g`; one more stands for the end.
+
+    Attributes:
+        alive: Bytes alive before each main equation, and at the end.
+        gaps: Positions that each border may have.
+        fewest: The fewest bytes alive in each gap.
+        fixed: Borders chosen so far.
+        taken: Results of `_taken`.
+        back: For each main equation how far back its operands are made (`_distances`).
+        like: Stretches with equal rows from first to last read.
+        before: For each stretch and possible border, a number for the rows up to the first read.
+        after: The same for the rows between the last read and the next stretch's border.
+    """
 
     def __init__(self, flow, stretches, main, position):
         self.flow, self.stretches, self.main, self.position = flow, stretches, main, position
@@ -38,6 +67,7 @@ class _Borders:
             range(before.last + 1, after.first + 1)
             for before, after in zip(stretches, stretches[1:], strict=False)
         ]
+        # The first stage begins with the first equation, and the last one ends with the last.
         self.gaps = [range(1), *between, range(len(main), len(main) + 1)]
         self.fewest = [min(self.alive[p] for p in gap) for gap in self.gaps]
         self.fixed: dict[int, int] = {}
@@ -48,7 +78,7 @@ class _Borders:
         self.like: dict[tuple, list[int]] = defaultdict(list)
         for k, stretch in enumerate(stretches):
             self.like[tuple(rows[stretch.first : stretch.last + 1])].append(k)
-        # What lies between a border and the first read, or the last read and a border, by number.
+        # Equal rows have equal numbers, so that stages are compared by two numbers each.
         self.before = [
             _numbers(rows, range(stretch.first, gap.start - 1, -1), -1, ids)
             for stretch, gap in zip(stretches, self.gaps, strict=False)
@@ -59,6 +89,7 @@ class _Borders:
         ]
 
     def find(self) -> list[int]:
+        """The borders: largest classes of like stretches first, then each one left by itself."""
         for members in sorted(self.like.values(), key=len, reverse=True):
             left = members
             while len(left) > 1 and (alike := self._alike(left)):
@@ -71,7 +102,10 @@ class _Borders:
         ]
 
     def _order(self, g: int, p: int) -> tuple[int, int, int]:
-        """Of equal cuts the one after which the next stretch takes the least, then the earliest."""
+        """Sort key of position `p` for border `g`: bytes alive, bytes the stretch takes, position.
+
+        What the next stretch takes only decides among positions with the fewest bytes alive.
+        """
         return self.alive[p], self._taken(g, p) if self.alive[p] == self.fewest[g] else 0, p
 
     def _alike(self, members: Sequence[int]) -> list[_Stage]:
@@ -84,14 +118,17 @@ class _Borders:
         best: list[_Stage] = []
         for stages in sorted(found.values(), key=len, reverse=True):
             if len(stages) < max(2, len(best)):
-                break
+                break  # sorted by number: the filters below only make it smaller
             stages = self._affordable(self._wired_alike(stages), limit)
             if len(stages) > 1:
                 best = min(best or stages, stages, key=self._preference)
         return best
 
     def _wired_alike(self, stages: Sequence[_Stage]) -> list[_Stage]:
-        """The most stages that take the same operands from within."""
+        """The largest class of stages whose equations take the same operands from within.
+
+        Rows don't tell operands of one shape apart: `x + f(x)` and `f(x) + f(x)` differ in wiring.
+        """
         groups: dict[tuple, list[_Stage]] = defaultdict(list)
         for k, start, end in stages:
             wiring = ((d if p - d >= start else 0 for d in self.back[p]) for p in range(start, end))
@@ -99,7 +136,10 @@ class _Borders:
         return max(groups.values(), key=len)
 
     def _choices(self, k: int, members: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-        """The borders of stretch `k`; one right after it that is like it begins as it does."""
+        """Pairs of borders around stretch `k`.
+
+        If the next stretch is like it, its border is as far before its first read as this one's.
+        """
         for start in self._allowed(k, limit):
             if k + 1 in members:
                 end = self.stretches[k + 1].first - (self.stretches[k].first - start)
@@ -109,12 +149,16 @@ class _Borders:
                 yield from ((start, end) for end in self._allowed(k + 1, limit))
 
     def _limit(self, members: Sequence[int]) -> int:
-        """The most bytes that a border of these stretches between blocks needs at least."""
+        """Largest of the `fewest` bytes among the borders of these stretches between two blocks.
+
+        Other borders of theirs may carry as much: what all blocks hand on, the last one may, too.
+        """
         borders = {g for k in members for g in (k, k + 1) if 0 < g < len(self.stretches)}
         inner = [g for g in borders if self.stretches[g - 1].keys and self.stretches[g].keys]
         return max((self.fewest[g] for g in inner), default=0)
 
     def _allowed(self, g: int, limit: int) -> list[int]:
+        """Positions for border `g` with at most `limit` bytes alive, or with the fewest."""
         if g in self.fixed:
             return [self.fixed[g]]
         most = max(limit, self.fewest[g])
@@ -132,11 +176,12 @@ class _Borders:
         return sorted(kept)
 
     def _excess(self, stages: Sequence[_Stage]) -> int:
+        """Bytes over the fewest at the borders of these stages; a shared one counts once."""
         borders = {g: p for k, start, end in stages for g, p in ((k, start), (k + 1, end))}
         return sum(self.alive[p] - self.fewest[g] for g, p in borders.items())
 
     def _preference(self, stages: Sequence[_Stage]) -> tuple[int, int, int, list[_Stage]]:
-        """Most stages, fewest bytes alive, fewest taken by the next stretches, earliest."""
+        """Sort key: most stages, fewest bytes alive, fewest taken by next stretches, earliest."""
         borders = {g: p for k, start, end in stages for g, p in ((k, start), (k + 1, end))}
         taken = [self._taken(g, p) for g, p in borders.items() if g < len(self.stretches)]
         return -len(stages), self._excess(stages), sum(taken), list(stages)
@@ -155,7 +200,14 @@ class _Borders:
 
 
 def _numbers(rows: Sequence[int], cuts: range, shift: int, ids: dict[Any, int]) -> dict[int, int]:
-    """For each cut, in the order of their distance, a number for the rows between it and a read."""
+    """Numbers the rows between each cut and a read: equal numbers for equal rows.
+
+    Args:
+        rows: A number for each main equation, equal for those that look alike.
+        cuts: Possible borders, the one nearest to the read first.
+        shift: Where the next row is as seen from a cut: -1 before it, 0 at it.
+        ids: Numbers so far, shared by all calls; -1 stands for no rows.
+    """
     number, numbers = -1, {}
     for cut in cuts:
         numbers[cut] = number
@@ -165,7 +217,10 @@ def _numbers(rows: Sequence[int], cuts: range, shift: int, ids: dict[Any, int]) 
 
 
 def _row(flow: Dataflow, i: int) -> tuple:
-    """What an equation looks like; a literal looks like any other scalar but a parameter's."""
+    """An equation's row: primitive, shapes and dtypes, and which operands are parameters.
+
+    A literal looks like any other scalar; it may become an input of a shared template.
+    """
     eqn = flow.jaxpr.eqns[i]
 
     def operand(atom):
@@ -176,7 +231,7 @@ def _row(flow: Dataflow, i: int) -> tuple:
 
 
 def _distances(flow: Dataflow, i: int, p: int, position: dict[int, int]) -> list[int]:
-    """How far before each operand's main equation lies; 0 for what no main equation makes."""
+    """For each operand, how many main equations before `p` it is made; 0 if by none of them."""
     return [
         0 if jx.is_literal(a) or flow.kind[a] != MAIN else p - position[flow.producer[a]]
         for a in flow.jaxpr.eqns[i].invars
@@ -184,11 +239,15 @@ def _distances(flow: Dataflow, i: int, p: int, position: dict[int, int]) -> list
 
 
 def _aval(atom) -> tuple:
+    """Shape and dtype of a variable or literal."""
     return getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
 
 
 def _live_bytes(flow, main, position) -> list[int]:
-    """Bytes of main values alive just before each main equation, and at the end."""
+    """Bytes of main values alive just before each main equation, and at the end.
+
+    What data alone makes is not counted: the prologue makes it, or the one stage that uses it.
+    """
     last: dict[Any, int] = {}
     for p, i in enumerate(main):
         for v in jx.variables(flow.jaxpr.eqns[i].invars):

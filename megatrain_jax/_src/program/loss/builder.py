@@ -1,7 +1,15 @@
 """The builder of stages: from the equations of a loss to pure functions, as jaxprs.
 
 Stages with equal equations get equal jaxprs (same order of leaves, inputs and outputs), so that
-they share one compiled template.
+they share one compiled template. Values that pass between stages have ids.
+
+Example: `x @ e`, two blocks `x + tanh(x @ w) / n` with n of 1 and 3, `sum(x @ h)`:
+
+    prologue   data -> 1: batch, 3: 1.0, 5: 3.0
+    embedding  e, inputs (1,) -> outputs (2,)
+    layers.0   w0, inputs (2, 3) -> outputs (4,)    one template, and its divisor an input
+    layers.1   w1, inputs (4, 5) -> outputs (6,)
+    head       h, inputs (6,) -> outputs (0,)       0: the loss
 """
 
 import dataclasses
@@ -35,7 +43,11 @@ from megatrain_jax._src.program.structural_key import structural_key, value_key,
 
 
 def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Program:
-    """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages."""
+    """Cuts a flat traced loss `(leaves, variables, batch, rng) -> (loss, ...)` into stages.
+
+    Raises:
+        ValueError: The loss depends on nothing trainable, or a stage reads a callback's result.
+    """
     traced = jx.without_dead_code(traced)
     flow = Dataflow(traced, leaves)
     loss = traced.jaxpr.outvars[0]
@@ -50,7 +62,7 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
 
 
 def _refuse_answers(flow: Dataflow) -> None:
-    """Refuses results of effects that a backward would have to compute again."""
+    """Refuses callbacks whose results a stage reads: its backward would call them again."""
     for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
         direct = not jx.inner_jaxprs(eqn)
         if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
@@ -63,7 +75,7 @@ def _refuse_answers(flow: Dataflow) -> None:
 
 
 class _Builder:
-    """Collects the equations, inputs and outputs of every stage of one program."""
+    """Collects the equations, inputs and outputs of each stage of one program."""
 
     def __init__(self, flow: Dataflow, stretches: list[Stretch]):
         self.flow, self.consts, self.stretches = flow, flow.consts, stretches
@@ -71,13 +83,14 @@ class _Builder:
         self.rows: list[list[int]] = [[] for _ in stretches]  # of each stage, ascending
         for i in sorted(self.stage_of):
             self.rows[self.stage_of[i]].append(i)
-        self.ids: dict[Any, int] = {}
+        self.ids: dict[Any, int] = {}  # variable → the id of its value, in order of first request
         self.lifted: dict[Any, Any] = {}  # stand-in → the literal or constant it has as its value
         self.fixed: dict[Hashable, Any] = {}  # what a literal or constant is → its stand-in
         self.aliases: dict[Any, Any] = {}  # stand-in → the variable it has as its value
         self.home = self._data_homes()
 
     def id(self, var) -> int:
+        """Id of a variable's value; a stand-in has that of the variable it stands for."""
         return self.ids.setdefault(self.aliases.get(var, var), len(self.ids))
 
     def _data_homes(self) -> dict[int, int | None]:
@@ -121,6 +134,7 @@ class _Builder:
         )
 
     def _output_var(self, atom):
+        """Variable of an output of the loss; a literal among them is made in the prologue."""
         if not jx.is_literal(atom):
             return atom
         var = jex.Var(atom.aval)
@@ -128,6 +142,7 @@ class _Builder:
         return var
 
     def _body(self, s: int) -> "_Body":
+        """Equations of stage `s`; the last one has outputs that are made of parameters alone."""
         body = _Body(self, s)
         for i in self.rows[s]:
             body.pull(i)
@@ -138,7 +153,7 @@ class _Builder:
         return body
 
     def is_input(self, var, s: int | None) -> bool:
-        """Whether stage `s` takes a variable from outside (as opposed to computing it)."""
+        """Whether stage `s` takes a variable as an input; the prologue (None) only stand-ins."""
         if var in self.lifted or var in self.aliases:
             return True
         if s is None:
@@ -179,6 +194,7 @@ class _Builder:
                         taken.add(atom)
 
     def _substitute_for(self, atom: Any) -> Any:
+        """New stand-in for an operand: two inputs of a stage, though their values may be one."""
         var = jex.Var(jx.strong(atom.aval))
         self.aliases[var] = self._lifted_for(atom) if self._is_fixed(atom) else atom
         return var
@@ -187,7 +203,7 @@ class _Builder:
         return jx.is_literal(atom) or atom in self.consts
 
     def _lifted_for(self, atom: Any) -> Any:
-        """The value of a literal or a constant, one for all that are equal."""
+        """Stand-in for a literal or a constant, one for all that are equal."""
         key = value_key(atom.val if jx.is_literal(atom) else self.consts[atom])
         if key not in self.fixed:
             self.fixed[key] = var = jex.Var(jx.strong(atom.aval))
@@ -195,6 +211,7 @@ class _Builder:
         return self.fixed[key]
 
     def _add_outputs(self, bodies: Sequence["_Body"]) -> None:
+        """Gives like stages the same outputs: what any of them has to hand on, all do."""
         wanted = {self.aliases.get(v, v) for body in bodies for v in body.operands()[2]}
         wanted.update(jx.variables(self.flow.jaxpr.outvars))
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
@@ -211,6 +228,7 @@ class _Builder:
                 body.outputs = [by_number[n] for n in sorted(used)]
 
     def _activate(self, stages: list[Stage], outputs: Sequence[int]) -> list[Stage]:
+        """Follows the loss's cotangent from the last stage back: to floats that need one."""
         var_of = {n: v for v, n in self.ids.items()}
         with_cotangent = {outputs[0]}
         done = []
@@ -227,6 +245,7 @@ class _Builder:
         return done[::-1]
 
     def _prologue(self):
+        """Jaxpr, constants and ids of outputs of what no stage computes: data alone, stand-ins."""
         wanted = [
             v for v in self.ids
             if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
@@ -259,7 +278,7 @@ class _Body:
         self.present: set[int] = set()
 
     def pull(self, i: int) -> None:
-        """Adds equation `i` after the equations it needs that every stage repeats for itself."""
+        """Adds equation `i` after those it needs that the stage computes or repeats itself."""
         flow = self.builder.flow
         stack = [(i, False)]
         while stack:

@@ -1,4 +1,9 @@
-"""A stage differentiated, and which parameters get a gradient from a program at all."""
+"""The pullback of a stage, and the check that a program gives its parameters gradients at all.
+
+Example: a layer `tanh(x @ w)` with w trained and x active. `differentiated` gives `[y]` and a
+`pull([dy]) -> ([dw], [dx])`. With w frozen, `pull([dy]) -> ([], [dx])`: what is not asked for is
+not computed. Behind a `stop_gradient` dw does not depend on dy, so w gets no gradient.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,10 +24,10 @@ def differentiated(
     inputs: Sequence[Any],
     wrap: Callable[[Callable], Callable] = lambda run: run,
 ) -> tuple[list[Any], Callable[[list[Any]], tuple[list[Any], list[Any]]]]:
-    """Computes a stage and its pullback.
+    """Computes a stage, and its pullback from cotangents of outputs to those of leaves and inputs.
 
     Args:
-        stage: The stage.
+        stage: Stage to differentiate.
         arriving: For each output, whether a cotangent arrives.
         leaves: Values of its leaves.
         inputs: Values of its inputs.
@@ -49,11 +54,15 @@ def differentiated(
 def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
     """Finds trained parameters whose gradient is zero by construction.
 
+    Args:
+        program: The cut loss.
+        leaves: Leaves of the model.
+
     Returns:
         A warning that names them; None if there are none.
 
     Raises:
-        ValueError: All of them are so.
+        ValueError: The gradients of all of them are.
     """
     reached = {leaves[i].parameter for i in _reached_leaves(program)}
     trainable = {leaf.parameter: leaf.path for leaf in leaves if leaf.is_trainable}
@@ -78,7 +87,7 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
 
 
 def _reached_leaves(program: Program) -> frozenset[int]:
-    """The leaves to which a cotangent of the loss flows."""
+    """Finds the leaves to which a cotangent of the loss flows, from the last stage back."""
     with_cotangent = {program.outputs[0]}
     found: set[int] = set()
     known: dict[Hashable, tuple[list[bool], list[bool]]] = {}
@@ -89,6 +98,7 @@ def _reached_leaves(program: Program) -> frozenset[int]:
         )
         if not any(arriving):
             continue
+        # Like stages are differentiated once: 36 layers cost one trace, where the same arrives.
         like = stage.key, stage.is_trainable, stage.active, arriving
         if like not in known:
             known[like] = _reached(stage, arriving)
@@ -101,7 +111,7 @@ def _reached_leaves(program: Program) -> frozenset[int]:
 
 
 def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """For trainable leaves and active inputs, whether their cotangents depend on those that arrive.
+    """Tells for trainable leaves and active inputs whether a cotangent that arrives reaches them.
 
     A pullback is linear: what does not depend on its arguments is zero.
     """

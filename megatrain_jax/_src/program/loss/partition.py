@@ -1,10 +1,20 @@
-"""Finds what each equation of a traced loss depends on, and the stretches that read one block.
+"""Partitions the equations of a traced loss: what each depends on, and which block it reads.
 
 An equation depends on parameters, on data (batch, state, randomness), on both, or on neither.
 Those that depend on both are walked in order and cut between stretches of reads of one block; those
 that depend on parameters only, or on nothing, are repeated in every stage that needs them; those
 that depend on data only run once, in the prologue, unless a single stage uses a large result.
-What something outside sees, a print or a callback, happens once: where its last operand is made.
+An effect, a print or a callback, happens once: in the stage that computes its last operand.
+
+Example: `x @ e`, two blocks `x + tanh(x @ w) * sqrt(sum(data))`, `x @ h`, plus `sum(w0**2)`:
+
+    main       0: dot e | 1: dot w0, 2: tanh, 3: mul, 4: add | 5: dot w1, 6: tanh, 7: mul, 8: add
+               9: dot h, ... | 13: reduce_sum of w0**2, 14: add
+    data       reduce_sum, sqrt: prologue;      parameters only: w0**2: repeated where it is needed
+    stretches  embedding 0-0, layers.0 1-1, layers.1 5-5, head 9-9: from first to last read
+
+Equation 13 depends on parameters only, but is a scalar of one block: it is main and *floating*, a
+value of the stage of layers.0. Borders then decide whose the equations between two stretches are.
 """
 
 import dataclasses
@@ -19,16 +29,16 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, power
 
 SMALL = 1024  # elements: data-only values up to this size are computed once, before the stages
-CONST, PARAM, DATA, MAIN, EFFECT = range(5)  # the last: for the sake of its effect alone
+CONST, PARAM, DATA, MAIN, EFFECT = range(5)  # EFFECT: no equation reads its results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A stretch of equations that become one stage.
+    """A stretch of main equations, from the first to the last read of one block: a stage's core.
 
     Attributes:
-        name: What the stage is called.
-        keys: Blocks it reads; empty for a stage of parameters outside blocks.
+        name: The stage's name: a block's path, "embedding", "head", "between k" or "model".
+        keys: Paths of the blocks it reads; empty for a stage of parameters outside blocks.
         first: Position of its first read among the main equations.
         last: Position of its last read.
     """
@@ -40,7 +50,24 @@ class Stretch:
 
 
 class Dataflow:
-    """What each variable of a flat jaxpr depends on."""
+    """The dataflow of a flat jaxpr: what each variable and each equation depends on.
+
+    An equation's number is its index in the jaxpr, a leaf's its index in `leaves`.
+
+    Attributes:
+        consts: Value of each constant variable.
+        parameters: Variables of the leaves, in order.
+        data: Variables of the other inputs: state, batch, key.
+        kind: CONST, PARAM, DATA, MAIN or EFFECT of each variable.
+        eqn_kind: The same of each equation.
+        reads: Leaves that a PARAM variable is made of.
+        producer: Equation that computes each variable.
+        floating: Main equations of parameters alone, which any stage could compute, each with the
+            leaves it reads: scalars of one block, and effects whose results are read.
+        read: Variables that some equation or the caller reads.
+        ordered: Equations of stages whose effects are ordered, ascending.
+        trainable: Variables that depend on a trainable leaf.
+    """
 
     def __init__(self, traced: jx.Traced, leaves: Sequence[Leaf]):
         """Classifies the equations of a function whose inputs are `leaves`, then data."""
@@ -56,9 +83,9 @@ class Dataflow:
         self.eqn_kind: list[int] = []
         self.floating: dict[int, frozenset[int]] = {}
         self.read = effects.read_in(jaxpr)
-        self.ordered: list[int] = []  # equations of stages whose effects are ordered
+        self.ordered: list[int] = []
         pairs = zip(self.parameters, leaves, strict=True)
-        self.trainable = {v for v, leaf in pairs if leaf.is_trainable}  # and what depends on these
+        self.trainable = {v for v, leaf in pairs if leaf.is_trainable}
         self.kind |= {v: PARAM for v in self.parameters} | {v: DATA for v in self.data}
         self.reads |= {v: frozenset((i,)) for i, v in enumerate(self.parameters)}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -67,6 +94,7 @@ class Dataflow:
     def _classify(self, i, eqn):
         ins = jx.variables(eqn.invars)
         kinds = {self.kind[v] for v in ins}
+        # Where parameters and data have not met, the order of the kinds tells which there are.
         kind = MAIN if MAIN in kinds or {PARAM, DATA} <= kinds else max(kinds, default=CONST)
         reads = frozenset().union(*(self.reads.get(v, ()) for v in ins))
         if effects.fires(eqn):
@@ -79,11 +107,16 @@ class Dataflow:
             self.trainable.update(eqn.outvars)
         for v in eqn.outvars:
             self.kind[v], self.producer[v] = kind, i
+            # A main value carries no reads: who takes it reads the activation, not the weights.
             if kind == PARAM:
                 self.reads[v] = reads
 
     def _kind_of_effect(self, i, eqn, kind, reads):
-        """Nothing that fires is repeated; an ordered effect does not overtake one of a stage."""
+        """Kind of an equation with an effect: never one that is repeated.
+
+        An ordered effect of data alone runs in the prologue, unless one of a stage comes before it,
+        which it must not overtake.
+        """
         ordered = effects.is_ordered(eqn)
         if kind in (CONST, DATA) and not (ordered and self.ordered):
             return DATA
@@ -96,6 +129,7 @@ class Dataflow:
         return MAIN
 
     def _is_regulariser(self, eqn, ins, reads):
+        """Whether an equation reduces arrays of one block, or of one leaf outside, to numbers."""
         owners = {self.leaves[i].block or i for i in reads}
         return (
             len(owners) == 1
@@ -104,13 +138,17 @@ class Dataflow:
         )
 
     def read_by(self, i: int) -> frozenset[int]:
-        """The leaves that main equation `i` reads."""
+        """Leaves that main equation `i` reads, directly or through casts and transposes of them."""
         ins = jx.variables(self.jaxpr.eqns[i].invars)
         return frozenset().union(*(self.reads.get(v, ()) for v in ins))
 
 
 def find_stretches(flow: Dataflow) -> list[Stretch]:
-    """Lists the stages as stretches of reads, in forward order."""
+    """Lists the stretches of reads, one for each stage, in forward order.
+
+    A module outside blocks that is applied several times in a row counts as a block; a block
+    whose reads repeat gives a stretch for each pass.
+    """
     main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
     events = [(p, flow.read_by(i)) for p, i in enumerate(main) if i not in flow.floating]
     events = [(p, reads) for p, reads in events if reads]
@@ -121,7 +159,7 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
         keys = frozenset(k for i in reads if (k := loops.get(i, flow.leaves[i].block)) is not None)
         own = sorted(i for i in reads if i in loops or flow.leaves[i].block is not None)
         if not keys:
-            continue
+            continue  # the embedding, the head: their stretches are found around those of blocks
         if stretches and stretches[-1].keys == keys:
             stretches[-1] = dataclasses.replace(stretches[-1], last=p)
             history[-1] += [(p, i) for i in own]
@@ -137,7 +175,10 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
 
 
 def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
-    """Leaves outside blocks whose module is applied several times in a row, with that module."""
+    """Modules outside blocks that are applied several times in a row, by their leaves.
+
+    A shared `cell` of leaves 1 and 2, read as 1 2 1 2 with no block's read among them, is one.
+    """
     order = [(p, i) for p, reads in events for i in sorted(reads)]
     rest = {i for _, i in order if leaves[i].block is None}
     found: dict[int, ModelPath] = {}
@@ -148,6 +189,7 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
         for d in range(1, len(leaves[i].path) + 1):
             if (prefix := leaves[i].path[:d]) in prefixes:
                 under[prefix].append((p, i))
+    # The outermost module that qualifies is taken, whole: its leaves are not offered again.
     for prefix in sorted(prefixes, key=lambda p: (len(p), tuple(map(str, p)))):
         own = under[prefix]
         ids = {i for _, i in own}
@@ -160,19 +202,23 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
 
 
 def _passes(stretch: Stretch, reads: list[tuple[int, int]]) -> list[Stretch]:
-    """Splits a stretch whose reads repeat: one block's weights applied several times."""
+    """Splits a stretch whose reads repeat: one block's weights applied several times.
+
+    Reads (position, leaf) of (3, 0) (4, 1) (7, 0) (8, 1) are two passes, 3-4 and 7-8.
+    """
     times = power([i for _, i in reads]) if len({i for _, i in reads}) > 1 else 1
     size = len(reads) // times
     if len(stretch.keys) > 1 or times == 1:
         return [stretch]
     chunks = [reads[k * size : (k + 1) * size] for k in range(times)]
+    # One equation that reads for two passes can't be in two stages.
     if any(a[-1][0] >= b[0][0] for a, b in zip(chunks, chunks[1:], strict=False)):
         return [stretch]
     return [dataclasses.replace(stretch, first=c[0][0], last=c[-1][0]) for c in chunks]
 
 
 def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
-    """Adds the stages of parameters outside blocks: before, after, and alone between blocks."""
+    """Adds the stretches of parameters outside blocks: before, after, and alone between blocks."""
     rest = [
         (p, i) for p, reads in events for i in sorted(reads)
         if flow.leaves[i].block is None and i not in loops
@@ -207,6 +253,7 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
 
 
 def _named(stretches: list[Stretch], leaves) -> list[Stretch]:
+    """Names stretches by their blocks, or by where they are among those."""
     seen: dict[frozenset, int] = defaultdict(int)
     named = []
     blocks = [k for k, stretch in enumerate(stretches) if stretch.keys]

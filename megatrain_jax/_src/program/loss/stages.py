@@ -1,4 +1,8 @@
-"""The records that a loss is cut into: stages, pure functions of parameters and live values."""
+"""Stages and programs: the pure functions that a loss is cut into, and all that tells of them.
+
+Values have ids, which say where a stage's inputs come from: of two layers the first has
+`inputs=(2,), outputs=(3,)` and the second `inputs=(3,), outputs=(4,)`, with equal keys.
+"""
 
 import dataclasses
 from collections.abc import Hashable
@@ -15,13 +19,13 @@ class Stage:
     """One stage: `jaxpr(*consts, *leaves, *inputs) -> outputs`.
 
     Attributes:
-        name: Where in the model it comes from.
-        jaxpr: Its equations; its inputs are constants, then leaves, then values.
+        name: The stage's name: a block's path, "embedding", "head", "between k" or "model".
+        jaxpr: The equations, as a function of constants, then leaves, then values.
         consts: Values of the constants.
-        key: Equal for stages that compute the same.
-        leaves: Leaves it reads, in the jaxpr's order.
-        inputs: Ids of the values it takes.
-        outputs: Ids of the values it gives.
+        key: Template of the stage: equal for stages that compute the same.
+        leaves: Indices of the leaves it reads, in the jaxpr's order.
+        inputs: Ids of the values it takes, in the jaxpr's order.
+        outputs: Ids of the values it gives, in the jaxpr's order.
         is_trainable: For each leaf, whether it gets a gradient.
         active: For each input, whether a cotangent flows back through it.
         has_cotangent: For each output, whether a cotangent arrives at it.
@@ -47,7 +51,7 @@ class Stage:
 
     @property
     def trainable_share(self) -> float:
-        """Which part of its parameters gets gradients; 1 if it has none."""
+        """Share of the stage's parameters that get gradients, by elements; 1 if it has none."""
         first = len(self.consts)
         leaves = self.jaxpr.invars[first : first + len(self.leaves)]
         sizes = [jx.num_elements(v.aval) for v in leaves]

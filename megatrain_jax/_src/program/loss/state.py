@@ -1,7 +1,7 @@
-"""What a model's state (its variables that are not trained) depends on, and what it is for.
+"""The use of a model's state, its variables that are not trained: batch statistics, or keys.
 
 With several microbatches a step is still one call as far as state goes: a moving average or a power
-iteration advances once. Only what random numbers are drawn from goes on from part to part.
+iteration advances once. Only what random numbers are drawn from goes on with each microbatch.
 """
 
 import dataclasses
@@ -13,11 +13,13 @@ from megatrain_jax._src.program.primitives import draws
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateUse:
-    """For each variable, in order, two facts about it.
+    """The use of a model's variables, with a flag for each variable, in order.
+
+    A batch norm's running mean is `of_batch` alone, a dropout's count of keys `drawn` alone.
 
     Attributes:
-        of_batch: Whether its new value depends on the batch.
-        drawn: Whether random numbers are drawn from it: it is a key, or a count of keys.
+        of_batch: Whether the variable's new value depends on the batch.
+        drawn: Whether random numbers are drawn from the variable: a key, or a count of keys.
     """
 
     of_batch: tuple[bool, ...]
@@ -25,15 +27,15 @@ class StateUse:
 
 
 def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
-    """Looks at a flat traced loss.
+    """Finds out how a flat traced loss uses the model's variables.
 
     Args:
-        jaxpr: Its equations; its last outputs are the new variables.
-        data: Those of its inputs that are no parameters: variables, then the batch, then a key.
-        num_variables: How many variables there are.
+        jaxpr: The loss; its last outputs are the new variables.
+        data: Inputs of the loss that are no parameters: variables, then the batch, then a key.
+        num_variables: Number of variables.
     """
     of_batch = jx.dependent(jaxpr, data[num_variables:-1])
-    sources: set[Any] = set()
+    sources: set[Any] = set()  # integers and keys behind random numbers
     for eqn in reversed(jaxpr.eqns):
         if _draws(eqn) or not sources.isdisjoint(eqn.outvars):
             # Keys are made of integers; a floating operand here is a probability or an activation.
@@ -46,6 +48,7 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
 
 
 def _draws(eqn: Any) -> bool:
+    """Whether an equation, or one in a jaxpr within it, draws random numbers."""
     if draws(eqn.primitive.name):
         return True
     return any(_draws(inner) for jaxpr in jx.inner_jaxprs(eqn) for inner in jaxpr.eqns)

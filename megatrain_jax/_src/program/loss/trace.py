@@ -1,4 +1,9 @@
-"""From a loss to a program: traces it on abstract arrays, finds the blocks, cuts at them."""
+"""From a loss to a program: traced on abstract arrays, its leaves found, cut into stages.
+
+Example: parameters `e (4, 8)` and `w (2, 8, 8)`, which `jax.lax.scan` takes slice by slice, of
+float32. `trace_loss` lists equations on these shapes, `leaves_of` finds `e`, `w[0]` and `w[1]`,
+and `cut_loss` traces again on these leaves, with the scan unrolled, and cuts at its layers.
+"""
 
 import dataclasses
 import functools
@@ -25,9 +30,9 @@ class TracedLoss:
     """A traced loss `(parameters, variables, batch, rng) -> (loss, metrics, variables)`.
 
     Attributes:
-        traced: Its jaxpr over flat inputs.
-        num_parameters: How many of the inputs are parameters.
-        num_variables: How many are non-parameter state.
+        traced: The loss's jaxpr over flat inputs.
+        num_parameters: Number of inputs that are parameters.
+        num_variables: Number of inputs that are variables: state that is not trained.
         metrics: Names of the metrics, in output order.
     """
 
@@ -38,7 +43,7 @@ class TracedLoss:
 
     @functools.cached_property
     def stacks(self) -> Stacks:
-        """Its stacked parameters."""
+        """Stacked parameters, and why others that look so stay whole."""
         return find_stacks(self.traced, self.num_parameters)
 
 
@@ -86,7 +91,15 @@ def leaves_of(
     is_trainable: Sequence[bool],
     stacks: Sequence[Stack] | None = None,
 ) -> tuple[Leaf, ...]:
-    """The leaves of the model, with stacks split as the traced loss reads them; None for all."""
+    """Lists the leaves of the model, with stacked parameters split as the loss reads them.
+
+    Args:
+        traced: The loss.
+        paths: Path of each parameter.
+        shapes: Shape and dtype of each parameter, as the model declares it.
+        is_trainable: Whether each parameter is trained.
+        stacks: Stacks to split; None for all that the loss reads slice by slice.
+    """
     source = traced.traced
     upstream = find_upstream(source.jaxpr, len(source.consts), traced.num_parameters)
     stacks = traced.stacks.stacks if stacks is None else stacks
@@ -97,7 +110,11 @@ def leaves_of(
 
 
 def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
-    """Cuts a traced loss into stages over `leaves`."""
+    """Cuts a traced loss into stages over `leaves`.
+
+    Raises:
+        ValueError: The loss can't be differentiated stage by stage; `builder.cut` says when.
+    """
     source = traced.traced
     invars = source.jaxpr.invars[len(source.consts) :]
     arrays = [invars[leaf.parameter].aval for leaf in leaves]
@@ -108,6 +125,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
     keys = _module_keys(leaves)
 
+    # Traced again, from one input per leaf, so that slices of stacks are variables of their own.
     def flat(leaf_arrays, data_arrays):
         values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
         parameters = assemble(leaves, values, traced.num_parameters)
@@ -124,7 +142,10 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:
-    """What a `remat` may not span: a block, or a top-level module outside the blocks."""
+    """Module of each leaf: its block, or the top-level module outside blocks that holds it.
+
+    A `remat` that spans several is opened; a path that all parameters share is no module.
+    """
     depth = 0
     paths = [leaf.path for leaf in leaves]
     while len({p[: depth + 1] for p in paths}) == 1 and all(len(p) > depth + 1 for p in paths):

@@ -8,16 +8,19 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.stacks import Stacks
 
-_WORTH = 1 / 4  # of a model's parameters
+_WORTH = 1 / 4  # share of a model's parameters from which on a reason is told
 
 
 def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
-    """For each reason why stacks stay whole which they are and what to write instead.
+    """Writes a warning for each reason why stacks stay whole, with what to write instead.
+
+    Only reasons that hold for more than a quarter of the model's parameters are told.
 
     Args:
-        stacks: What was found in the loss.
-        leaves: The leaves of the model.
+        stacks: Stacked parameters that the loss reads, and why others stay whole.
+        leaves: Leaves of the model.
     """
+    # Slices of stacks that were cut have an index; the others are stored as the model has them.
     whole = {leaf.parameter: leaf for leaf in leaves if not leaf.index}
     reasons: dict[str, dict[int, Leaf]] = defaultdict(dict)
     for p, name in stacks.mixed.items():

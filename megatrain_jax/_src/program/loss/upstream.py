@@ -1,4 +1,8 @@
-"""Which parameters run before which: what the operands of a parameter's reads depend on."""
+"""The order of a loss's parameters: which ones are upstream of each, read off the trace.
+
+Parameter i is upstream of j if j meets a value that depends on i and on data. Elements of a list
+that run in series are each upstream of the next: that tells layers from experts side by side.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,7 +11,12 @@ from megatrain_jax._src.program import jaxpr as jx
 
 
 class _Source(NamedTuple):
-    """The parameters (bits of a number) that a value depends on, and whether on data, too."""
+    """The sources of a value.
+
+    Attributes:
+        bits: Parameters that it depends on: bit i stands for parameter i.
+        data: Whether it depends on data, too.
+    """
 
     bits: int
     data: bool
@@ -17,7 +26,7 @@ _NOTHING = _Source(0, False)
 
 
 def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int | None]:
-    """For each parameter, which ones the values depend on that it is combined with.
+    """Finds for each parameter those upstream of it: what the values it meets depend on.
 
     In `y = tanh(x @ w0) @ w1`, parameter 0 is combined with the data alone and parameter 1 with a
     value that depends on parameter 0: the answer is `[0b00, 0b01]`. A stack that a scan reads
@@ -26,8 +35,8 @@ def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int 
 
     Args:
         jaxpr: A function of constants, then parameters, then data.
-        num_consts: How many constants.
-        num_parameters: How many parameters.
+        num_consts: Number of constants.
+        num_parameters: Number of parameters.
 
     Returns:
         For each parameter a set of parameters as the bits of a number, or None if no data meets it.
@@ -40,13 +49,19 @@ def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int 
 
 
 class _Walk:
-    """Follows the values of a function through its equations, nested calls included."""
+    """A walk through the equations of a function, nested calls included.
+
+    Attributes:
+        found: For each parameter those upstream of it so far, or None.
+        known: Each set of parameters met so far, by itself.
+    """
 
     def __init__(self, num_parameters: int):
         self.found: list[int | None] = [None] * num_parameters
         self.known: dict[int, int] = {}  # one object for equal numbers, which are long
 
     def run(self, jaxpr: Any, ins: Sequence[_Source]) -> list[_Source]:
+        """Sources of a jaxpr's outputs, from those of its inputs."""
         env: dict[Any, _Source] = dict(zip(jaxpr.invars, ins, strict=True))
 
         def read(atom):
@@ -57,6 +72,7 @@ class _Walk:
         return [read(a) for a in jaxpr.outvars]
 
     def _eqn(self, eqn, ins: list[_Source]) -> list[_Source]:
+        """Sources of an equation's results; calls and scans over layers are walked into."""
         name = eqn.primitive.name
         if (body := jx.called(eqn)) is not None:
             return self.run(body, ins)
@@ -68,7 +84,10 @@ class _Walk:
         return [self._meet(eqn, ins)] * len(eqn.outvars)
 
     def _scan(self, body, ins, num_consts: int, first: int) -> list[_Source]:
-        """Two iterations of a scan over layers: in the second the first one's result is carried."""
+        """Two iterations of a scan over layers: in the second the first one's result is carried.
+
+        So a stack, which is one parameter, meets itself where its layers are in series.
+        """
         carry = ins[num_consts:first]
         for _ in range(2):
             out = self.run(body, [*ins[:num_consts], *carry, *ins[first:]])
@@ -77,6 +96,7 @@ class _Walk:
         return [*carry, *out[len(carry) :]]
 
     def _meet(self, eqn, ins: list[_Source]) -> _Source:
+        """Joins an equation's operands; those of parameters alone meet those that have data."""
         before = self._join([s for s in ins if s.data])
         joined = self._join(ins)
         if before.data:
@@ -87,6 +107,7 @@ class _Walk:
         return joined
 
     def _record(self, read: int, before: int) -> None:
+        """Adds the parameters `before` to what is upstream of each parameter in `read`."""
         while read:
             lowest = read & -read
             i = lowest.bit_length() - 1

@@ -1,4 +1,9 @@
-"""What is said of a cut that leaves more in one stage than the model's parts need."""
+"""Warnings of stages that hold more of a model than they would if it were written otherwise.
+
+Two kinds: one operation reads several blocks, which then are one stage; or a stage of one block,
+or of none, holds over a quarter of the parameters (its largest leaf apart) and parts that repeat:
+`tower.first`, `tower.second`, `tower.third` of equal shapes would be blocks as `tower.0`, ...
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,18 +22,19 @@ _MASTER_BYTES = 4  # of fp32
 def find_warnings(
     flow: Dataflow, stretches: Sequence[Stretch], rows: Sequence[Sequence[int]]
 ) -> tuple[str, ...]:
-    """Names the stages that hold several blocks, or more of the model than they should.
+    """Writes a warning for each stage that holds several blocks, or too much of the model.
 
     Args:
         flow: What the equations depend on.
-        stretches: The stages.
-        rows: The equations of each stage.
+        stretches: Stretches of reads, one for each stage.
+        rows: Equations of each stage.
     """
     read = [set().union(*map(flow.read_by, row)) for row in rows]
     found = [
         _together(flow, stretch, rows[s], read[s])
         for s, stretch in enumerate(stretches) if len(stretch.keys) > 1
     ]  # fmt: skip
+    # The largest leaf is left out, as no list would divide it: an embedding may be half a model.
     sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
     large = [
         s for s, stretch in enumerate(stretches)
@@ -49,7 +55,7 @@ def find_warnings(
 
 
 def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]) -> str:
-    """Says which operation reads several blocks."""
+    """Writes the warning of a stage whose blocks one operation reads together."""
     guilty = {
         flow.jaxpr.eqns[i].primitive.name
         for i in row
@@ -64,7 +70,10 @@ def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]
 
 
 def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]) -> list[str]:
-    """Says why the parts that repeat in a large stage have no stages of their own."""
+    """Writes why the parts that repeat in a large stage have no stages of their own.
+
+    Nothing is said where that is meant to be so: without such parts, or if they run side by side.
+    """
     parts = _repeated_parts(lists, read, likes)
     if not parts:
         return []
@@ -95,7 +104,16 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
 
 
 def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[ModelPath, list[int]]:
-    """The like modules that hold most of a stage, each with its parameters; {} if none do."""
+    """Finds the like modules that hold the most of a stage, more than half of it.
+
+    Args:
+        lists: Parameters of the model.
+        read: Parameters that the stage reads.
+        likes: Number of stages like this one, itself included.
+
+    Returns:
+        For each of these modules its parameters; {} if no modules hold as much.
+    """
     paths = {j: lists.parameters[j].path for j in sorted(read)}
     rows: dict[ModelPath, dict[ModelPath, list[int]]] = {}
     for j, path in paths.items():
@@ -118,4 +136,5 @@ def _numbered(parts: Mapping[ModelPath, Sequence[int]]) -> str:
 
 
 def _memory(flow, leaves) -> str:
+    """Size of some leaves as fp32 masters, with its unit."""
     return sized(sum(_MASTER_BYTES * math.prod(flow.leaves[j].shape) for j in leaves))

@@ -2,6 +2,14 @@
 
 Without this, `norm(where(total == 0, 1, x))`, as Optax guards its norms, would need all groups
 twice where `x` is one layer of a stacked parameter: for the condition, and for the norm.
+
+Example, for group 0 with its array x0 and a total of all groups:
+
+    before  total -> c = (total == 0) -> s = norm(where(c, 1, x0))        reduce after combine
+    after   s_false = norm(where(False, 1, x0)), s_true = norm(where(True, 1, x0))      reduce
+            s = select(c, s_false, s_true)                                             combine
+
+Two conditions make four cases. The one that is selected computes what was computed before.
 """
 
 import itertools
@@ -14,11 +22,15 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import MIXED, Slicer
 
-MOST_CONDITIONS = 2
+_MOST_CONDITIONS = 2
 
 
 def split_cases(slicer: Slicer) -> jx.Traced | None:
-    """The update with such scalars computed for each case and selected; None if it has none."""
+    """Rewrites an update so that entangled scalars are computed for each case and selected.
+
+    Returns:
+        The flat update, to be cut again; None if no scalar can be rewritten.
+    """
     plans = {}
     for eqn in slicer.jaxpr.eqns:
         for v in eqn.outvars:
@@ -29,12 +41,18 @@ def split_cases(slicer: Slicer) -> jx.Traced | None:
 
 
 def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
-    """The conditions a scalar depends on, and the equations between them and it."""
+    """Finds the conditions that a scalar depends on, and the equations between them and it.
+
+    Returns:
+        The conditions and the equations' numbers, ascending; None if it depends on anything else
+        that all groups make, or on too many conditions.
+    """
     conditions: dict[Any, None] = {}
     between: set[int] = set()
     todo = [v]
     while todo:
         u = todo.pop()
+        # What its group computes alone is the same in each case.
         if u not in slicer.late and slicer.group[u] != MIXED:
             continue
         if u.aval.dtype == np.bool_ and jx.num_elements(u.aval) == 1:
@@ -44,11 +62,12 @@ def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
         elif slicer.producer[u] not in between:
             between.add(slicer.producer[u])
             todo += jx.variables(slicer.jaxpr.eqns[slicer.producer[u]].invars)
-    known = 0 < len(conditions) <= MOST_CONDITIONS
+    known = 0 < len(conditions) <= _MOST_CONDITIONS
     return (list(conditions), sorted(between)) if known else None
 
 
 def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) -> jx.Traced:
+    """Traces the update again, with the scalars that have plans selected from their cases."""
     jaxpr, num_consts = slicer.jaxpr, len(slicer.consts)
 
     def flat(*args):
@@ -65,6 +84,7 @@ def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) ->
 
 
 def _selected(jaxpr, env, v, conditions, between):
+    """Value of a scalar: the equations behind it for each case, then a tree of selections."""
     cases = []
     for values in itertools.product((False, True), repeat=len(conditions)):
         local = ChainMap({}, env)
@@ -72,6 +92,7 @@ def _selected(jaxpr, env, v, conditions, between):
         for i in between:
             _bind(jaxpr.eqns[i], local)
         cases.append(local[v])
+    # In `product` the last condition changes fastest, so it selects between neighbours first.
     for condition in reversed(conditions):
         which = jax.lax.reshape(env[condition], ())
         cases = [jax.lax.select_n(which, *cases[i : i + 2]) for i in range(0, len(cases), 2)]

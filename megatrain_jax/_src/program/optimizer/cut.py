@@ -2,6 +2,16 @@
 
 The whole update is traced once on abstract arrays, so masks, labels and schedules see the tree
 they were written for, and then sliced: what a group can compute alone, and what needs them all.
+
+Example: SGD with momentum behind `optax.clip_by_global_norm(1.0)`, two groups of one (4,) array:
+
+    reduce   (grad, param, momentum, loss) -> (sum of squares,)     one fragment for both groups
+    combine  (loss, sum of group 0, sum of group 1) -> (norm < 1, norm)
+    apply    (grad, param, momentum, norm < 1, norm) -> (new param, new momentum)
+
+`deferred` is true, `messages` are ((0, 1), (0, 1)), and `reduce` reads gradients alone, so it runs
+without masters and momentum. Without clipping `reduce` and `combine` give nothing, and apply takes
+`(grad, param, momentum)`.
 """
 
 import dataclasses
@@ -58,16 +68,16 @@ class OptimizerCut:
         skips: Whether a dropped step does not end the run.
         state_def: Tree structure of the whole Optax state.
         state_shapes: Shape and dtype of its leaves.
-        state: For each group the state it owns.
+        state: For each group the pieces of state it owns.
         globals: Small state that belongs to no group: counts, keys, hyperparameters.
         reduce: For each group `(*grads, *params, *state, loss, *globals) -> scalars`.
-        reduce_reads: Which of masters and optimizer state any of `reduce` really reads.
+        reduce_reads: Kinds, of masters and optimizer state, that any of `reduce` really reads.
         combine: `(loss, *globals, *scalars of group 0, *scalars of group 1, ...) ->
             (*messages, *new globals)`.
         apply: For each group `(*grads, *params, *state, *its messages) -> (*new params, *new
             state)`.
-        messages: For each group, which of the messages `apply` takes.
-        num_messages: How many messages `combine` gives.
+        messages: For each group the indices of the messages that `apply` takes.
+        num_messages: Number of messages that `combine` gives.
         initial_state: For each group `(*params) -> state`.
         initial_globals: `() -> globals`.
     """
@@ -100,17 +110,17 @@ def cut_optimizer(
     """Cuts an Optax transformation by parameter group.
 
     Args:
-        optimizer: any transformation that works per parameter or couples parameters only through
+        optimizer: Any transformation that works per parameter or couples parameters only through
             scalars, in one round.
-        params_tree: builds the tree that the optimizer sees from one array per parameter.
-        shapes: shape and dtype of each parameter's master copy.
-        leaves: the leaves in which the parameters are stored.
-        group_of: the group of each leaf.
-        num_groups: how many groups there are.
+        params_tree: Function from one array per parameter to the tree that the optimizer sees.
+        shapes: Shape and dtype of each parameter's master copy.
+        leaves: Leaves in which the parameters are stored.
+        group_of: Group of each leaf.
+        num_groups: Number of groups.
 
     Raises:
-        ValueError: it needs more than gradients, parameters, its state and the loss.
-        CoupledGroupsError: it couples parameters in a way that can't be cut.
+        ValueError: It needs more than gradients, parameters, its state and the loss.
+        CoupledGroupsError: It couples parameters in a way that can't be cut.
     """
     traced = trace_optimizer(optimizer, params_tree, shapes)
     leaf_map = LeafMap(traced, leaves, group_of, num_groups)
@@ -118,6 +128,7 @@ def cut_optimizer(
 
 
 def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
+    """Cuts a flat update; if scalars are needed twice, cuts it again with their cases split."""
     try:
         cutter = _Cutter(leaf_map, update, init)
         try:
@@ -132,6 +143,7 @@ def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
 
 
 def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> str:
+    """Writes the error of a conflict: its reason, up to six inputs by name, and a remedy."""
     leaves = [leaf.name for leaf in leaf_map.leaves]
     tokens = [f"state{token.name}" for token in leaf_map.tokens]
     invars = update.jaxpr.invars[len(update.consts) : -1]
@@ -147,7 +159,13 @@ def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.
 def assemble_state(
     cut: OptimizerCut, per_group: Sequence[Sequence[Any]], global_state: Sequence[Any]
 ) -> Any:
-    """Optax's own state from the arrays of all groups and the global ones, as numpy arrays."""
+    """Puts Optax's own state together, as numpy arrays.
+
+    Args:
+        cut: The cut that says where each array belongs.
+        per_group: Arrays of each group, in the order of `cut.state`.
+        global_state: Arrays in the order of `cut.globals`.
+    """
     rows: list[list[tuple[Index, Any]]] = [[] for _ in cut.state_shapes]
     described = [*zip(cut.state, per_group, strict=True), (cut.globals, global_state)]
     for owned, arrays in described:
@@ -158,13 +176,14 @@ def assemble_state(
 
 
 def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
+    """One array of Optax's state from its slices; a random key, which has none, as it is."""
     _, value = row[0]
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return value if is_key else joined(row, shape)
 
 
 class _Cutter:
-    """Finds who owns which state and slices the flat update."""
+    """The owners of state, and the flat update sliced accordingly; a token is a piece of state."""
 
     def __init__(self, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced):
         self.leaf_map, self.update, self.init = leaf_map, update, init
@@ -191,6 +210,13 @@ class _Cutter:
                 **dict(zip(self.params, groups, strict=True))}  # fmt: skip
 
     def _owners(self) -> list[int | None]:
+        """Owner of each token: the one group whose arrays it meets; None if it is shared.
+
+        A single number, or what meets no group's arrays, is told by its path in Optax's state.
+
+        Raises:
+            ValueError: A token is shared and large.
+        """
         found = influences(self.update.jaxpr, self._parameter_groups(), self.tokens)
         nothing: tuple[frozenset, frozenset] = (frozenset(), frozenset())
         owners: list[int | None] = []
@@ -212,9 +238,14 @@ class _Cutter:
         return owners
 
     def cut(self) -> OptimizerCut:
-        """Slices everything."""
+        """Slices the update into fragments.
+
+        Raises:
+            Conflict: Groups depend on each other in a way that can't be cut.
+        """
         leaf_map, owned = self.leaf_map, self.owned
         groups = range(leaf_map.num_groups)
+        # All outputs first: they promote scalars, which the closures of any group may meet.
         outputs = [self._outputs(g) for g in groups]
         closures = [self.slicer.closure(out, self.slicer.is_message) for out in outputs]
         ids: dict[Any, int] = {}
@@ -245,6 +276,7 @@ class _Cutter:
         )
 
     def _arguments(self, g: int) -> list[Any]:
+        """Gradients, parameters and state of a group: the first arguments of reduce and apply."""
         leaves = self.leaf_map.groups[g]
         return [
             *(self.grads[i] for i in leaves),
@@ -267,6 +299,7 @@ class _Cutter:
         return outputs
 
     def _combine(self, messages: list[Any]) -> tuple[Fragment, list[list[Any]]]:
+        """The combine fragment, and for each group the scalars that its reduce has to give."""
         outputs = [*messages, *(self.new_tokens[t] for t in self.shared)]
         eqns, scalars = self.slicer.closure(outputs, self.slicer.is_reduced)
         reduced: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
@@ -277,16 +310,23 @@ class _Cutter:
         return self.slicer.fragment(eqns, arguments, outputs), reduced
 
     def _reduce(self, g: int, scalars: list[Any]) -> Fragment:
+        """The fragment that computes scalars of a group from its arrays and shared state."""
         eqns, _ = self.slicer.closure(scalars, lambda _: False)
         shared = [self.loss, *(self.tokens[t] for t in self.shared)]
         return self.slicer.fragment(eqns, [*self._arguments(g), *shared], scalars)
 
     def _reads(self, reduced: list[list[Any]]) -> frozenset[Kind]:
+        """Kinds that need to be on the device when reduce runs, besides gradients."""
         read = self.slicer.sources([v for row in reduced for v in row])
         kinds = {Kind.MASTERS: self.params, Kind.OPTIMIZER_STATE: self.tokens}
         return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
     def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Fragment:
+        """The fragment that makes a group's first state; None for the state that is shared.
+
+        Raises:
+            ValueError: It depends on parameters of other groups.
+        """
         slicer, groups = self.initial, self.initial_groups
         outputs = [self.init.jaxpr.outvars[t] for t in tokens]
         for t, v in zip(tokens, outputs, strict=True):

@@ -1,8 +1,16 @@
-"""Whether arrays of any shape can be lined up in one long array and computed on at once.
+"""Elementwise updates: leaves lined up in one long array and computed on at once, if they can be.
 
 Most optimizers treat every element of a parameter alike. Their update of a group then is one
 elementwise function of whole slabs, which a compiler can do in place, instead of a function of many
 leaves, for which slabs are taken apart and put together again beside the old ones.
+
+Example: `p - lr * g` for leaves of shapes (2, 3) and (5,), with inputs p0, p1, g0, g1, lr:
+
+    line_up(jaxpr, [(2, 3), (5,)], wide_inputs=[(0, 1), (2, 3)], wide_outputs=[(0, 1)])
+    -> (0, 0), (f,)     both leaves by one function: f([p, g], {4: lr}) -> [new p], each of (11,)
+
+With `2 * lr` for the second leaf there are two functions, (0, 1). With `g / norm(g)` there is none,
+as a norm mixes elements.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,20 +35,21 @@ def line_up(
     wide_inputs: Sequence[Sequence[int]],
     wide_outputs: Sequence[Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[Callable, ...]] | None:
-    """Finds elementwise functions that compute a jaxpr's outputs from arrays lined up.
+    """Finds the elementwise functions that compute a jaxpr's outputs from leaves lined up.
 
     Args:
         jaxpr: A jaxpr without constants of its own.
         shapes: Shapes of the leaves.
-        wide_inputs: Rows of inputs, one input for each leaf and of its shape. All other inputs
-            are the same for all leaves.
-        wide_outputs: Rows of outputs, likewise; all outputs belong to one.
+        wide_inputs: Rows of inputs by their positions (all gradients, all masters, ...), with one
+            input for each leaf, of its shape. All other inputs are the same for all leaves.
+        wide_outputs: Rows of outputs, likewise; each output belongs to one.
 
     Returns:
-        For each leaf which of the functions computes it, and the functions, each
+        For each leaf the index of the function that computes it, and the functions, each
         `(rows, others) -> rows`: `rows` hold one long array for each of `wide_inputs`, `others`
         the remaining inputs by their position. None if there are no such functions.
     """
+    # A leaf of shape () could not be told from a number that is the same for all leaves.
     if sum(map(len, wide_outputs)) != len(jaxpr.outvars) or not all(shapes):
         return None
     kinds: dict[Hashable, tuple[int, Callable]] = {}
@@ -57,6 +66,11 @@ def line_up(
 
 
 def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
+    """Function of one leaf's outputs, with a key that is equal for leaves of equal functions.
+
+    Raises:
+        _NotElementwise: It needs another leaf, or is not elementwise.
+    """
     used = [i in outputs for i in range(len(jaxpr.outvars))]
     sliced, needed = partial_eval.dce_jaxpr(jaxpr, used)
     wide = {i for row in wide_inputs for i in row}
@@ -80,7 +94,7 @@ def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
 
 
 def _inner(eqn: Any) -> Any | None:
-    """The jaxpr of a call that only wraps it."""
+    """Jaxpr that a call only wraps (a `jit`, a custom rule); None for any other equation."""
     if eqn.primitive.name in CALLS:
         return eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name in CUSTOM_RULES:
@@ -89,7 +103,17 @@ def _inner(eqn: Any) -> Any | None:
 
 
 def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
-    """A key without shapes, and which outputs are wide; raises if elements are not alike."""
+    """Checks that a jaxpr treats all elements of a leaf alike.
+
+    A variable is wide if it has the leaf's shape and an element for each of its elements; all
+    others have to be single numbers.
+
+    Returns:
+        A key without shapes, and for each output whether it is wide.
+
+    Raises:
+        _NotElementwise: An equation mixes elements, or depends on where they are.
+    """
     numbers: dict[Any, int] = {}
     is_wide: dict[Any, bool] = {}
 
@@ -126,12 +150,14 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
 
 
 def _closed(jaxpr: Any) -> Any:
+    """Opens the jaxpr of a call; one with constants of its own is refused."""
     if len(jx.constants(jaxpr)):
         raise _NotElementwise
     return jx.opened(jaxpr)
 
 
 def _params(eqn: Any) -> Hashable:
+    """Parameters of an equation as a key."""
     return tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
 
 

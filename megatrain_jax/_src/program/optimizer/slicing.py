@@ -2,6 +2,19 @@
 
 Groups may influence each other only through small values that are made of scalars. This is the
 part of cutting an optimizer that knows jaxprs; `trace.py` knows Optax.
+
+Example: SGD with momentum behind `optax.clip_by_global_norm(1.0)`, two groups of one parameter p,
+gradient g and momentum t each, all of shape (4,). Equations, their labels, and where they end up:
+
+    s0 = sum(square(g0))            0      scalar           reduce of group 0
+    s1 = sum(square(g1))            1      scalar           reduce of group 1
+    s0 + s1                         MIXED  junction         combine
+    n = sqrt(s0 + s1), c = n < 1    MIXED  scalar           combine; c and n are its messages
+    u0 = select(c, g0, g0 / n)      0      late             apply of group 0
+    m0 = u0 + 0.9 * t0              0      late             apply of group 0, the new momentum
+    p0 - 0.1 * m0                   0      late             apply of group 0, the new parameter
+
+Without the clipping nothing is MIXED: reduce and combine are empty, and no message is sent.
 """
 
 import dataclasses
@@ -13,17 +26,17 @@ from megatrain_jax._src.program.structural_key import structural_key
 
 MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
 LARGE = 65536  # elements: values up to this size may be shared by all groups
-TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
+_TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """What one group, or all of them together, compute of an update: a pure function as a jaxpr.
+    """A fragment of an update: a pure function of one group, or of all together, as a jaxpr.
 
     Attributes:
-        jaxpr: Takes the constants, then its arguments.
+        jaxpr: The equations, as a function of the constants, then of the arguments.
         consts: Values of the constants.
-        key: Equal for fragments that compute the same.
+        key: Structural key: equal for fragments that compute the same.
     """
 
     jaxpr: Any
@@ -35,8 +48,8 @@ class Conflict(Exception):
     """Groups depend on each other in a way that can't be cut.
 
     Attributes:
-        reason: What happens, in words.
-        variables: Inputs that meet.
+        reason: The cause, in words.
+        variables: Inputs of the update that meet.
     """
 
     def __init__(self, reason: str, variables: Sequence[Any]):
@@ -46,21 +59,29 @@ class Conflict(Exception):
 
 
 class Slicer:
-    """Which group each value of a flat traced update belongs to, and closures over that.
+    """Labels of all values of a flat traced update, and the fragments that follow from them.
 
     Attributes:
         group: Group of each variable, or MIXED, or NEUTRAL.
-        scalar: Variables that are made of scalars and small, so that other groups may see them.
-        late: Variables of one group that also need values of others.
+        scalar: Labelled variables of one element, or of at most LARGE that are made of such alone:
+            other groups may see them.
+        late: Variables of one group that depend on values of others, too.
         varying: Neutral variables that depend on shared state or on the loss.
-        promoted: Variables of one group that other groups need.
+        junctions: Mixed variables made of a group's own scalars and of others'.
+        private: Variables that look like junctions but serve one group, which keeps them.
+        promoted: Scalars of one group that other groups need.
     """
 
     def __init__(self, traced: jx.Traced, inputs: Mapping[Any, int], outputs: Sequence[int]):
-        """Labels all variables, given the group of each input and output or NEUTRAL.
+        """Labels all variables.
+
+        Args:
+            traced: The flat update.
+            inputs: Group of each input, or NEUTRAL.
+            outputs: Group of each output, or NEUTRAL.
 
         Raises:
-            Conflict: large values of two groups meet.
+            Conflict: Arrays of two groups meet.
         """
         self.jaxpr = traced.jaxpr
         self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
@@ -75,13 +96,17 @@ class Slicer:
             self._label_all(inputs)
 
     def _find_private(self, outputs: Sequence[int]) -> set:
-        """Junctions of one group's scalars with those of all that only this group needs."""
+        """Junctions of one group's scalars with those of all that only this group needs.
+
+        A factor `norm(p0) / global_norm` of group 0 is one: its apply computes it.
+        """
         several = {MIXED, NEUTRAL}
         uses: dict[Any, set[int]] = {}
         for atom, owner in zip(self.jaxpr.outvars, outputs, strict=True):
             for v in jx.variables([atom]):
                 uses.setdefault(v, set()).add(owner)
         private = set()
+        # Backwards: a mixed value is at home where all that use it are.
         for eqn in reversed(self.jaxpr.eqns):
             home = {self.group[v] for v in eqn.outvars}
             ins = jx.variables(eqn.invars)
@@ -108,6 +133,11 @@ class Slicer:
             self._label(eqn)
 
     def _label(self, eqn) -> None:
+        """Labels the results of an equation from the labels of its operands.
+
+        Arrays decide: with one group's arrays the result is this group's. Scalars of one group
+        stay its own, those of several are MIXED.
+        """
         ins = jx.variables(eqn.invars)
         labelled = [v for v in ins if self.group[v] != NEUTRAL]
         large = {self.group[v] for v in labelled if v not in self.scalar} - {MIXED}
@@ -118,6 +148,7 @@ class Slicer:
             raise Conflict("arrays of several groups meet", self._meeting(ins))
         if large:
             group = next(iter(large))
+            # Another group's scalar, taken as it is, becomes a message, as if it were mixed.
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
         elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
             group = next(iter(groups))
@@ -148,7 +179,7 @@ class Slicer:
         return list(dict.fromkeys(found))
 
     def sources(self, variables: Iterable[Any]) -> set:
-        """Inputs that belong to groups and that some variables depend on."""
+        """Inputs that some variables depend on, without the neutral ones."""
         seen, todo = set(), list(variables)
         while todo:
             v = todo.pop()
@@ -159,18 +190,23 @@ class Slicer:
         return {v for v in seen if v in self.inputs and self.group[v] != NEUTRAL}
 
     def is_message(self, v: Any) -> bool:
-        """Whether a group's update takes a variable from outside rather than computing it."""
+        """Whether a group's apply takes a variable as a message rather than computing it.
+
+        Mixed and varying values beyond a few elements are computed again in each group that needs
+        them, from messages that are small.
+        """
         if v in self.promoted or v in self.junctions:
             return True
         if self.group[v] == MIXED or v in self.varying:
-            return v in self.inputs or jx.num_elements(v.aval) <= TINY
+            return v in self.inputs or jx.num_elements(v.aval) <= _TINY
         return False
 
     def is_reduced(self, v: Any) -> bool:
-        """Whether the shared computation takes a variable from the group that owns it.
+        """Whether combine takes a variable from its group's reduce rather than computing it.
 
         Raises:
-            Conflict: it is large, or it needs shared values that need this group first.
+            Conflict: It is an array, or made of arrays and of what combine computes: reduce would
+                have to run twice.
         """
         if self.group[v] < 0:
             return False
@@ -186,7 +222,7 @@ class Slicer:
         return False
 
     def is_entangled(self, v: Any) -> bool:
-        """Whether a variable is made of arrays of its group and of values of other groups."""
+        """Whether a late variable is computed from an array of its own group."""
         if v not in self.late:
             return False
         operands = jx.variables(self.jaxpr.eqns[self.producer[v]].invars)
@@ -195,9 +231,10 @@ class Slicer:
     def closure(
         self, outputs: Sequence[Any], stop: Callable[[Any], bool]
     ) -> tuple[list[Any], list[Any]]:
-        """Equations behind some outputs up to `stop`, and the variables at which it stopped.
+        """Collects the equations behind some outputs, back to variables where `stop` holds.
 
-        Their order follows from the outputs alone, so that like groups get like fragments.
+        Returns the equations and the variables at which it stopped. Their order follows from the
+        outputs alone, so that like groups get like fragments.
         """
         eqns: list[Any] = []
         stopped: dict[Any, None] = {}
@@ -239,10 +276,16 @@ class Slicer:
 def influences(
     jaxpr: Any, groups: Mapping[Any, int], tokens: Iterable[Any]
 ) -> dict[Any, tuple[frozenset, frozenset]]:
-    """Which groups each variable belongs to directly, and which groups each token meets.
+    """Finds the groups whose arrays each variable depends on, and those that each token meets.
 
     A token is a piece of state whose owner is to be found. It meets a group where an equation
-    takes both, or what was made of them, without a detour through a single number.
+    takes both, or what was made of them, without a detour through a single number: in
+    `0.9 * t + g0` the token t meets group 0.
+
+    Args:
+        jaxpr: The flat update.
+        groups: Group of each gradient and parameter.
+        tokens: Variables of the pieces of state.
 
     Returns:
         For each variable the groups whose arrays it depends on, and, for tokens, those met.
@@ -291,7 +334,7 @@ def without_repeats(traced: jx.Traced) -> jx.Traced:
 
 
 def _repeat_key(eqn) -> Hashable | None:
-    small = all(jx.num_elements(v.aval) <= TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
+    small = all(jx.num_elements(v.aval) <= _TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
     if not small or eqn.effects:
         return None
     ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)

@@ -1,7 +1,16 @@
 """From an Optax transformation to a flat traced update: one array per leaf and piece of state.
 
 Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
-of a stacked parameter, and of the state that mirrors it, as an array of its own.
+of a stacked parameter, and of the state that mirrors it, as an array of its own: a token.
+
+Example: Adam on `e (4, 8)` and a stack `w (2, 8, 8)` whose leaves are `w[0]` and `w[1]`:
+
+    state that Optax has      tokens
+    count ()                  count ()
+    mu, nu of e (4, 8)        mu, nu of e (4, 8)
+    mu, nu of w (2, 8, 8)     mu, nu of w, [0] and [1] of each, (8, 8): the groups of w[0], w[1]
+
+`trace_optimizer` traces the left side, and `flatten_update` again on leaves and tokens.
 """
 
 import dataclasses
@@ -37,11 +46,11 @@ class StateLeaf:
     """One array of optimizer state as it is stored.
 
     Attributes:
-        name: Its path in Optax's state.
-        leaf: Its index in the flat state.
-        index: Which slice of the state leaf it is; `()` for all of it.
+        name: Path in Optax's state, as users write it.
+        leaf: Index of the state leaf in the flat state.
+        index: Slice of the state leaf that this array is; `()` for all of it.
         shape: Shape of this array, without the sliced axes.
-        dtype: Its dtype.
+        dtype: Dtype of this array.
     """
 
     name: str
@@ -60,9 +69,10 @@ class TracedOptimizer:
         init: `params -> state`.
         param_shapes: Shape of each parameter.
         state_def: Tree structure of the state.
-        state_shapes: Shape and dtype of its leaves.
-        state_names: Their paths.
-        state_of: For each, the parameter whose path its own path ends with, if there is one.
+        state_shapes: Shape and dtype of each leaf of the state.
+        state_names: Path of each leaf of the state.
+        state_of: For each leaf of the state the parameter whose path its own path ends with, or
+            None if there is no such parameter.
     """
 
     update: jx.Traced
@@ -79,8 +89,13 @@ def trace_optimizer(
 ) -> TracedOptimizer:
     """Traces the update of a whole tree, and its initialisation, on abstract arrays.
 
+    Args:
+        optimizer: The Optax transformation.
+        params_tree: Function from one array per parameter to the tree that the optimizer sees.
+        shapes: Shape and dtype of each parameter's master copy.
+
     Raises:
-        ValueError: it can't be traced, it changes the form of its state or of a parameter, or it
+        ValueError: It can't be traced, it changes the form of its state or of a parameter, or it
             has effects.
     """
     tx = optax.with_extra_args_support(optimizer)
@@ -118,12 +133,13 @@ def trace_optimizer(
 
 
 def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
-    """The parameter whose path is the longest suffix of a path."""
+    """Parameter whose path is the longest suffix of a path: `.mu['e']` ends with `['e']`."""
     suffixes = (path[i:] for i in range(len(path) + 1))
     return next((owners[s] for s in suffixes if s in owners), None)
 
 
 def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
+    """Traces, and turns any error, which may come from the user's code, into what it means here."""
     try:
         return trace()
     except Exception as error:
@@ -136,7 +152,7 @@ def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
 
 
 def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
-    params_def, new_def = traced.out_tree.children()
+    _, new_def = traced.out_tree.children()
     if new_def != state_def:
         raise ValueError(
             f"optimizer changes the structure of its state from {state_def} to {new_def}"
@@ -155,7 +171,17 @@ def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shap
 
 
 class LeafMap:
-    """How parameters and state are represented: whole, or as slices."""
+    """The map between Optax's whole arrays and what is stored: leaves, and tokens of state.
+
+    Attributes:
+        traced: The traced optimizer.
+        leaves: Leaves of the parameters.
+        group_of: Group of each leaf.
+        groups: Leaves of each group, ascending.
+        num_groups: Number of groups.
+        tokens: Pieces of state, each a whole state leaf or a slice of one.
+        likely: Group that owns each token, as far as its path tells; None if it doesn't.
+    """
 
     def __init__(
         self,
@@ -174,12 +200,12 @@ class LeafMap:
             groups[leaf.parameter][numbers(leaf.index)] = group
             axes[leaf.parameter] = sliced_axes(leaf.index)
         self.tokens: list[StateLeaf] = []
-        self.likely: list[int | None] = []  # the group that owns a token, if its path tells
+        self.likely: list[int | None] = []
         for j, shape in enumerate(traced.state_shapes):
             p = traced.state_of[j]
             found = None
             if p is not None and axes[p]:
-                found = axes_within(traced.param_shapes[p], axes[p], shape.shape)
+                found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
             own = found or ()
             for at in np.ndindex(*(shape.shape[a] for a in own)):
                 index = index_of(own, at)
@@ -192,6 +218,7 @@ class LeafMap:
 
     @staticmethod
     def _only(groups: dict) -> int | None:
+        """The group that all slices of a parameter belong to, or None."""
         return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
 
     def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -203,35 +230,35 @@ class LeafMap:
         ]
 
     def params(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
-        """The parameters from one array per leaf."""
+        """Whole parameters, from one array per leaf."""
         return assemble(self.leaves, list(map(Value, arrays)), len(self.traced.param_shapes))
 
     def leaf_values(self, params: Sequence[Value | Pieces]) -> list[Any]:
-        """Undoes `params`."""
+        """One array per leaf, from whole parameters: the inverse of `params`."""
         return [_take(params[leaf.parameter], leaf.index) for leaf in self.leaves]
 
     def state(self, arrays: Sequence[Any]) -> list[Value | Pieces]:
-        """The flat state from one array per token."""
+        """Whole flat state, from one array per token."""
         values: list[dict[Index, Value]] = [{} for _ in self.traced.state_shapes]
         for token, array in zip(self.tokens, arrays, strict=True):
             values[token.leaf][token.index] = Value(array)
         return [stacked(slices) for slices in values]
 
     def token_values(self, state: Sequence[Value | Pieces]) -> list[Any]:
-        """Undoes `state`."""
+        """One array per token, from whole flat state: the inverse of `state`."""
         return [_take(state[token.leaf], token.index) for token in self.tokens]
 
 
-def axes_within(
+def _axes_within(
     whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Where some axes of a parameter are in state that may lack others of its axes.
+    """Finds some axes of a parameter in state that may lack others of its axes.
 
     Of (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, those of
     shape (3, 5) as axis 0.
 
     Returns:
-        The axes, or None if the state can't be one that keeps them.
+        The axes of the state; None if it lacks one of them, or has others than the parameter.
     """
     for kept in itertools.combinations(range(len(whole)), len(part)):
         if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:
@@ -246,7 +273,7 @@ def _take(value: Value | Pieces, index: Index) -> Any:
 
 
 def flatten_update(leaf_map: LeafMap) -> jx.Traced:
-    """`(grads, params, tokens, loss) -> (new params, new tokens)`, one array per leaf and token."""
+    """Traces `(grads, params, tokens, loss) -> (new params, new tokens)` on leaves and tokens."""
     source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
 
     def flat(grads, params, tokens, loss):
@@ -266,7 +293,7 @@ def flatten_update(leaf_map: LeafMap) -> jx.Traced:
 
 
 def flatten_init(leaf_map: LeafMap) -> jx.Traced:
-    """`params -> tokens`."""
+    """Traces `params -> tokens`, the first state, on leaves and tokens."""
     source = leaf_map.traced.init
 
     def flat(params):
