@@ -191,7 +191,7 @@ def test_sizes_are_compared_with_the_files_before_anything_is_built(name, tmp_pa
     path = folder / "config.json"
     config = json.loads(path.read_text())
     experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    monkeypatch.setattr("megatrain_jax._src.models.pretrained.entries", None)
+    monkeypatch.setattr("megatrain_jax._src.models.pretrained.parameter_tensors", None)
     for changes in ({"num_hidden_layers": 1000}, {experts: 16_000}, {experts: 100}):
         path.write_text(json.dumps(config | changes))
         with pytest.raises(ValueError, match="says that there are .* layers.* its files hold"):
