@@ -1,4 +1,4 @@
-"""What happened in training: one record a step, saved as JSON and drawn as a curve.
+"""The history of a training run: one record a step, saved as JSON and drawn as a curve.
 
 It holds Python floats only, so that keeping it never keeps device memory alive.
 """

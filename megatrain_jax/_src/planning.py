@@ -1,4 +1,4 @@
-"""What a run will need, on shapes alone."""
+"""`plan`: the memory and time that a run will need, from shapes alone."""
 
 from collections.abc import Callable
 from typing import Any, Unpack

@@ -64,7 +64,7 @@ class RunState:
 
     @property
     def num_skipped(self) -> int:
-        """How many of them were skipped, of those that were read."""
+        """How many steps were skipped, of those whose metrics were read."""
         return self._training.num_skipped
 
     @property

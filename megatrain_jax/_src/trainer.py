@@ -208,7 +208,7 @@ class Trainer(RunState):
 
     @property
     def plan(self) -> Plan:
-        """What a step needs and does on this machine."""
+        """The plan of this run on this machine: memory, transfers, arithmetic."""
         return make_plan(self._spec)
 
     @property

@@ -1,4 +1,4 @@
-"""What is looked for in the arrays of a checkpoint: checksums, and numbers that are not finite.
+"""Checks of a checkpoint's arrays: their checksums, and that their numbers are finite.
 
 Each checksum is of an array's bytes, not of the files that they were written to: it holds from the
 store to the disk and back, whatever lies between. xxHash is several times as fast as a disk, and
@@ -34,7 +34,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
     """Refuses an array that training can't go on from.
 
     Raises:
-        ValueError: If a number in them is not finite.
+        ValueError: If a number in the array is not finite.
     """
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return

@@ -38,7 +38,7 @@ class Place:
 
     Attributes:
         holder: Masters or optimizer state of a group, or a list of small arrays.
-        position: Its position among the holder's leaves.
+        position: The array's position among the holder's leaves.
     """
 
     holder: Key | Small
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def group(self) -> int | None:
-        """Its group; None for what is in no group."""
+        """The number of the array's group; None for an array in no group."""
         return self.holder.owner if isinstance(self.holder, Key) else None
 
 
@@ -55,10 +55,10 @@ class Entry:
     """One array of a checkpoint.
 
     Attributes:
-        path: Its path in the checkpoint.
-        shape: Its shape there.
-        dtype: Name of its dtype there.
-        places: Where it lives; several if the store keeps it layer by layer.
+        path: The array's path in the checkpoint.
+        shape: The array's shape there.
+        dtype: Name of the array's dtype there.
+        places: Where the array lives in the store; several if the store keeps it layer by layer.
         indices: For each place which slice of the array it holds.
         key: Implementation of the random keys it holds the data of; None for other arrays.
     """
@@ -82,7 +82,7 @@ class Entry:
 
     @property
     def groups(self) -> frozenset[int]:
-        """The groups it is in."""
+        """The numbers of the groups that hold the array or its slices."""
         return frozenset(place.group for place in self.places if place.group is not None)
 
 

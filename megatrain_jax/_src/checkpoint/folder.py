@@ -17,7 +17,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that can't be written or read.
 
     Attributes:
-        result: Of a run of `fit` that this ended, the `FitResult` of the steps done.
+        result: The `FitResult` of the steps done, if this ended a run of `fit`; else None.
     """
 
     result: Any = None

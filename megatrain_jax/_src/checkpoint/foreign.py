@@ -21,10 +21,10 @@ class SavedArray:
 
     Attributes:
         folder: The checkpoint.
-        path: Its path in there.
-        shape: Its shape.
-        dtype: Its dtype.
-        checksums: Of the checkpoint's arrays; None if nobody wrote any.
+        path: The array's path in there.
+        shape: The array's shape.
+        dtype: The array's dtype.
+        checksums: Checksums of the checkpoint's arrays by pointer; None if nobody wrote any.
     """
 
     folder: Path

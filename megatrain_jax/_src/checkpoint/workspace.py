@@ -29,7 +29,7 @@ _changed = threading.Condition()
 
 
 class Workspace:
-    """Such a folder, while this process holds it.
+    """A folder of unfinished checkpoints, while it is this process's.
 
     Attributes:
         path: The folder.

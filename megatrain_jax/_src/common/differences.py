@@ -1,4 +1,4 @@
-"""How arrays that are not what they should be are listed in an error."""
+"""Lists, for error messages, of arrays that are not what they should be."""
 
 from collections.abc import Sequence
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """What a part is.
+    """The kind of a part: masters, optimizer state, a gradient, an activation or residuals.
 
     Kinds are compared, hashed and sorted as the integers they are, since they are in keys that are
     looked up all the time. The order matters: where nothing else says which of several parts moves
@@ -32,9 +32,9 @@ class Key(NamedTuple):
     would be a third field.
 
     Attributes:
-        kind: What it is.
-        owner: The group of masters, optimizer state or a gradient; the id of an activation; the
-            stage of residuals.
+        kind: The kind of the part.
+        owner: The number of the group of masters, optimizer state or a gradient; the id of an
+            activation; the number of the stage of residuals.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""What a run will need, before anything is allocated: memory, transfers, arithmetic.
+"""The plan of a run, before anything is allocated: memory, transfers, arithmetic.
 
 The figures come from shapes and from the schedule's own records, so a plan for a machine that
 isn't here, or a model that fits none, costs seconds; it prints as a table.
@@ -36,13 +36,13 @@ class GroupRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one training run needs, and what bounds its step.
+    """The memory, transfers and arithmetic that a run needs, and what bounds its step.
 
     Attributes:
         num_parameters: Parameters of the model.
-        num_frozen: Those of them that are not trained.
-        frozen_bytes: Host memory that these take.
-        groups: Its parameter groups, consecutive equal ones as one row.
+        num_frozen: Parameters of the model that are not trained.
+        frozen_bytes: Host memory of the frozen parameters.
+        groups: The parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest.
         host_peak_bytes: The same with waiting gradients, activations and arrays in flight.
         host_process_bytes: What the process takes in all on the machine, with the pool's unused
@@ -61,9 +61,9 @@ class Plan:
         microbatches: Microbatches of a step.
         update_mode: Whether parameters are updated in the stage's own backward.
         num_stages: Stages of the forward.
-        num_kept: Those that keep the results of their matrix products for the backward, which
+        num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
-        num_templates: Templates that are compiled for them.
+        num_templates: Templates that are compiled for the stages.
         warnings: What could not be done well, in words.
         hardware: The machine that times and limits refer to.
     """

@@ -1,4 +1,4 @@
-"""What a run could not do well: found in its spec, said at the line of the user who started it."""
+"""Warnings of what a run can't do well: found in its spec, raised at the user's own line."""
 
 import sys
 import warnings
@@ -16,7 +16,7 @@ _WORTH_CUTTING = 2**24
 
 
 class PlanWarning(UserWarning):
-    """What a run could not do well, as `Plan.warnings` says it.
+    """The category of warnings of what a run can't do well; `Plan.warnings` has the texts.
 
     Examples:
         To silence them:
@@ -36,7 +36,7 @@ def warn_of(texts: Iterable[str]) -> None:
 
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
-    """What a run could not do well, in words: first what cutting the loss has met."""
+    """The texts of a run's warnings: first what cutting the loss has met."""
     return (*spec.first.program.warnings, *_no_blocks(spec), *_wide_products(spec))
 
 

@@ -107,7 +107,7 @@ class Signals:
 
     @property
     def came(self) -> bool:
-        """Whether there was one."""
+        """Whether a signal has come."""
         return bool(self._received)
 
     @property

@@ -31,7 +31,7 @@ from megatrain_jax._src.runtime.store import Slabs
 from megatrain_jax._src.state.placement import Placement
 
 _Done = Callable[[Slabs], object]
-"""What takes the copies of slabs, which may not be there yet."""
+"""A callback that is given the copies of slabs, which may not have arrived yet."""
 
 _INWARD = (True, True, False, False)
 

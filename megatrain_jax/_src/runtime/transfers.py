@@ -1,4 +1,4 @@
-"""What moves the parts of groups, and the activations between stages, inside a step."""
+"""Transfers of groups' parts, and of activations between stages, inside a step."""
 
 from collections.abc import Sequence
 

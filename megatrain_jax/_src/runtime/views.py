@@ -1,4 +1,4 @@
-"""What a store at rest holds as the model and Optax know it: arrays that share its bytes."""
+"""Parameters and Optax state of a store at rest, in their own trees; arrays share its bytes."""
 
 from typing import Any
 

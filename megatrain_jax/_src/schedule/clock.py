@@ -27,7 +27,7 @@ from megatrain_jax._src.schedule.workload import Costs
 
 @dataclass(kw_only=True)
 class Clock:
-    """When each of them is done with what it has been given, in seconds.
+    """The times, in seconds, when driver, device and lanes are done with what they were given.
 
     Attributes:
         costs: The rates.

@@ -44,7 +44,7 @@ class Residency:
         resident: Parts that stay.
         clock: When things happen, as far as can be estimated.
         present: Parts on the device that the engine may use.
-        dirty: Those whose host copy is not current.
+        dirty: Parts on the device whose host copy is not current.
         reserved: Parts to come that have their room, and how many of each.
         reserved_bytes: Bytes of that room.
         used: By task, bytes that are free once it has been computed.

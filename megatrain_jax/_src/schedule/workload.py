@@ -127,7 +127,7 @@ class Workload:
 
     @property
     def unused_groups(self) -> list[int]:
-        """Those that the loss does not depend on; Optax still updates them, with zeros."""
+        """The trained groups that the loss does not depend on; Optax updates them with zeros."""
         reached = zip(self.stages, self.backward, strict=True)
         used = {group for stage, backward in reached if backward for group in stage}
         return [group for group in self.trained_groups if group not in used]

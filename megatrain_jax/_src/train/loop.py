@@ -27,7 +27,7 @@ Callback = Callable[[Trainer, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Save:
-    """When a run saves, if it does."""
+    """The saving of checkpoints in a run; without a folder of them it does nothing."""
 
     series: Checkpoints | None
     trainer: Trainer
@@ -38,7 +38,7 @@ class Save:
         return self.series is not None and self.series.is_due(step)
 
     def now(self) -> None:
-        """Begins to save."""
+        """Begins to save the trainer's state; training may go on meanwhile."""
         assert self.series is not None
         self.series.save(self.trainer, self.position())
 
@@ -56,7 +56,7 @@ class Save:
 
     @property
     def where(self) -> str:
-        """Where the last step is, for a message."""
+        """The folder that holds the last step, as a clause of a message; may be empty."""
         return "" if self.series is None else f", saved in {self.series.folder}"
 
 

@@ -1,4 +1,4 @@
-"""What a training run leaves behind."""
+"""The result of a training run, and the error that ends one whose data ran out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +16,7 @@ EMPTY = (
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a training run leaves behind; in a notebook it shows its loss curve.
+    """The result of a run: its trainer, model and history; in a notebook it shows its loss curve.
 
     Attributes:
         trainer: The trainer, with all its state on the host. Go on with `train`.

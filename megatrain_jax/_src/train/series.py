@@ -31,7 +31,7 @@ class Checkpoints:
 
         Args:
             path: The folder.
-            every: See above.
+            every: Save after each step whose number this divides; None for the end only.
             keep: How many checkpoints to keep.
 
         Raises:
@@ -146,7 +146,7 @@ class Checkpoints:
             self._remove_oldest()
 
     def finish_quietly(self, trainer: Trainer) -> None:
-        """Does the same where another error is on its way."""
+        """Waits for a save as `finish` does, but drops its error: another is on its way."""
         with suppress(CheckpointError, OSError):
             self.finish(trainer)
 
