@@ -24,7 +24,7 @@ from megatrain_jax._src.start import group_bar
 
 
 class RunState:
-    """What a run holds: parameters, optimizer state, the model's other state, and its history.
+    """The state of a run, for users: parameters, optimizer state, other variables, and history.
 
     Whatever reads it applies pending updates first and brings all of it to rest in pinned host
     memory.
@@ -139,7 +139,7 @@ class RunState:
             workspace: Of the run whose checkpoint this is; what is at `path` is then replaced.
 
         Returns:
-            What to wait for. A second save waits for the first by itself.
+            The save, to be waited for. A second save waits for the first by itself.
         """
         path = path.absolute()
         if workspace is None and os.path.lexists(path):

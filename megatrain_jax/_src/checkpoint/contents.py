@@ -154,7 +154,7 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]
 
 
 def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Reader]]]:
-    """For each entry what reads the arrays of its places, as the store has them now.
+    """The readers of each entry's arrays, as the store has them now.
 
     Args:
         store: The store; at rest.

@@ -91,7 +91,7 @@ def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names
 
 
 def _below(prefix: _Names, given: Mapping[_Names, Any], tops: set[str]) -> dict[_Names, Any]:
-    """What lies below a path; at the top, beside parameters, there may be other collections."""
+    """The arrays below a path; at the top, beside parameters, there may be other collections."""
     names = {_without_value(name): array for name, array in given.items()}
     below = {n[len(prefix) :]: a for n, a in names.items() if n[: len(prefix)] == prefix}
     return {n: a for n, a in below.items() if prefix or (n and n[0] in tops)}

@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """What was kept beside the arrays of a checkpoint, all of whose files are there.
+    """The facts kept beside the arrays of a checkpoint, all of whose files are there.
 
     Raises:
         CheckpointError: If it is none of this library's, or files of it are missing or have
@@ -85,7 +85,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def strangers(path: Path) -> list[str]:
-    """What is in a checkpoint's folder that this library didn't put there.
+    """The files of a checkpoint's folder that this library didn't put there.
 
     Raises:
         CheckpointError: If it is no checkpoint of this library.

@@ -1,4 +1,4 @@
-"""What goes through Orbax: its options, and paths that it would misread given to it safely."""
+"""The use of Orbax: its options, and paths that it would misread given to it safely."""
 
 import glob
 import os
@@ -57,7 +57,7 @@ def plain_path(folder: Path) -> Iterator[Path]:
 
 
 def metadata(folder: Path) -> dict[TreePath, Any]:
-    """What Orbax knows of the arrays of a checkpoint, by path.
+    """The shapes and dtypes that Orbax has of a checkpoint's arrays, by path.
 
     Raises:
         CheckpointError: If there is no checkpoint that Orbax can read.

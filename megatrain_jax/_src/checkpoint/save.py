@@ -51,7 +51,7 @@ class Saving:
     """A checkpoint on its way to disk.
 
     Attributes:
-        path: Its name once it is whole.
+        path: The folder that has the checkpoint once it is whole.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Saving:
 
 
 def _parts(spec: RunSpec, store: Store, entries: Sequence[Entry]) -> list[_Part]:
-    """What to write at a time, in the order in which steps will want to replace it."""
+    """The parts of a checkpoint, each written at a time, in the order steps replace them."""
     small = rows_of(store, [entry for entry in entries if not entry.groups])
     parts: list[_Part] = [((), small)] if small else []
     offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)

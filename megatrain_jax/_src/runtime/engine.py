@@ -310,7 +310,7 @@ class Engine:
         self._tokens[task] = measured[0]
 
     def _note(self, step: _Step, group: int, square: jax.Array, ok: jax.Array) -> None:
-        """What is known of a group's gradient: its squared norm, and whether all was finite."""
+        """Notes the squared norm of a group's gradient, and whether all numbers were finite."""
         self.store.ok = ok
         step.squares.append(square)
         step.group_ok.append((group, ok))

@@ -100,7 +100,7 @@ class Store:
         return (layout.master if key.kind is Kind.MASTERS else layout.state).read(arrays)
 
     def reader(self, key: Key, position: int) -> Reader:
-        """What reads one leaf of a part; holds the slab that the leaf is in."""
+        """A function that reads one leaf of a part; it holds the slab that the leaf is in."""
         layout, arrays = self.layouts[key.owner], self.host[key]
         if key.kind is Kind.MASTERS:
             return functools.partial(layout.master.read_leaf, arrays, position)

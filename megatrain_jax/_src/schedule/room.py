@@ -49,9 +49,9 @@ class _Residents:
     """The residents that exist at one task.
 
     Attributes:
-        lasting: Those that always do; shared by all tasks.
-        alive: Those that do only in a part of a step; changes with the task.
-        num_bytes: Bytes of all.
+        lasting: Residents that always exist; shared by all tasks.
+        alive: Residents that exist only in a part of a step; changes with the task.
+        num_bytes: Bytes of all residents.
     """
 
     lasting: frozenset[Key]

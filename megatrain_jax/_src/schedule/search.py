@@ -174,7 +174,7 @@ def _everything(lists: TaskLists) -> frozenset[Key]:
 
 
 def _resident_units(lists: TaskLists) -> list[tuple[Key, ...]]:
-    """What can be made resident, in order of preference; a unit stays as a whole or not at all."""
+    """The candidates for residency, best first; the keys of a unit stay together or not at all."""
     workload = lists.workload
     # A gradient that one task makes and consumes needs no lasting room.
     lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}

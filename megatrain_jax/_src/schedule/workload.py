@@ -50,7 +50,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one training step has to compute, and the bytes it computes on.
+    """A training step as the schedule sees it: its stages and groups, their bytes and their costs.
 
     Attributes:
         stages: For each stage, in forward order, the groups whose masters it reads.

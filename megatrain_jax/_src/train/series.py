@@ -199,7 +199,7 @@ class Checkpoints:
 
 
 def _strange(path: Path) -> str:
-    """What is strange about a checkpoint, so that it must not be deleted; nothing if all is ours.
+    """The reason not to delete a checkpoint, if somebody else has put something into it.
 
     Raises:
         CheckpointError: If it is no checkpoint of this library.
