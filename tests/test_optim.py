@@ -203,7 +203,7 @@ def scaled(gradient):
 def test_any_elementwise_update_is_cut_along_stacked_layers(function):
     make = optax.chain(stateless(function), optax.sgd(0.1))
     cut, mine, theirs = run_both(stacked_blocks(), lambda _: make, steps=2)
-    assert not cut.deferred and worst_difference(mine, theirs) == 0
+    assert not cut.deferred and worst_difference(mine, theirs) <= TOLERANCE
 
 
 TWICE = optax.chain(optax.clip_by_global_norm(1.0), optax.normalize_by_update_norm())
