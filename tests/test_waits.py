@@ -86,7 +86,10 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
     engine._found.clear()
     monkeypatch.setattr(KernelCache, "get", slow)
     monkeypatch.setattr(engine, "obey", watched)
-    for seed in range(2):
+    for seed in range(50):
         trainer.step(case.batch(seed))
+        # How often the device is behind depends on what else the machine does.
+        if seed and all(num_late.values()):
+            break
     trainer.flush()
     assert all(num_late.values()), "a device that isn't slow shows nothing"
