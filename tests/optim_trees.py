@@ -15,12 +15,8 @@ import optax
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, find_leaves
 from megatrain_jax._src.program.index import Index, index_of, joined, selector
-from megatrain_jax._src.program.optimizer.cut import (
-    Fragment,
-    OptimizerCut,
-    assemble_state,
-    cut_optimizer,
-)
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut, assemble_state, cut_optimizer
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.program.stacks import Stack
 
 

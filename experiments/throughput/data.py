@@ -11,6 +11,8 @@ import random
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,14 @@ def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
 
 
+@contextmanager
+def timed(seconds: dict[str, float], name: str, parts: int = 1) -> Iterator[None]:
+    """Times its body, and keeps what one of its equal parts took."""
+    start = time.perf_counter()
+    yield
+    seconds[name] = (time.perf_counter() - start) / parts
+
+
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Times each part on its own; seconds and tokens a second."""
     texts = sources()
@@ -94,9 +104,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             stream.write(json.dumps(row) + "\n")
     seconds: dict[str, float] = {}
 
-    start = time.perf_counter()
-    num_rows = sum(1 for _ in reading.rows(str(path), Report(), True))
-    seconds["reading alone"] = time.perf_counter() - start
+    with timed(seconds, "reading alone"):
+        num_rows = sum(1 for _ in reading.rows(str(path), Report(), True))
     assert num_rows == args.conversations
 
     options = {"length": args.length, "batch_size": args.batch_size, "too_long": "cut"}
@@ -105,18 +114,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if args.tokenizer:
         templates = {"": None}
     for name, template in templates.items():
-        start = time.perf_counter()
-        dataset = data.chat(path, tokenizer, chat_template=template, epochs=2, **options)
-        seconds[f"reading and tokenising{name}"] = time.perf_counter() - start
+        with timed(seconds, f"reading and tokenising{name}"):
+            dataset = data.chat(path, tokenizer, chat_template=template, epochs=2, **options)
     assert dataset is not None
 
     lengths = dataset._corpus.lengths
-    start = time.perf_counter()
-    packed = packing.pack(lengths, args.length)
-    seconds["packing, once"] = time.perf_counter() - start
-    start = time.perf_counter()
-    packing.draw_epoch(packed, lengths, 0, 0)
-    seconds["drawing an epoch"] = time.perf_counter() - start
+    with timed(seconds, "packing, once"):
+        packed = packing.pack(lengths, args.length)
+    with timed(seconds, "drawing an epoch"):
+        packing.draw_epoch(packed, lengths, 0, 0)
 
     for workers in (0, 2):
         batches = data.chat(
@@ -124,10 +130,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             progress=False, **options,
         )  # fmt: skip
         next(iter(batches))
-        start = time.perf_counter()
-        num_batches = sum(1 for _ in batches)
-        # Of two epochs, as of a single one.
-        seconds[f"batches, {workers} workers"] = (time.perf_counter() - start) / 2
+        with timed(seconds, f"batches, {workers} workers", parts=2):  # two epochs
+            num_batches = sum(1 for _ in batches)
         assert num_batches == len(batches)
 
     tokens = dataset.num_tokens

@@ -86,19 +86,29 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
     """Returns a trainer of the decoder as the options say."""
-    optimizer = optax.adamw(1e-4)
-    if args.clip is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
-    compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    compute = compute_dtype()
     return mt.Trainer(
         lambda: Decoder(shape, compute, nnx.Rngs(0)),
         loss_fn,
-        optimizer,
+        chosen_optimizer(args),
         random_batch(shape, 0),
         microbatches=args.microbatches,
         precision=mt.Precision(compute=compute),
         device_budget=budget(args.device_budget),
     )
+
+
+def chosen_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """Returns AdamW, after clipping if the options say so."""
+    optimizer = optax.adamw(1e-4)
+    if args.clip is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
+
+
+def compute_dtype() -> Any:
+    """Returns the dtype to compute in: bf16, or fp32 where there is no GPU."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import optax
 import vit
 from flax import nnx
 from machine import hardware, peak_device_gib, peak_host_gib, versions
-from measure import budget, figures_of_plan, row
+from measure import budget, chosen_optimizer, compute_dtype, figures_of_plan, row
 from record import add_origin_options, find_origin, write
 from shapes import Shape, add_shape_options, chosen_shape
 from timing import MIN_STEPS, Work, time_steps
@@ -159,10 +159,7 @@ def library_work(
 
 def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """Trains some steps and returns their figures."""
-    compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    optimizer = optax.adamw(1e-4)
-    if args.clip is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
+    compute, optimizer = compute_dtype(), chosen_optimizer(args)
     make = plain_work if args.device_budget == "plain" else library_work
     model = chosen_model(args.model, shape, compute)
     work, about = make(model, optimizer, compute, args)

@@ -35,12 +35,13 @@ def start(
     """
     placement, kernels = on_one_device(default_device()), KernelCache()
     with group_bar("compiling", spec, progress) as bar:
+        free = pool.free_device_bytes(placement) if has_gpu else None
         if has_gpu:
-            free = pool.free_device_bytes(placement)
             spec = fit_to_device(spec, kernels, free, placement)
-            check_device(make_plan(spec), free)
+        plan = make_plan(spec)
+        check_device(plan, free)
         bar.set_description("reserving host memory")
-        pool.reserve(placement, make_plan(spec).host_peak_bytes, spec.largest_slab_bytes)
+        pool.reserve(placement, plan.host_peak_bytes, spec.largest_slab_bytes)
         bar.set_description("initialising")
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         initialise(spec, store, kernels, initial, bar.update)

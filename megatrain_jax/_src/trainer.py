@@ -9,13 +9,14 @@ import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
-from megatrain_jax._src.build.bound_step import BoundStage, BoundStep
+from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, make_run_spec
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import weighted_means
+from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.warnings import find_warnings, warn_of

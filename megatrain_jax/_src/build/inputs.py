@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
-from megatrain_jax._src.adapt.adapters import check_model, takes_rng
-from megatrain_jax._src.adapt.model_kinds import flatten, path_name
+from megatrain_jax._src.adapt.adapters import check_model
+from megatrain_jax._src.adapt.loss_function import takes_rng
+from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.build.options import EvalData, are_batches
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.common.model_path import path_name
 
 
 def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) -> None:

@@ -9,7 +9,7 @@ from megatrain_jax._src.kernels import stages, updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.schedule.tasks import Op
+from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.placement import Placement
 

@@ -5,7 +5,7 @@ hold the byte budget. The engine computes, `Transfers` moves, and the store hold
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import initial, steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
@@ -26,10 +27,7 @@ from megatrain_jax._src.schedule.search import Schedule
 
 @dataclasses.dataclass(kw_only=True)
 class _Step:
-    """The live values of the step at hand; rows have one entry a microbatch.
-
-    Residuals are by stage, and have one entry a microbatch, too.
-    """
+    """The live values of the step at hand; rows and a stage's residuals have one a microbatch."""
 
     plan: BoundStep
     rows: list[dict[int, jax.Array]]
@@ -58,7 +56,7 @@ class Engine:
         self._messages: list[jax.Array] = []
         self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
         self._combined_ok = store.ok  # of the step whose updates are pending
-        self._found: dict[tuple[Op, int, BoundStep | np.dtype], Callable] = {}
+        self._found: dict[Hashable, Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the lists since the state was last at rest
         self._begun = 0  # tasks of those lists
@@ -147,8 +145,9 @@ class Engine:
     def _begin(
         self, plan: BoundStep, batch: Sequence[jax.Array]
     ) -> tuple[_Step, jax.Array, list[jax.Array]]:
-        begin = self.kernels.get(
-            steps.begin(plan.key, plan.program, plan.microbatches, len(plan.metrics))
+        begin = self._find(
+            ("begin", plan),
+            lambda: steps.begin(plan.key, plan.program, plan.microbatches, len(plan.metrics)),
         )
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step
@@ -166,7 +165,8 @@ class Engine:
         if not step.means:
             names = step.plan.metrics
             ids = step.plan.program.outputs[: 1 + len(names)]
-            means = self.kernels.get(steps.means(names, weighted=weighted))
+            key = "means", names, weighted
+            means = self._find(key, lambda: steps.means(names, weighted=weighted))
             step.means = means([[row[i] for i in ids] for row in step.rows])
         return step.means
 
@@ -217,26 +217,26 @@ class Engine:
         # The device works in order: what came before this task is over, too.
         self._tokens = {i: token for i, token in self._tokens.items() if i > task}
 
-    def _find(self, op: Op, number: int, of: BoundStep | np.dtype) -> Callable:
-        """The function of a stage's instruction in a step, or of a group's for a gradient's dtype.
-
-        Kept here, since the keys of kernels take long to hash.
-        """
-        key = op, number, of
+    def _find(self, key: Hashable, make: Callable[[], Kernel]) -> Callable:
+        """The function of a kernel, by a key that is cheap: its own takes long to make and hash."""
         if key not in self._found:
-            if isinstance(of, BoundStep):
-                kernel = stage_kernel(of, op, number)
-            else:
-                kernel = group_kernel(op, number, self.optimizer, self.store.layouts, of)
-            self._found[key] = self.kernels.get(kernel)
+            self._found[key] = self.kernels.get(make())
         return self._found[key]
+
+    def _of_stage(self, op: Op, number: int, plan: BoundStep) -> Callable:
+        return self._find((op, number, plan), lambda: stage_kernel(plan, op, number))
+
+    def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
+        cut, layouts = self.optimizer, self.store.layouts
+        key = op, number, gradient
+        return self._find(key, lambda: group_kernel(op, number, cut, layouts, gradient))
 
     def _masters(self, bound: BoundStage) -> list[Slabs]:
         return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
 
     def _forward(self, step: _Step, number: int, task: int) -> None:
         bound = step.plan.stages[number]
-        run = self._find(Op.FORWARD, number, step.plan)
+        run = self._of_stage(Op.FORWARD, number, step.plan)
         if keeps := number in step.plan.schedule.kept:
             step.residuals[number] = []
         for row in step.rows:
@@ -251,7 +251,7 @@ class Engine:
         stage, mode = bound.stage, bound.mode
         assert mode is not None
         keeps = number in step.plan.schedule.kept
-        run = self._find(Op.BACKWARD, number, step.plan)
+        run = self._of_stage(Op.BACKWARD, number, step.plan)
         kept = step.residuals.pop(number, [[]] * len(step.rows))
         arriving, accumulated = bound.arriving, bound.accumulated
         for row, cotangents, residuals in zip(step.rows, step.cotangents, kept, strict=True):
@@ -290,9 +290,9 @@ class Engine:
         return gradient
 
     def _zeros(self, group: int) -> None:
-        store = self.store
-        kernel = initial.zeros(store.layouts[group].master, store.placement.slabs_on_device)
-        store.on_device[Key(Kind.GRADIENT, group)] = (self.kernels.get(kernel)(),)
+        layout, sharding = self.store.layouts[group].master, self.store.placement.slabs_on_device
+        make = self._find((Op.ZEROS, group), lambda: initial.zeros(layout, sharding))
+        self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
     def _reduce(self, step: _Step, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
@@ -302,7 +302,7 @@ class Engine:
             masters = store.on_device[Key(Kind.MASTERS, group)]
         if Kind.OPTIMIZER_STATE in reads:
             state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
-        run = self._find(Op.REDUCE, group, gradient.dtype)
+        run = self._of_group(Op.REDUCE, group, gradient.dtype)
         loss = self._means(step)["loss"]
         scalars, *measured = run(gradient, masters, state, loss, store.globals, store.ok)
         step.scalars[group] = scalars
@@ -316,7 +316,8 @@ class Engine:
         step.group_ok.append((group, ok))
 
     def _combine(self, step: _Step) -> None:
-        store, run = self.store, self.kernels.get(updates.combine(self.optimizer))
+        store = self.store
+        run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer))
         scalars = [step.scalars.get(g, []) for g in range(len(store.layouts))]
         loss = self._means(step)["loss"]
         self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
@@ -328,7 +329,7 @@ class Engine:
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
         gradient = self._take_gradient(group)
-        run = self._find(Op.UPDATE, group, gradient.dtype)
+        run = self._of_group(Op.UPDATE, group, gradient.dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
         store.host.pop(masters_key, None)  # stale from here on
         store.host.pop(state_key, None)
