@@ -268,7 +268,7 @@ def test_all_rows_are_rows_of_the_tables(monkeypatch):
     names = {table: {row.name for row in rows} for table, rows in tables.items()}
     tables["plain"] = plain.rows(shape, "vit-g")
     names["plain"] = {row.name for row in tables["plain"]}
-    names["peers"] = {peer.title for peer in peers.PEERS.values()}
+    names["peers"] = {peer.title for peer in peers.PEERS}
     for part in all_rows.PARTS:
         assert part.row is None or part.row in names[part.script], part.name
         assert (ROOT / "experiments" / "throughput" / f"{part.script}.py").exists()
