@@ -16,7 +16,7 @@ from megatrain_jax._src.checkpoint.contents import Entry, pointer
 from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 
-# Elements looked at together, so that what is found of them stays small.
+# Elements tested at a time, so that the booleans of a large array take little memory.
 _PIECE = 1 << 22
 
 
@@ -50,16 +50,16 @@ def check_finite(name: str, array: np.ndarray) -> None:
 def verify(
     folder: Path, known: Mapping[str, str] | None, path: TreePath, array: np.ndarray
 ) -> None:
-    """Compares what was read of an array with what was written.
+    """Compares an array that was read with the checksum of what was written.
 
     Args:
-        folder: The checkpoint, for the message.
-        known: The checkpoint's checksums; None if it was written without them.
-        path: Path of the array there.
-        array: What was read.
+        folder: Folder of the checkpoint, for the message.
+        known: The checkpoint's checksums by pointer; None if it was written without them.
+        path: Path of the array in the checkpoint.
+        array: The array that was read.
 
     Raises:
-        CheckpointError: If it is something else.
+        CheckpointError: If its checksum differs.
     """
     if known is not None and known.get(pointer(path)) != checksum(array):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: for each array its path there and where it lives in the store.
+"""The arrays of a run's checkpoints: for each its path there and its place in the store.
 
 Paths are those of the user's model and of Optax's own state, so that a checkpoint is readable
 without this library.
@@ -25,7 +25,7 @@ PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
 
 
 class Small(enum.Enum):
-    """The lists of arrays that are in no group."""
+    """The lists of small arrays, which are in no group."""
 
     VARIABLES = enum.auto()  # of the model, beside its parameters
     OPTIMIZER = enum.auto()  # what all groups share: counts, keys, hyperparameters
@@ -34,7 +34,7 @@ class Small(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where an array of the store lives.
+    """The place of an array in the store.
 
     Attributes:
         holder: Masters or optimizer state of a group, or a list of small arrays.
@@ -58,9 +58,9 @@ class Entry:
         path: The array's path in the checkpoint.
         shape: The array's shape there.
         dtype: Name of the array's dtype there.
-        places: Where the array lives in the store; several if the store keeps it layer by layer.
-        indices: For each place which slice of the array it holds.
-        key: Implementation of the random keys it holds the data of; None for other arrays.
+        places: The array's places in the store; several if the store keeps it layer by layer.
+        indices: Index of the array's slice at each place.
+        key: Implementation of the random keys whose data the array is; None for other arrays.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def stacked(self) -> bool:
-        """Whether the store keeps it layer by layer."""
+        """Whether the store keeps the array layer by layer."""
         return any(self.indices)
 
     @property
@@ -158,7 +158,7 @@ def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Re
 
     Args:
         store: The store; at rest.
-        entries: Which arrays.
+        entries: The arrays' entries.
     """
     small = small_arrays(store)
 
@@ -171,7 +171,7 @@ def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Re
 
 
 def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
-    """The arrays in no group."""
+    """The store's arrays that are in no group, by list."""
     return {
         Small.VARIABLES: list(store.variables),
         Small.OPTIMIZER: list(store.globals),
@@ -180,7 +180,7 @@ def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
 
 
 def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> None:
-    """Replaces the arrays in no group."""
+    """Replaces the store's arrays that are in no group."""
     store.variables = list(arrays[Small.VARIABLES])
     store.globals = list(arrays[Small.OPTIMIZER])
     store.key, store.step = arrays[Small.RUN]
@@ -204,7 +204,7 @@ def tree_of(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, Any]:
 
 
 def _as_data(x: jax.Array) -> np.ndarray:
-    """A small array as numbers; of random keys their data."""
+    """A small array as a NumPy array; random keys as their data."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)

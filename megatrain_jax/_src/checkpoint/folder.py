@@ -1,4 +1,4 @@
-"""Where checkpoints lie: which paths can hold them, and the steps in a folder of them."""
+"""Folders of checkpoints: the paths that can be one, and the steps in one."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
     """The absolute path of a checkpoint or a folder of them, ``~`` expanded.
 
     Args:
-        path: What the user gave.
+        path: The user's path.
         argument: The name of the user's argument.
 
     Raises:
@@ -54,13 +54,13 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
 
 
 def numbered(folder: Path) -> list[int]:
-    """The numbers that something in a folder has for a name as steps have, ascending."""
+    """The numbers that files and subfolders of a folder have for names, as steps do; ascending."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether something is a folder that this library has finished writing."""
+    """Whether a path is that of a checkpoint that this library has finished writing."""
     return os.path.isfile(path / MANIFEST)
 
 

@@ -17,11 +17,11 @@ from megatrain_jax._src.checkpoint.folder import CheckpointError, has_manifest, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedArray:
-    """An array on disk.
+    """An array of a checkpoint on disk, which NumPy loads by `__array__`.
 
     Attributes:
-        folder: The checkpoint.
-        path: The array's path in there.
+        folder: The checkpoint's folder.
+        path: The array's path in the checkpoint.
         shape: The array's shape.
         dtype: The array's dtype.
         checksums: Checksums of the checkpoint's arrays by pointer; None if nobody wrote any.
@@ -34,10 +34,10 @@ class SavedArray:
     checksums: Mapping[str, str] | None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Loads it.
+        """Loads the array.
 
         Raises:
-            CheckpointError: If it is not what was written.
+            CheckpointError: If its checksum is not that of what was written.
         """
         with orbax.context():
             (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()

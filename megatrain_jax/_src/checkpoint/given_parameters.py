@@ -26,14 +26,14 @@ _Names = tuple[str, ...]
 def starting_from(
     params: Any, initial: Initial, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
 ) -> Initial:
-    """Puts given parameters in the place of a model's own.
+    """Initial values with given parameters in the place of a model's own.
 
     Args:
         params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
             Orbax can read. What has a shape, a dtype and `__array__` is an array.
         initial: The model's own values; its state that isn't trained stays.
-        adapted: The model.
-        dtypes: For each parameter the dtype that has to hold it exactly; None if none has to.
+        adapted: The model as parameters and a pure loss.
+        dtypes: The dtype that has to hold each parameter exactly; None where none has to.
 
     Raises:
         ValueError: If `params` is not of this model; the differences are listed.
@@ -80,7 +80,7 @@ def _names(path: Iterable[str | int]) -> _Names:
 
 
 def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
-    """Below which path most of the parameters are: Linen's lie under `params`, for example."""
+    """The path below which most of the parameters are; Linen's are below `params`, for example."""
     votes = Counter(
         name[:i]
         for name in map(_without_value, given)

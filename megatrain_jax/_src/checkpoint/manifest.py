@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint of this library: a file that says what else is there.
+"""The manifest: the file that makes a folder a checkpoint of this library, and lists the others.
 
 It is written last, holds a checksum of itself, and is believed only as far as it is well-formed.
 """
@@ -13,7 +13,7 @@ import xxhash
 
 from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError
 
-# 1 had no checksums.
+# Version of the manifest's format; 1 had no checksums.
 _FORMAT = 2
 
 
@@ -21,8 +21,8 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
     """Writes the manifest of a checkpoint that Orbax has finished.
 
     Args:
-        path: The checkpoint.
-        facts: What to keep beside the arrays, as JSON.
+        path: The checkpoint's folder.
+        facts: The facts to keep beside the arrays, as JSON.
     """
     whole = {"format": _FORMAT, **facts, "files": _sizes(path)}
     text = json.dumps({**whole, "checksum": _checksum(whole)}, indent=1)

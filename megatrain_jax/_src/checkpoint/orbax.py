@@ -16,9 +16,9 @@ from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.differences import described, listed
 
-# What Orbax may hold beside the arrays it reads.
+# Bytes that Orbax may hold beside the arrays it reads.
 _CONCURRENT_BYTES = 512 << 20
-# Of one file; Orbax writes several side by side.
+# Bytes of a file at the most; Orbax writes several side by side.
 FILE_BYTES = 512 << 20
 
 
@@ -41,7 +41,7 @@ def context() -> v1.Context:
 
 @contextmanager
 def plain_path(folder: Path) -> Iterator[Path]:
-    """The same folder under a path without ``*``, ``?`` and ``[``, which Orbax takes for patterns.
+    """A path of the folder without ``*``, ``?`` and ``[``, which Orbax takes for patterns.
 
     With a pattern in its path a checkpoint is finished without its arrays, or with some of another
     folder that the pattern fits.
@@ -78,8 +78,8 @@ def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, 
     """Loads arrays as NumPy's, in `context`.
 
     Args:
-        folder: The checkpoint.
-        arrays: Things with a shape and a dtype, by path.
+        folder: The checkpoint's folder.
+        arrays: Objects with the arrays' shapes and dtypes, by path.
     """
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
@@ -95,9 +95,9 @@ def check_arrays(folder: Path, entries: list[Entry], what: str) -> None:
     """Compares the arrays that Orbax finds in a checkpoint with what should be there.
 
     Args:
-        folder: The checkpoint.
-        entries: What should be there.
-        what: What the checkpoint is if it holds other arrays.
+        folder: The checkpoint's folder.
+        entries: Entries of the arrays that should be there.
+        what: Description of a checkpoint that holds other arrays, for the message.
 
     Raises:
         CheckpointError: If they differ; the first differences are listed.

@@ -37,7 +37,7 @@ def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     """Checks that a checkpoint is whole and of this model and optimizer.
 
     Returns:
-        What was kept beside the arrays.
+        The facts kept beside the arrays.
 
     Raises:
         CheckpointError: If it is damaged, or holds other arrays; the first differences are listed.
@@ -64,12 +64,12 @@ def load(
     Each array's checksum is computed while what comes next is read.
 
     Args:
-        path: The checkpoint.
-        known: Checksums of its arrays; None if it has none.
-        spec: What the store holds.
-        store: The store.
-        entries: All arrays of the run's checkpoints.
-        done: Called after each group.
+        path: The checkpoint's folder.
+        known: Checksums of its arrays by pointer; None if it has none.
+        spec: The run, whose layouts say how slabs are filled.
+        store: The store, at rest; its arrays are dropped first.
+        entries: Entries of all arrays of the run's checkpoints.
+        done: Callback after each group, for a progress bar.
 
     Raises:
         CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
@@ -133,7 +133,7 @@ def _fill(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slab:
-    """A slab to fill: what it is part of, how it is laid out, and its leaves' places."""
+    """A slab to fill: the key of its part, its layout, and its leaves' places in their order."""
 
     key: Key
     layout: Layout

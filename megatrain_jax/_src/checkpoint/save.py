@@ -36,12 +36,12 @@ from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_int
 from megatrain_jax._src.runtime.store import Reader, Store
 from megatrain_jax._src.schedule.instructions import Op
 
-# How much is given to Orbax at a time, at least: one part's end is not written beside the next
-# one's beginning, which costs up to a second each time.
+# Bytes of a part, which Orbax gets at a time, at least: one part's end is not written beside the
+# next one's beginning, which costs up to a second each time.
 PART_BYTES = 8 << 30
-# Less, if Orbax would copy more of it than this.
+# Bytes that Orbax may copy of a part; a part that it would copy more of ends earlier.
 _COPIED_BYTES = 1 << 30
-# In the workspace, where only one is written at a time.
+# Name of the unfinished checkpoint in the workspace, where only one is written at a time.
 _WRITTEN = "checkpoint"
 
 _Part = tuple[tuple[int, ...], list[tuple[Entry, list[Reader]]]]
@@ -67,15 +67,15 @@ class Saving:
         """Starts writing.
 
         Args:
-            path: Where to.
-            spec: What the store holds.
+            path: The folder that the checkpoint is to have.
+            spec: The run, whose schedule says which groups are replaced first.
             store: The store, at rest; it will wait for this before it replaces a group.
-            entries: All arrays of the run's checkpoints.
-            facts: What to keep beside the arrays, as JSON.
+            entries: Entries of all arrays of the run's checkpoints.
+            facts: The facts to keep beside the arrays, as JSON.
             params_only: Whether to write nothing but parameters.
-            workspace: Of the run whose checkpoint this is; it may then replace what is at `path`,
-                and its trained parameters have to be finite. None makes one for this checkpoint
-                alone, and removes it.
+            workspace: Workspace of the run whose checkpoint this is, which may then replace what is
+                at `path`, and whose trained parameters have to be finite. None makes one for this
+                checkpoint alone, and removes it.
 
         Raises:
             CheckpointError: If the folder can't be written.
@@ -173,7 +173,7 @@ class Saving:
         return checksums(rows)
 
     def _publish(self, written: Path) -> None:
-        """Gives what was written its name."""
+        """Renames the checkpoint that was written to its own path."""
         exists, old = os.path.lexists(self.path), None
         if exists and not self._replaces:
             raise FileExistsError(f"there is something at {self.path} by now")
@@ -190,7 +190,10 @@ class Saving:
 
 
 def _parts(spec: RunSpec, store: Store, entries: Sequence[Entry]) -> list[_Part]:
-    """The parts of a checkpoint, each written at a time, in the order steps replace them."""
+    """The parts of a checkpoint, written one at a time in the order that steps replace groups in.
+
+    Small arrays are first, then whole groups, some to a part, then arrays stacked over layers.
+    """
     small = rows_of(store, [entry for entry in entries if not entry.groups])
     parts: list[_Part] = [((), small)] if small else []
     offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)

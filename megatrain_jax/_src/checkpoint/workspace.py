@@ -1,4 +1,4 @@
-"""A folder for what is unfinished, which belongs to one process at a time.
+"""The workspace: a folder for unfinished checkpoints, which belongs to one process at a time.
 
 Checkpoints are written there and get their name by a rename; those that go are renamed to there
 before they are deleted. So whatever moment a process dies at, what has a step's name is whole, and
@@ -23,13 +23,13 @@ from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
 NAME = "megatrain-unfinished"
 _LOCK = "lock"
 
-# Locks are a process's, so these are, too: the folders it holds, by their real path.
+# The workspaces that this process holds, by their real path; locks are a process's, too.
 _held: dict[str, "Workspace"] = {}
 _changed = threading.Condition()
 
 
 class Workspace:
-    """A folder of unfinished checkpoints, while it is this process's.
+    """A folder of unfinished checkpoints, while this process holds it.
 
     Attributes:
         path: The folder.
@@ -41,8 +41,8 @@ class Workspace:
         A thread of this process that still writes there after its run has ended is waited for.
 
         Args:
-            path: The folder; what it is in is made, too.
-            what: What it is for, as messages name it: a folder of checkpoints, or one checkpoint.
+            path: The folder; its parents are made, too.
+            what: The path that messages name: that of the run's folder, or of one checkpoint.
 
         Raises:
             CheckpointError: If somebody else has it, or it can't be written, or it is not of this
@@ -94,7 +94,7 @@ class Workspace:
                 _changed.notify_all()
 
     def take(self, path: Path) -> Path:
-        """Moves something here, where it is deleted sooner or later, and returns where it is."""
+        """Moves a file or folder into the workspace, to be deleted, and returns its new path."""
         number = 0
         while os.path.lexists(here := self.path / f"{path.name}.deleting-{number}"):
             number += 1
@@ -102,15 +102,15 @@ class Workspace:
         return here
 
     def discard(self, path: Path) -> None:
-        """Deletes something, which loses its name first.
+        """Deletes a file or folder, moved into the workspace first.
 
         Raises:
-            OSError: If it can't be deleted; it may have lost its name all the same.
+            OSError: If it can't be deleted; it may have been moved all the same.
         """
         _delete(self.take(path))
 
     def clear(self) -> None:
-        """Deletes all that is unfinished; warns of what can't be deleted."""
+        """Deletes all but the lock's file; warns of what can't be deleted."""
         for entry in self.path.iterdir():
             if entry.name != _LOCK:
                 try:
@@ -202,7 +202,7 @@ def _delete(path: Path) -> None:
 
 
 def _forget() -> None:
-    """Leaves locks to the process that took them, in a child that might outlive it."""
+    """Closes a forked child's copies of locks, which would hold them when its parent is gone."""
     global _changed
     for workspace in _held.values():
         if workspace._lock is not None:

@@ -1,4 +1,4 @@
-"""Obeys a schedule: computes, and has state moved between host and device, inside a step.
+"""The engine: obeys a schedule, computes, and has state moved between host and device.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
 hold the byte budget. The engine computes, `Transfers` moves, and the store holds.
@@ -27,7 +27,7 @@ from megatrain_jax._src.schedule.search import Schedule
 
 @dataclasses.dataclass(kw_only=True)
 class _Step:
-    """The live values of the step at hand; rows and a stage's residuals have one a microbatch."""
+    """Live values of one step; rows, cotangents and residuals of a stage have one a microbatch."""
 
     plan: BoundStep
     rows: list[dict[int, jax.Array]]
@@ -43,9 +43,9 @@ class Engine:
     """Runs steps on the state that a store holds.
 
     Attributes:
-        store: The store.
-        group_ok: For the last step, the store's `ok` after each group's gradient.
-        kernels: All compiled functions.
+        store: The run's state, which steps replace.
+        group_ok: Groups in the order of the last step's gradients, each with `ok` after its own.
+        kernels: The run's compiled functions.
     """
 
     def __init__(self, store: Store, optimizer: OptimizerCut, kernels: KernelCache):
@@ -117,12 +117,12 @@ class Engine:
             self._rest()
 
     def recover(self) -> None:
-        """Drops what a step with a number that is not finite left pending, and starts afresh."""
+        """Drops the pending updates of a step that was not finite, and sets `ok` again."""
         self.flush()  # updates do nothing while `ok` is false
         self.store.ok = self.store.small(jnp.array(True))
 
     def abandon(self) -> None:
-        """Forgets what runs, also of a step that was cut off: the store is to be filled anew."""
+        """Forgets schedule and transfers, also of a step cut off: the store is to be refilled."""
         self._transfers.abandon()
         self._tokens.clear()
         self._running, self._begun = None, 0
@@ -175,8 +175,8 @@ class Engine:
     def obey(self, instruction: Instruction, step: _Step | None) -> None:
         """Carries out one instruction of the schedule.
 
-        What moves is gathered until something is computed. A wait would hold up what is to be
-        fetched, but not what is to leave: that has others to leave before it.
+        Transfers are gathered until something is computed. A wait dispatches them first if a
+        fetch is among them, which it would hold up; offloads alone queue behind earlier ones.
         """
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
@@ -218,7 +218,7 @@ class Engine:
         self._tokens = {i: token for i, token in self._tokens.items() if i > task}
 
     def _find(self, key: Hashable, make: Callable[[], Kernel]) -> Callable:
-        """The function of a kernel, by a key that is cheap: its own takes long to make and hash."""
+        """A kernel's function, by a key that is cheap: the kernel's takes long to make and hash."""
         if key not in self._found:
             self._found[key] = self.kernels.get(make())
         return self._found[key]

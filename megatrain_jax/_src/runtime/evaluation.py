@@ -18,13 +18,13 @@ def evaluate_batches(
     """Evaluates batch by batch; a signal takes effect between two.
 
     Args:
-        engine: What evaluates.
-        batches: The batches.
-        bind: Checks a batch and finds its evaluation step.
+        engine: The engine, at rest or not.
+        batches: Pytrees of arrays on the host, drawn one by one.
+        bind: Function that checks a batch and returns its bound step.
 
     Returns:
-        For each batch its metrics, as scalars on the device that may not be ready yet, and how many
-        examples it has.
+        The metrics of each batch, as scalars on the device that may not be ready yet, and the
+        number of examples of each.
     """
     rows, sizes, iterator = [], [], iter(batches)
     while True:

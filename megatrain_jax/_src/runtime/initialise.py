@@ -27,11 +27,11 @@ def initialise(
     Outside the store never more exists than one group, or one parameter stacked over layers.
 
     Args:
-        spec: What the store is to hold.
-        store: The store.
+        spec: The run: its groups, their layouts and the optimizer.
+        store: The store, at rest and without slabs.
         kernels: The run's compiled functions; those that pack slabs are added.
-        initial: The values.
-        done: Called after each group.
+        initial: The model's initial values.
+        done: Callback after each group, for a progress bar.
     """
     slices, on_device = _unstacked(spec, store, initial), store.placement.small_on_device
     for g, leaves in enumerate(spec.grouping.leaves):

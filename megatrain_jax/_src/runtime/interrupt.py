@@ -83,7 +83,7 @@ class Signals:
     """
 
     def __init__(self):
-        """Takes nothing over yet."""
+        """Makes handlers that are not installed yet."""
         self.ending = False
         self._received: list[int] = []
         self._before: dict[int, Any] = {}

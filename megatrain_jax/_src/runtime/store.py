@@ -38,8 +38,8 @@ class Store:
     and nothing on the devices. The engine wakes the small state with its first step after that.
 
     Attributes:
-        layouts: How each group's state lies in slabs.
-        placement: Where its arrays live.
+        layouts: Layout of each group's state in slabs, by the group's number.
+        placement: The devices and memories of its arrays.
         host: Slabs in pinned host memory, and activations, of which each microbatch has one.
         on_device: Slabs on the devices; activations are in the rows of their step.
         variables: Non-parameter state of the model.
@@ -56,9 +56,9 @@ class Store:
         """Makes a store at rest and without slabs, before step 0.
 
         Args:
-            layouts: How each group's state lies in slabs.
-            placement: Where its arrays live.
-            key: See the attribute.
+            layouts: Layout of each group's state in slabs, by the group's number.
+            placement: The devices and memories of its arrays.
+            key: The key that all random numbers of the loss are drawn from.
         """
         self.layouts, self.placement = tuple(layouts), placement
         self.host: dict[Key, Slabs] = {}
@@ -83,7 +83,7 @@ class Store:
         return resting
 
     def small(self, value: Any) -> Any:
-        """A small array, or a pytree of them, at rest; keeps nothing."""
+        """A copy at rest of a small array, or a pytree of them, which the store doesn't keep."""
         return jax.device_put(value, self.placement.small_at_rest)
 
     def drop(self) -> None:
@@ -130,7 +130,11 @@ class Store:
         jax.block_until_ready([self.variables, self.globals])
 
     def forget_step(self) -> None:
-        """Drops what a step that was cut off has on the devices and for itself in the host."""
+        """Drops the device's slabs of a step that was cut off, and what it alone has in the host.
+
+        Masters and optimizer state in the host stay: an evaluation, the step that may be dropped,
+        updates nothing.
+        """
         self.on_device.clear()
         for key in [key for key in self.host if key.kind not in LASTING]:
             del self.host[key]

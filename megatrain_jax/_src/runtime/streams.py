@@ -33,14 +33,15 @@ from megatrain_jax._src.state.placement import Placement
 _Done = Callable[[Slabs], object]
 """A callback that is given the copies of slabs, which may not have arrived yet."""
 
+# For each stream, whether its copies go to the device.
 _INWARD = (True, True, False, False)
 
 
 class Streams:
-    """Gathers copies and dispatches them; nothing here waits."""
+    """The gathered copies of both directions, and the stream whose turn it is; nothing waits."""
 
     def __init__(self, placement: Placement):
-        """Starts with the first stream.
+        """Makes it without copies, the first stream's turn next.
 
         Args:
             placement: Where copies go; they take streams in turn on a "gpu".
@@ -55,7 +56,7 @@ class Streams:
         }
 
     def forget(self) -> None:
-        """Forgets what has been gathered and not dispatched."""
+        """Forgets the copies that have been gathered and not dispatched."""
         self._gathered: dict[bool, list[tuple[Slabs, _Done]]] = {True: [], False: []}
 
     def to_device(self, slabs: Slabs, done: _Done) -> None:
@@ -72,7 +73,7 @@ class Streams:
         return bool(self._gathered[True])
 
     def dispatch(self) -> None:
-        """Dispatches what has been gathered; each direction keeps its order."""
+        """Dispatches the gathered copies; each direction keeps its order."""
         gathered = self._gathered
         self.forget()
         slabs = {way: [x for slabs, _ in rows for x in slabs] for way, rows in gathered.items()}
@@ -87,8 +88,10 @@ class Streams:
         copied: dict[bool, list[jax.Array]] = {True: [], False: []}
         while slabs[True] or slabs[False]:
             way = _INWARD[self._turn]
+            # Turns left until the other direction's streams.
             run = _INWARD.index(way) + _INWARD.count(way) - self._turn
             mine, slabs[way] = slabs[way][:run], slabs[way][run:]
+            # Nothing waits behind turns that are left if the other direction has no copies.
             passed = run - len(mine) if slabs[not way] else 0
             arrays = jax.device_put([*mine, *[self._numbers[way]] * passed], self._targets[way])
             copied[way] += arrays[: len(mine)]

@@ -31,22 +31,22 @@ class StepMetrics(dict[str, jax.Array]):
 
 
 class Training:
-    """Dispatches, counts and settles steps, and knows whether the state is whole.
+    """The training steps of a run, dispatched, counted and settled; and whether its state is whole.
 
     Attributes:
         num_steps: Steps dispatched so far.
-        num_skipped: How many of them were skipped, of those that were settled.
-        lost: Why there is no state; None if there is.
-        partial: Which step the state holds in part; None if it is that of whole steps.
+        num_skipped: Settled steps that were skipped.
+        lost: The reason why the state is lost; None if it is not.
+        partial: A sentence on the step that the state holds in part; None after whole steps.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...], max_skipped: int):
-        """Starts before the first step.
+        """Makes it before the first step.
 
         Args:
-            engine: What runs them.
+            engine: The engine that runs the steps.
             names: Name of each group, for messages.
-            max_skipped: How many steps in a row may be skipped.
+            max_skipped: Number of steps in a row at which skipping ends in an error.
         """
         self.num_steps = self.num_skipped = 0
         self.lost: str | None = None
@@ -108,12 +108,12 @@ class Training:
             self._settle_oldest()
 
     def lose(self, reason: str) -> None:
-        """Notes that from here on there is no state, and forgets what is in flight."""
+        """Marks the state as lost, for a reason, and forgets the steps in flight."""
         self._in_flight.clear()
         self.lost = reason
 
     def go_on_from(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from the state that a checkpoint with these facts holds."""
+        """Takes over the numbers of steps from the facts of a checkpoint that was restored."""
         self.lost, self.partial = None, facts.get("partial")
         self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
 
@@ -135,7 +135,10 @@ class Training:
             )
 
     def _fail(self, metrics: StepMetrics) -> None:
-        """Raises; first drops the step and what is pending, so that training can go on."""
+        """Raises the error of a step that was not finite, having dropped the step and its updates.
+
+        So training can go on from the state that the message describes.
+        """
         loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
         names, deferred = self._names, self._engine.optimizer.deferred
         updated = [names[g] for g, ok in flags if ok]

@@ -29,11 +29,11 @@ class Transfers:
         """Starts with nothing on its way.
 
         Args:
-            store: What it moves, and from where to where.
+            store: The store whose parts move between its tiers.
         """
         self.store = store
         self._streams = Streams(store.placement)
-        # Offloaded by a task and not waited for: what is on the device until then, and its copies.
+        # Offloads not waited for, by task: slabs that stay on the device until then, and copies.
         self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
 
     def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
@@ -57,12 +57,12 @@ class Transfers:
                 self.store.on_device[key] = slabs
 
         if key not in self.store.host:
-            self.dispatch()  # it is still to leave
+            self.dispatch()  # its offload was gathered: only a dispatch puts it in the host
         self._streams.to_device(self.store.host[key], arrive)
 
     def _offload(self, key: Key, source: Slabs, task: int) -> None:
         if key.kind in LASTING and self.store.before_replacing is not None:
-            self.dispatch()  # it may take long
+            self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
         def land(slabs: Slabs) -> None:
@@ -73,7 +73,7 @@ class Transfers:
 
     @property
     def fetching(self) -> bool:
-        """Whether something to fetch has been gathered and not dispatched."""
+        """Whether a fetch has been gathered and not dispatched."""
         return self._streams.fetching
 
     def dispatch(self) -> None:
@@ -81,7 +81,7 @@ class Transfers:
         self._streams.dispatch()
 
     def wait_landed(self, task: int, key: Key) -> None:
-        """Blocks until what a task offloaded is in the host."""
+        """Blocks until a part that a task offloaded is in the host; then the device's goes."""
         if (task, key) not in self._leaving:
             self.dispatch()
         _, landed = self._leaving.pop((task, key), ((), ()))
@@ -95,6 +95,6 @@ class Transfers:
         jax.block_until_ready(self.store.host)
 
     def abandon(self) -> None:
-        """Forgets what is on its way."""
+        """Forgets the transfers on their way, gathered or dispatched."""
         self._streams.forget()
         self._leaving.clear()

@@ -27,7 +27,13 @@ Callback = Callable[[Trainer, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Save:
-    """The saving of checkpoints in a run; without a folder of them it does nothing."""
+    """The saving of a run's checkpoints; without a folder of them it does nothing.
+
+    Attributes:
+        series: The run's checkpoints; None if it has no folder for them.
+        trainer: The trainer whose state is saved.
+        position: Gives the data's position after the trainer's last step; None if it is unknown.
+    """
 
     series: Checkpoints | None
     trainer: Trainer
@@ -50,19 +56,27 @@ class Save:
             self.series.finish(self.trainer)
 
     def give_up(self) -> None:
-        """Waits for what is being written, where another error is on its way."""
+        """Waits for the checkpoint being written, without its error: another is on its way."""
         if self.series is not None:
             self.series.finish_quietly(self.trainer)
 
     @property
     def where(self) -> str:
-        """The folder that holds the last step, as a clause of a message; may be empty."""
+        """The clause of a message that names the last step's folder; empty if there is none."""
         return "" if self.series is None else f", saved in {self.series.folder}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A step that was dispatched and whose metrics were not read yet."""
+    """A step that was dispatched and whose metrics were not read yet.
+
+    Attributes:
+        step: Number of the step, from 1.
+        metrics: The step's metrics on the device.
+        size: Number of examples or tokens of its batch.
+        unit: What `size` counts.
+        began: When it was dispatched, in seconds of `time.perf_counter`.
+    """
 
     step: int
     metrics: dict[str, Any]
@@ -72,7 +86,7 @@ class _Pending:
 
 
 class Loop:
-    """The steps in flight and where their records go.
+    """The training loop of one run: its steps in flight, and the records they become.
 
     A signal takes effect between the pieces of work that belong together: a step and its place
     among those in flight, a record and its place in the history. A body that is the user's own
@@ -87,7 +101,15 @@ class Loop:
         bar: tqdm,
         signals: Signals,
     ):
-        """Starts with none in flight."""
+        """Makes a loop with no step in flight.
+
+        Args:
+            trainer: The trainer; its history gets the records.
+            options: The run's options: callbacks, evaluation, checkpoints.
+            save: The saving of the run's checkpoints.
+            bar: Progress bar, moved on with each record.
+            signals: The run's signals; `ending` stops the loop between two steps.
+        """
         self.trainer = trainer
         self.options = options
         self.save = save
@@ -98,7 +120,11 @@ class Loop:
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
 
     def run(self, batches: Prefetch) -> None:
-        """Trains until `batches` ends, and completes every record."""
+        """Trains until `batches` end, and completes every record.
+
+        Raises:
+            KeyboardInterrupt: If a signal came, or a callback raised it.
+        """
         for batch in batches:
             began = time.perf_counter()
             size, unit = batch_size(batch)

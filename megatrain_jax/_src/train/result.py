@@ -62,7 +62,7 @@ class DataRanOutError(ValueError):
 
 @contextmanager
 def handed_over(trainer: Trainer) -> Iterator[None]:
-    """Gives whatever the body raises the result of the steps done, as its `result`."""
+    """Gives an error of the body an attribute `result`: the `FitResult` of the steps done."""
     try:
         yield
     except BaseException as error:

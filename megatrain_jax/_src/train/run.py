@@ -16,7 +16,7 @@ from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch, Source, is_state
 from megatrain_jax._src.trainer import Trainer
 
-# What a process ends with that SIGTERM has ended: 128 and the signal's number.
+# Exit status of a process that SIGTERM has ended: 128 and the signal's number.
 _TERMINATED = 143
 
 
@@ -26,8 +26,8 @@ class Run:
 
     Attributes:
         trainer: The trainer.
-        source: The data.
-        first: How many batches of the data came before the run's first step.
+        source: The user's data.
+        first: Number of the data's batches that came before the run's first step.
         counted_from: The trainer's step that `steps` are counted from.
     """
 
@@ -91,7 +91,7 @@ class Run:
         return FitResult(trainer=trainer, history=trainer.history, interrupted=interrupted)
 
     def _ran_out(self, steps: int | None, before: int) -> DataRanOutError | None:
-        """The error of a run whose data ended too early."""
+        """The error of a run whose data ended too early; None if it didn't."""
         now = self.trainer.num_steps
         if now == before and self.first == 0:
             return DataRanOutError(EMPTY)
@@ -120,7 +120,7 @@ def _complete(loop: Loop, error: BaseException | None) -> BaseException | None:
 
 
 def _saved(save: Save, error: BaseException | None, trained: bool) -> BaseException | None:
-    """Saves the last step, if there is where to; returns the error that the run ends with."""
+    """Saves the last step, if the run has a folder; returns the error that the run ends with."""
     if save.series is None:
         return error
     trainer = save.trainer
@@ -140,12 +140,12 @@ def _saved(save: Save, error: BaseException | None, trained: bool) -> BaseExcept
 
 
 def _is_quiet(error: BaseException | None) -> bool:
-    """Whether a run that ends so returns its result."""
+    """Whether a run that ends with this error, or none, returns its result."""
     return error is None or isinstance(error, KeyboardInterrupt)
 
 
 def _joined(error: BaseException | None, late: Exception) -> BaseException:
-    """The first error, which knows of one that came while the run ended."""
+    """The error to raise: the first, with a note of the one that came while the run ended."""
     if _is_quiet(error):
         return late
     assert error is not None

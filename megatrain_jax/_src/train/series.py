@@ -32,7 +32,7 @@ class Checkpoints:
         Args:
             path: The folder.
             every: Save after each step whose number this divides; None for the end only.
-            keep: How many checkpoints to keep.
+            keep: Number of checkpoints to keep, the newest ones.
 
         Raises:
             TypeError: If `path` is no path.
@@ -47,7 +47,7 @@ class Checkpoints:
         self._left_alone: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
-        """Gives itself."""
+        """Returns this object."""
         return self
 
     def __exit__(
@@ -56,14 +56,14 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Lets others have the folder, once what is still being written is whole."""
+        """Releases the folder, once the checkpoint still being written is whole."""
         self._workspace.release(run=True)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
         """Restores the newest checkpoint that is whole; newer ones are set aside.
 
         Returns:
-            What was kept beside the arrays, where the data was among it; None if there is no
+            The facts kept beside the arrays, the data's position among them; None if there is no
             checkpoint.
 
         Raises:
@@ -116,7 +116,7 @@ class Checkpoints:
 
         Args:
             trainer: The trainer; its history is complete.
-            position: Where the data is, as JSON; None if that is unknown.
+            position: The data's position, as JSON; None if that is unknown.
 
         Raises:
             CheckpointError: If this or the save before could not be written.
@@ -199,7 +199,7 @@ class Checkpoints:
 
 
 def _strange(path: Path) -> str:
-    """The reason not to delete a checkpoint, if somebody else has put something into it.
+    """The files of a checkpoint that this library didn't make, for a message; empty if none.
 
     Raises:
         CheckpointError: If it is no checkpoint of this library.

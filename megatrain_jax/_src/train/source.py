@@ -8,19 +8,19 @@ from typing import Any
 import jax
 from tqdm.auto import tqdm
 
-# A step or two may be drawn ahead of the one that is saved.
+# Number of states kept: a batch or two may be drawn beyond that of the step that is saved.
 _STATES_KEPT = 4
 _END = object()
 
 
 class Source(Iterator[Any]):
-    """The user's iterator, and how to get back to where it was.
+    """The user's data as an iterator with a position that can be saved and gone back to.
 
     An iterator with `get_state` and `set_state`, as Grain's have them, is asked for its state
     after each batch; of any other one the batches are counted.
 
     Attributes:
-        count: How many batches it gave since the data's start.
+        count: Number of batches given since the data's start.
     """
 
     def __init__(self, data: Iterable[Any]):
@@ -39,14 +39,14 @@ class Source(Iterator[Any]):
         return batch
 
     def position(self, count: int) -> dict[str, Any]:
-        """Where the data was after `count` batches, one of the last few, as JSON."""
+        """The data's position after `count` batches, one of the last few, as JSON."""
         state = self._states.get(count)
         if isinstance(state, bytes):
             return {"batches": count, "bytes": base64.b64encode(state).decode()}
         return {"batches": count, "state": state}
 
     def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
-        """Goes to where the data was, by its state or by skipping batches.
+        """Goes to a position, by the iterator's state or by skipping batches.
 
         Raises:
             ValueError: If the data ends before.
@@ -124,7 +124,7 @@ class Prefetch(Iterator[Any]):
 
 @contextmanager
 def numbered(number: int) -> Iterator[None]:
-    """Tells with an error which batch of `data` it was about."""
+    """Adds the number of a batch to an error about it."""
     try:
         yield
     except (TypeError, ValueError) as error:
