@@ -23,7 +23,7 @@ Batch = dict[str, np.ndarray]
 
 
 def distance_penalty(length: int, num_heads: int) -> jax.Array:
-    """Returns what attention scores lose with distance: [1, heads, length, length], fp32.
+    """Returns the penalty on scores of distant tokens: [1, heads, length, length], fp32.
 
     This is ALiBi (Press et al., https://arxiv.org/abs/2108.12409). Its steepest heads look at the
     last few bytes from the first step on, so a short run already learns from them.

@@ -1,4 +1,4 @@
-"""Set before JAX starts: tiny models spend their time in the CPU's code generator."""
+"""Settings made before JAX starts: tiny models spend their time in the CPU's code generator."""
 
 import atexit
 import gc

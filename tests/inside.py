@@ -1,4 +1,4 @@
-"""What is inside a trainer, for tests of its parts: the one file that knows where it keeps them."""
+"""The parts inside a trainer, for tests: the one file that knows where it keeps them."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from megatrain_jax._src.runtime.store import Store
 
 
 def spec_of(trainer: mt.Trainer) -> RunSpec:
-    """The run as it was before it had arrays."""
+    """The spec of a trainer's run."""
     return trainer._spec
 
 
 def engine_of(trainer: mt.Trainer) -> Engine:
-    """The engine that runs its steps."""
+    """The engine that runs a trainer's steps."""
     return trainer._engine
 
 
 def store_of(trainer: mt.Trainer) -> Store:
-    """The store of all its state."""
+    """The store of a trainer's state."""
     return trainer._store
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of the public functions may be and must not be, and how a misuse ends."""
+"""Right and wrong arguments of the public functions, and how a misuse ends."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def nested(depth: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What an argument may be, and what it must not be; a function makes a fresh value."""
+    """The right and the wrong values of an argument; a function makes a fresh value."""
 
     right: tuple[Any, ...]
     wrong: tuple[Any, ...]
@@ -235,7 +235,7 @@ def named(error: BaseException, name: str) -> bool:
 
 
 def outcome(argument: str, function: Callable[..., Any], /, **options: Any) -> str | None:
-    """What is wrong with how a misuse ends; None if nothing is."""
+    """The fault in how a misuse ends; None if there is none."""
     TRACED.clear()
     DRAWN.clear()
     try:

@@ -20,7 +20,7 @@ def is_shape(node: Tree) -> bool:
 
 
 def zeros(shapes: Tree) -> Tree:
-    """The arrays; only ever called on shapes."""
+    """Arrays of these shapes; only ever traced."""
     return jax.tree.map(jnp.zeros, shapes, is_leaf=is_shape)
 
 

@@ -51,7 +51,7 @@ class Tree:
         return groups
 
     def whole(self, groups: Sequence[Sequence[Any]]) -> list[np.ndarray]:
-        """Undoes `by_group`."""
+        """The whole parameters of their leaves by group: the inverse of `by_group`."""
         rows: list[list[tuple[Index, Any]]] = [[] for _ in self.shapes]
         each = [iter(g) for g in groups]
         for g, leaf in zip(self.group_of, self.leaves, strict=True):

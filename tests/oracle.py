@@ -27,7 +27,7 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class PlainModel:
-    """A model as trees and a pure loss.
+    """A user's model as trees and a pure loss.
 
     Attributes:
         params: what Optax sees: an `nnx.State`, Linen's "params", or the inexact arrays.
@@ -42,7 +42,7 @@ class PlainModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRun:
-    """What a run gives. Nothing of it but random keys is on the device.
+    """The results of a plain run; but for random keys they are on the host.
 
     Attributes:
         losses: one a step, the mean over microbatches.

@@ -28,7 +28,7 @@ class Block:
         code: The code.
         printed: The block of text right behind it, which is what it prints; "..." stands for
             anything, and line breaks don't count.
-        line: Where it is in the page, from 1.
+        line: Number of its line in the page, from 1.
     """
 
     code: str
@@ -64,7 +64,7 @@ def cells(notebook: Path, kind: str) -> list[str]:
 
 
 def links(page: Path) -> list[str]:
-    """What a page or a notebook links to within the repository, without anchors."""
+    """The targets of a page's or a notebook's links within the repository, without anchors."""
     is_notebook = page.suffix == ".ipynb"
     text = "\n".join(cells(page, "markdown")) if is_notebook else page.read_text(encoding="utf-8")
     targets = [target.partition("#")[0] for target in _LINK.findall(_CODE.sub("", text))]

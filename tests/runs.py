@@ -24,7 +24,7 @@ NUM_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run of the system gives, on the host."""
+    """The results of a run of the system, on the host."""
 
     losses: tuple[float, ...]
     metrics: tuple[dict[str, float], ...]
@@ -102,7 +102,7 @@ def train(trainer: mt.Trainer, batches: Sequence[Any], *, gradients: bool = True
 
 
 def variables_of(model: Any) -> Any:
-    """What of a model is no parameter, as the oracle has it."""
+    """The variables of a model that are no parameters, as the oracle has them."""
     if isinstance(model, linen.Module):
         return {k: v for k, v in model.variables.items() if k != "params"}
     return nnx.state(model, nnx.Not(nnx.Param)) if isinstance(model, nnx.Module) else ()

@@ -16,7 +16,7 @@ from workloads import MOVES, WAITS
 
 @dataclass(kw_only=True)
 class Machine:
-    """Runs instructions on version numbers.
+    """A machine that runs instructions on version numbers.
 
     The version of masters and optimizer state is the number of their updates, that of a gradient
     the step that made it and the stages summed into it, that of an activation or residuals the run

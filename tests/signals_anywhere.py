@@ -24,7 +24,7 @@ OPTIONS = LoopOptions(steps=7, eval_data=[0], eval_every=2, progress=False)
 
 
 class Slots:
-    """Takes the part of a folder of checkpoints, and remembers what was saved last."""
+    """The checkpoints of a run without a folder: only the number of the last one is kept."""
 
     folder = "memory"
 
@@ -42,7 +42,7 @@ class Slots:
 
 
 class Watched(LogTrainer):
-    """Goes on watching lines after an exception has ended that."""
+    """A trainer that goes on watching lines after an exception has ended that."""
 
     def __init__(self, watch: Any):
         super().__init__()

@@ -60,7 +60,7 @@ def fit(folder: Path | str | None, steps: int, **options: Any) -> mt.FitResult:
 
 @functools.cache
 def expected(steps: int) -> list[float]:
-    """The losses of a run that nothing happens to."""
+    """The losses of an undisturbed run."""
     return losses(fit(None, 8))[:steps]
 
 
@@ -79,7 +79,7 @@ def files(path: Path) -> list[Path]:
 
 
 def flip(file: Path, at: int, bits: int = 1) -> None:
-    """Changes a byte."""
+    """Flips bits of one byte of a file."""
     content = bytearray(file.read_bytes())
     content[at] ^= bits
     file.write_bytes(content)
@@ -92,5 +92,5 @@ def damage(path: Path, array: np.ndarray) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
+    """The contents of all files of a folder, by path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in files(folder)}

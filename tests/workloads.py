@@ -1,4 +1,4 @@
-"""What schedules are made for in tests, and how their instructions read."""
+"""Workloads that schedules are made for in tests, and the spelling of instructions."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What one model of the zoo is, and the few functions all of them share.
+"""The cases of the zoo: a model with its loss and data; and the functions that all share.
 
 Every kind of model (NNX, Linen, pytree) has its own file; this is what they have in common.
 """

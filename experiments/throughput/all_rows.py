@@ -27,7 +27,7 @@ class Part:
     Attributes:
         script: The script, without its ending.
         row: The row's name; None if the script has no table.
-        options: More options.
+        options: Further options of the script.
         seconds: About how long it takes on an H200.
         has_shape: Whether the script takes `--shape`.
     """
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called where it is chosen or reported."""
+        """The part's name, by which it is chosen and reported."""
         return self.script if self.row is None else f"{self.script}: {self.row}"
 
 
@@ -98,7 +98,7 @@ _TABLES = {"updates", "peers", "plain", "large", "small_gpu", "batches", "start"
 
 
 def command(part: Part, args: argparse.Namespace) -> list[str]:
-    """Returns what measures a part."""
+    """Returns the command that measures a part."""
     folder = args.out / part.script
     words = [sys.executable, str(FOLDER / f"{part.script}.py"), *part.options]
     if part.script in _TABLES:
@@ -132,7 +132,7 @@ def check_machine(out: Path, run: str) -> None:
 
 
 def main() -> None:
-    """Measures what is left, as far as the time goes."""
+    """Measures the parts that are left, as far as the time goes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

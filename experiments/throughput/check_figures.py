@@ -55,8 +55,8 @@ class Page:
     """A page's text, with problems as lines of `path:line what`.
 
     Attributes:
-        path: Where it lies; links start there.
-        text: What it says. Of a notebook, its Markdown.
+        path: The page's path, from which its links start.
+        text: The page's text; of a notebook, its Markdown.
     """
 
     path: Path
@@ -95,7 +95,7 @@ def read_page(path: Path) -> Page:
 
 
 def problems(page: Page) -> list[str]:
-    """Returns what is wrong with a page's figures."""
+    """Returns the problems of a page's figures."""
     visible = _blank(_HIDDEN, page.text)
     lost = [m for m in _LINK.finditer(visible) if _is_lost(page.target(m[2]))]
     if lost:
@@ -274,7 +274,7 @@ def _section(path: Path, anchor: str) -> str:
 
 
 def main() -> None:
-    """Prints what is wrong, or writes the list."""
+    """Prints the problems of all pages, or writes the list of files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

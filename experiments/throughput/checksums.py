@@ -1,4 +1,4 @@
-"""What checksums cost: saves and restores of one state, in turn with and without them."""
+"""The cost of checksums: saves and restores of one state, in turn with and without them."""
 
 import argparse
 import json

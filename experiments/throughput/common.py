@@ -1,4 +1,4 @@
-"""What the scripts of the tables share: rows as data, a process for each, a Markdown table."""
+"""The tables' common part: rows as data, a process for each, a Markdown table."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ Option = str | int | float
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One configuration.
+    """A row of a table: one configuration to measure.
 
     Attributes:
         name: What the table calls it.
@@ -80,7 +80,7 @@ def run_table(
     """Measures rows, each in a process of its own, and prints their table.
 
     Args:
-        rows: What to measure; a row that fails is reported and does not stop the others.
+        rows: The rows; one that fails is reported and does not stop the others.
         args: What `parser` read.
         columns: The table's, after the one of names.
         ratio: Title of the column that compares rows with their yardsticks.
@@ -178,7 +178,7 @@ def column(title: str) -> Column:
 
 
 def number(key: str, form: str = ".4g", unit: str = "") -> Callable[[Result], str]:
-    """Returns what shows a figure; nothing where it could not be measured."""
+    """Returns a figure as text; empty where it could not be measured."""
 
     def show(result: Result) -> str:
         value = result.get(key)

@@ -1,4 +1,4 @@
-"""How fast conversations become tokens, and tokens packed batches, on this host's cores.
+"""The rates at which conversations become tokens, and tokens packed batches, on this host.
 
 The conversations are pieces of the sources of Python's standard library in a ChatML template. The
 tokenizer is a byte-level BPE trained on them, unless `--tokenizer` names the folder of a model's.
@@ -85,7 +85,7 @@ def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str, parts: int = 1) -> Iterator[None]:
-    """Times its body, and keeps what one of its equal parts took."""
+    """Times its body, and keeps the seconds of one of its equal parts."""
     start = time.perf_counter()
     yield
     seconds[name] = (time.perf_counter() - start) / parts

@@ -90,7 +90,7 @@ class Decoder(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps tokens [batch, length] to what the head reads: [batch, length, dim]."""
+        """Maps tokens [batch, length] to the head's hidden states: [batch, length, dim]."""
         x = self.embedding(tokens)
         cos_sin = rotary_tables(tokens.shape[1], self.shape.head_dim)
         for block in self.blocks:

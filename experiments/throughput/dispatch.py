@@ -1,4 +1,4 @@
-"""What Python costs in a training step."""
+"""The seconds that Python takes in a training step."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ from megatrain_jax._src.schedule.instructions import WAITS, Instruction
 
 
 def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
-    """Returns what Python needs to dispatch the last of some steps, without what it waits.
+    """Returns Python's seconds for dispatching the last of some steps, without its waits.
 
     XLA's GPU client has 32 computations in flight at most, and has a call wait until there are
     fewer again. So what was dispatched is over before each instruction here.

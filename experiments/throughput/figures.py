@@ -30,7 +30,7 @@ def read(path: Path) -> Result:
 
 
 def part(result: Any, keys: str) -> Any:
-    """Returns what a path of keys leads to.
+    """Returns the part of a result that a path of keys leads to.
 
     Raises:
         KeyError: If it leads nowhere.
@@ -79,7 +79,7 @@ def _early_seconds(result: Result) -> Sequence[float]:
 
 
 def num_measured_steps(result: Result) -> int:
-    """How many steps the mean is of."""
+    """The number of steps that the mean is of."""
     early = _early_seconds(result) if is_early(result) else ()
     return len(early) or result.get("num_measured_steps", 0)
 
@@ -132,7 +132,7 @@ def tokens_per_second_at_least(result: Result) -> Figure:
 
 
 def link_rate(result: Result) -> Figure:
-    """What a step moves in its busier direction, in GiB/s."""
+    """The rate of a step's busier direction, in GiB/s."""
     seconds = seconds_per_step(result)
     return seconds and max(result["planned_gib_in_and_out"]) / seconds
 
@@ -145,12 +145,12 @@ def link_share(result: Result) -> Figure:
 
 
 def temporary_device_gib(result: Result) -> Figure:
-    """What a compiled function needs for itself, as planned."""
+    """Device memory that a compiled function needs for itself, as planned, in GiB."""
     return result["planned_device_gib"] - result["planned_state_gib"]
 
 
 def dd_of_several(result: Result) -> Figure:
-    """What several processes of `dd` wrote, in GiB/s."""
+    """The rate at which several processes of `dd` wrote, in GiB/s."""
     return max(row["gib_per_s"] for writers, row in result["dd"].items() if int(writers) > 1)
 
 
@@ -173,7 +173,7 @@ def is_of_one_run(path: Path, first: Path) -> bool:
 
 
 def marks(path: Path, first: Path) -> list[str]:
-    """Returns what a row has to say of itself beside the first row of its table."""
+    """Returns the reasons why a row can't be compared as it is with the first one of its table."""
     result = read(path)
     found = []
     if not is_of_one_run(path, first):
@@ -196,8 +196,8 @@ class Column:
     """A column of a table of figures.
 
     Attributes:
-        names: Of the figures in a cell.
-        form: How they are printed.
+        names: Names of the figures in a cell.
+        form: Format of a cell.
     """
 
     names: tuple[str, ...]
@@ -265,7 +265,7 @@ def figure(path: Path, name: str, base: str = "", yardstick: Path | None = None)
 
     Args:
         path: The file.
-        name: Its name here, or a path of keys.
+        name: The figure's name here, or a path of keys.
         base: A path of keys to the part of the file that it is of.
         yardstick: The file that a ratio refers to, if not one beside this one.
 

@@ -1,4 +1,4 @@
-"""What figures depend on besides this repository: the device, the host, packages, the link."""
+"""The machine that figures depend on: the device, the host, packages, the link."""
 
 import os
 import platform

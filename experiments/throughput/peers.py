@@ -30,14 +30,14 @@ _COLUMNS = (SECONDS, SPREAD, TOKENS, PEAK_DEVICE, PEAK_HOST)
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFacts:
-    """What a peer is called, how it is configured, and what it needs.
+    """The facts of a peer: its names, its configuration and its needs.
 
     Attributes:
         title: Its name in the table.
         peer: Its name in `torch_peers.BUILDERS`.
-        microbatches: Into how many parts it splits a batch, if it does.
+        microbatches: Number of parts that it splits a batch into, if it does.
         tried: How `torch_peers.py` configures it, and what its makers offer that was not tried.
-        modules: What has to be importable.
+        modules: Modules that have to be importable.
     """
 
     title: str
@@ -48,7 +48,7 @@ class PeerFacts:
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
+        """The command that installs the peer."""
         words = ("roundpipe==0.1.1" if module == "roundpipe" else module for module in self.modules)
         return f"pip install {' '.join(words)}"
 
@@ -156,7 +156,7 @@ def rows(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
 
 
 def main() -> None:
-    """Measures what is installed, prints the table and what is not."""
+    """Measures the peers that are installed, prints the table, and names the others."""
     options = parser(__doc__, "peers")
     options.add_argument("--shape", choices=SHAPES, default="qwen2.5-3b-untied")
     options.add_argument("--batch", type=int, help="sequences in a step")

@@ -67,7 +67,7 @@ def chosen_model(name: str, shape: Shape, compute: Any) -> Model:
 
 
 def split(model: Any) -> tuple[Params, Callable[[Params], Any]]:
-    """Returns a model's parameters, and what puts parameters back into a model."""
+    """Returns a model's parameters, and the function that puts parameters back into it."""
     if isinstance(model, nnx.Module):
         graph, params = nnx.split(model)
         return params, lambda new: nnx.merge(graph, new)
@@ -91,7 +91,7 @@ def make_step(
     Args:
         loss_of: The loss by parameters and batch.
         optimizer: Updates the parameters.
-        microbatches: Into how many parts the batch is split.
+        microbatches: Number of parts that the batch is split into.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -137,7 +137,7 @@ def plain_work(
 def library_work(
     model: Model, optimizer: optax.GradientTransformation, compute: Any, args: argparse.Namespace
 ) -> tuple[Work, dict[str, Any]]:
-    """Returns this library's steps to time, and what its plan says."""
+    """Returns this library's steps to time, and the figures of its plan."""
     batches = cycle([model.batch(seed) for seed in range(_BATCHES)])
     trainer = mt.Trainer(
         model.build,
@@ -200,7 +200,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace, shape: Shape) -> Mapping[str, Any]:
-    """Returns what the figures depend on."""
+    """Returns the options, the machine and the versions that the figures depend on."""
     return {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "model": args.model,

@@ -88,7 +88,7 @@ def memory_gib(result: Result) -> float:
 
 
 def budget_name(result: Result) -> str:
-    """Returns what the picture calls a device budget."""
+    """Returns the name of a device budget in the picture."""
     budget = result["device_budget"]
     return budget if budget in ("least", "auto") else f"{budget} GiB"
 

@@ -1,4 +1,4 @@
-"""Where a result comes from: a commit, a time, a machine and a run; and the file that says so.
+"""The origin of a result: a commit, a time, a machine and a run; and the file that has it.
 
 Every script writes its files here. Needs neither JAX nor PyTorch.
 """
@@ -21,7 +21,7 @@ _GPUS = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a run knows of itself before it measures.
+    """The origin of a run's results, found before anything is measured.
 
     Attributes:
         commit: The commit, 40 hexadecimal digits; None if it is not known.
@@ -36,7 +36,7 @@ class Origin:
     run: str
 
     def options(self) -> dict[str, str]:
-        """Returns what makes another script's rows a part of the same run."""
+        """Returns the options that make another script's rows a part of the same run."""
         found = {"run": self.run}
         if self.commit is not None:
             found["commit"] = self.commit
@@ -125,7 +125,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, without the last line's end; None if it is not there or fails."""
+    """A command's output, without the last line's end; None if it is not there or fails."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

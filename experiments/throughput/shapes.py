@@ -21,7 +21,7 @@ class Shape:
         vocab_size: Tokens; embedding and head are separate parameters.
         batch_size: Sequences in a step.
         seq_len: Tokens in a sequence.
-        loss_tokens: Of how many tokens the loss holds the logits at once.
+        loss_tokens: Number of tokens whose logits the loss holds at once.
     """
 
     dim: int

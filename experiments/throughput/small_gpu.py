@@ -1,4 +1,4 @@
-"""Table: what a small GPU would allow, by keeping JAX to 10 GiB of this one.
+"""Table: training on a small GPU, for which JAX is kept to 10 GiB of this one.
 
 The GPU still computes and copies at its own rates: the table says what fits, and at what cost
 in time, not what a cheaper GPU reaches.
@@ -14,7 +14,7 @@ _CLIP = 1.0
 
 
 def fraction_of_device(gib: float) -> float:
-    """Returns which fraction of the first GPU's memory `gib` are.
+    """Returns the fraction of the first GPU's memory that `gib` are.
 
     Raises:
         SystemExit: If there is no `nvidia-smi`, or the GPU is smaller.

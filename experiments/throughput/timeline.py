@@ -60,7 +60,7 @@ def find_trace(path: Path) -> Path:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Returns what the first GPU's streams did, in the order of its starts; times are in µs.
+    """Returns the events of the first GPU's streams in the order of their starts, in µs.
 
     Raises:
         SystemExit: If the trace has no GPU.
@@ -109,7 +109,7 @@ def function_of(event: dict[str, Any]) -> str:
 
 
 def cut(lanes: Lanes, low: float, high: float) -> Lanes:
-    """Keeps what happens between two moments, in seconds after the first of them."""
+    """Returns the spans between two moments, in seconds after the first of them."""
     return {
         lane: {
             kind: [
@@ -154,7 +154,7 @@ def merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 
 def busy_seconds(kinds: dict[str, list[Span]]) -> float:
-    """Returns for how long a lane does anything; what overlaps counts once."""
+    """Returns the seconds in which a lane does anything; overlaps count once."""
     return sum(end - start for start, end in merged(s for spans in kinds.values() for s in spans))
 
 

@@ -16,11 +16,11 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is timed.
+    """The steps that are timed, of any library.
 
     Attributes:
         begin: Begins the next step. It may return before the step is over.
-        finish: Waits for a step, by what `begin` returned, and returns its loss.
+        finish: Waits for the step of what `begin` returned, and returns its loss.
         drain: Waits for all that is in flight and does what steps still owe, as an update that
             would have come with the next step.
     """
@@ -42,15 +42,15 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What was measured; all seconds.
+    """The measured times of steps, in seconds.
 
     Attributes:
-        mean: A step's, with all that it owes.
+        mean: Mean of a step, with all that it owes.
         driver_cpu: Processor time of the thread that begins the steps, a step.
         intervals: Between the ends of neighbouring steps, one for each that `mean` is of. They
             tell how even steps are; their own mean leaves out what the last ones owe.
-        runs: Those of each drained run, by its number of steps.
-        losses: Of all steps.
+        runs: Seconds of each drained run, by its number of steps.
+        losses: Losses of all steps.
     """
 
     mean: float
@@ -60,7 +60,7 @@ class Times:
     losses: list[float]
 
     def figures(self) -> dict[str, Any]:
-        """Returns what a result file says of a step's time."""
+        """Returns the figures of a step's time for a result file."""
         return {
             "num_measured_steps": len(self.intervals),
             "mean_seconds_per_step": self.mean,
@@ -88,8 +88,8 @@ def time_steps(
     take it away, two steps take 5.2 s and ten take 14 s: (14 - 5.2) / 8 = 1.1.
 
     Args:
-        work: What to time. It has been warmed up, to the end of a `drain`.
-        num_steps: How many steps the mean is of.
+        work: The steps to time, warmed up to the end of a `drain`.
+        num_steps: Number of steps that the mean is of.
         clock: Tells seconds.
         cpu_clock: Tells seconds of the calling thread's processor time.
 

@@ -20,11 +20,11 @@ class Decoder(torch.nn.Module):
     """
 
     def __init__(self, model: Any, num_tokens: int):
-        """Takes the parts of a model over.
+        """Makes it of the parts of a model.
 
         Args:
             model: A causal language model of Transformers.
-            num_tokens: Of how many tokens the logits exist at once.
+            num_tokens: Number of tokens whose logits exist at once.
         """
         super().__init__()
         self.model = model.model

@@ -65,7 +65,7 @@ def measure(peer: Peer, num_steps: int) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """Returns what the figures depend on: the hardware and versions of what is installed."""
+    """Returns the hardware and the versions that the figures depend on."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in _PACKAGES:
         try:

@@ -43,14 +43,14 @@ _ZERO = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a peer is built from.
+    """The setting of a peer: model, data and options that it is built from.
 
     Attributes:
         model: The decoder in bf16 on the host, ready to train.
         tokens: Random tokens, [batch, length], on the host; also the labels.
         clip: The most that the gradients' global norm may be.
-        microbatches: Into how many parts a batch is split, where a peer does that.
-        loss_tokens: Of how many tokens the loss holds the logits at once.
+        microbatches: Number of parts that a batch is split into, where a peer does that.
+        loss_tokens: Number of tokens whose logits the loss holds at once.
     """
 
     model: Any
@@ -62,7 +62,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A way of training, built.
+    """A peer that was built: how it steps, and how it ends.
 
     Attributes:
         step: Trains one step and returns its loss, which may still be on its way on the device.
@@ -85,7 +85,7 @@ def deepspeed_engine(setting: Setting, zero: Mapping[str, Any]) -> Peer:
 
     Args:
         setting: What to train.
-        zero: What the configuration says of ZeRO beside what all rows of DeepSpeed share.
+        zero: The configuration of ZeRO beside that of all rows of DeepSpeed.
     """
     import deepspeed
 
