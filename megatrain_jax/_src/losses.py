@@ -46,17 +46,17 @@ def next_token(
     Args:
         hidden: Final hidden states, after the last norm, of any float dtype.
         head: The head's weights, or a tied embedding's.
-        labels: What each position should predict: tokens already shifted by one. Negative ones, as
+        labels: The token that each position should predict, already shifted. Negative ones, as
             Hugging Face's -100, do not count. One that counts and is beyond the vocabulary makes
             the loss NaN, and so its gradients.
-        mask: Which labels count, or with which weight; None counts all.
-        count: What the sum over the labels is divided by; None takes the sum of their weights.
+        mask: Weights of labels, or whether they count; None counts all.
+        count: Divisor of the sum over the labels; None takes the sum of their weights.
             Where a batch is cut into microbatches, whose losses are averaged, the mean over all
             its labels takes the same count for each: that of the batch over their number.
         z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
             logits from drifting (PaLM, arXiv 2204.02311, section 5).
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
-        chunk: Of how many tokens logits exist at once. More are faster: each chunk reads and
+        chunk: Number of tokens whose logits exist at once. More are faster: each chunk reads and
             writes the head's gradient.
 
     Returns:
@@ -116,7 +116,7 @@ def next_token(
 def num_labels(
     labels: Integer[ArrayLike, "*rows"], mask: Shaped[ArrayLike, "*rows"] | None = None
 ) -> Float[Array, ""]:
-    """Returns how many labels count, which is what `next_token` divides by unless it is told.
+    """Returns the number of labels that count, by which `next_token` divides unless told otherwise.
 
     A loss function that returns it as the metric `weight` has its evaluations weighted by it.
 

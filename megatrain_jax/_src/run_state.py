@@ -37,8 +37,8 @@ class RunState:
         """Holds the state of a run before its first step.
 
         Args:
-            spec: What the state is.
-            engine: What runs steps on it; its store is filled.
+            spec: The run before it had arrays.
+            engine: The engine that runs the steps; its store is filled.
             progress: Whether to show a progress bar while a checkpoint is restored.
         """
         self.history = History()
@@ -64,7 +64,7 @@ class RunState:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were skipped, of those whose metrics were read."""
+        """Steps that were skipped, of those whose metrics were read."""
         return self._training.num_skipped
 
     @property
@@ -134,9 +134,9 @@ class RunState:
 
         Args:
             path: See `save`.
-            facts: What to keep beside the state, as JSON.
+            facts: The facts to keep beside the state, as JSON.
             params_only: See `save`.
-            workspace: Of the run whose checkpoint this is; what is at `path` is then replaced.
+            workspace: Workspace of the run whose checkpoint this is; what is at `path` is replaced.
 
         Returns:
             The save, to be waited for. A second save waits for the first by itself.
@@ -173,7 +173,7 @@ class RunState:
             path: A folder that `save` or `fit` has written.
 
         Returns:
-            What was kept beside the arrays.
+            The facts kept beside the arrays.
 
         Raises:
             CheckpointError: If it is damaged, or of another model or optimizer. Unless it says

@@ -1,4 +1,4 @@
-"""How much of the device a run may take: an automatic budget is what its functions leave there.
+"""A run's device budget: an automatic one is the memory that its compiled functions leave.
 
 Functions are compiled for a schedule, and a schedule is found for a budget, so both are found in
 turns: the functions for the least budget, the budget that these leave, the functions it adds.
@@ -58,7 +58,7 @@ def with_temporaries(
 
     Args:
         spec: The run.
-        temporary_bytes: What compiled functions need on the device for themselves.
+        temporary_bytes: Device bytes that compiled functions need for themselves.
         device_bytes: Device memory that is free; None if unknown.
         estimated: Whether the functions' memory is an estimate.
     """

@@ -17,7 +17,7 @@ from megatrain_jax._src.common.model_path import path_name
 
 
 def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) -> None:
-    """Checks the kinds of what is trained and how, without looking into it.
+    """Checks the types of model, loss, optimizer and parameters, without looking into them.
 
     Args:
         model: See `Trainer`.
@@ -57,9 +57,9 @@ def check_data(name: str, data: Any, one_batch: str) -> None:
     """Checks that something is an iterable of batches, without drawing one.
 
     Args:
-        name: The argument.
-        data: What was given.
-        one_batch: What to pass to use one batch, for the message.
+        name: Name of the argument.
+        data: Value of the argument.
+        one_batch: Advice on how to train on one batch, for the message.
 
     Raises:
         TypeError: If it isn't.
@@ -88,7 +88,7 @@ def eval_batches(eval_data: EvalData) -> Iterable[Any]:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Checks that something can be trained on with.
+    """Checks that the argument `trainer` is one.
 
     Raises:
         TypeError: If it is no trainer.

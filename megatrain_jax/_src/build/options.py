@@ -1,4 +1,4 @@
-"""The options of a run: what they are, what each may be, and how functions take them.
+"""The options of a run: their records, the checks of each, and how functions take them.
 
 `fit`, `train`, `Trainer` and `plan` take them as `**options` and make these records first of all,
 so that a mistake is named before data is drawn, and before anything is traced, made or saved. An
@@ -184,7 +184,7 @@ def options_of(
 
 
 def are_batches(value: Any) -> bool:
-    """Whether something looks like an iterable of batches, not like a single one."""
+    """Whether a value looks like an iterable of batches, not like a single one."""
     is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
     return isinstance(value, Iterable) and not is_one
 

@@ -1,4 +1,4 @@
-"""Which dtype the parameters live in on the host and which one the model computes in.
+"""The precision of a run: the dtypes that parameters have in the host and in the model.
 
 One small record, because master copies and compute copies are chosen together.
 """

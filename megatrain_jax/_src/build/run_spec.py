@@ -34,7 +34,7 @@ class RunSpec:
         options: Options of the run.
         budget_bytes: Bytes that state and the values between stages may occupy on the device, or
             None for the least.
-        temporary_bytes: What compiled functions need on the device for themselves; None before
+        temporary_bytes: Device bytes that compiled functions need for themselves; None before
             that is known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
         leaves: All leaves of the model, in the store's order.
@@ -155,7 +155,7 @@ def make_run_spec(
 
 
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
-    """For each parameter the dtype of its master; None where `precision.frozen` may round it."""
+    """The dtype of each parameter's master; None where `precision.frozen` may round it."""
     rounds = spec.precision.frozen is not None
     trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
     return [
@@ -198,7 +198,7 @@ def _trace(
 
 
 def _layouts(cut: Cut, precision: Precision) -> tuple[GroupLayout, ...]:
-    """How each group's masters and optimizer state lie in slabs."""
+    """The layout of each group's masters and optimizer state in slabs."""
     return tuple(
         layout_group(
             cut.leaves,

@@ -1,1 +1,1 @@
-"""What every room may use: checks of arguments, differences of trees, names in files."""
+"""The tools of every room: checks of arguments, differences of trees, names in files."""

@@ -22,7 +22,7 @@ _shown.maxstring = _shown.maxother = 60
 
 
 def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
-    """The message of an error.
+    """The message of an error about an argument.
 
     Args:
         name: The argument.

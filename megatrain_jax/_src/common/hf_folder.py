@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face checkpoint, which may be anybody's: what of it is read, and how.
+"""The folder of a Hugging Face checkpoint, which may be anybody's, and the safe reading of it.
 
 Whoever reads such a folder does it through this file. Only regular files are opened, be it through
 links; JSON is read up to a size and a depth; a name that a file gives stays within the folder; and
@@ -30,9 +30,9 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
     """Returns the path of a folder that is there; `~` is the user's home.
 
     Args:
-        name: The argument that named it.
-        given: What was given.
-        holds: What it should hold, for the message.
+        name: Name of the argument.
+        given: Value of the argument.
+        holds: Description of the files it should hold, for the message.
 
     Raises:
         TypeError: If it is no path.
@@ -121,7 +121,7 @@ def name_within(path: Path, given: str) -> str:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Returns where a file of a folder really lies, or None if there is nothing of that name.
+    """Returns the real path of a folder's file, or None if there is nothing of that name.
 
     A link counts as the folder's own if it ends within the folder or, in the cache of
     huggingface_hub, among the blobs that the snapshots of a model link to.
@@ -146,7 +146,7 @@ def own_file(folder: Path, name: str) -> Path | None:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where the files of a folder may lie: `models--*/snapshots/*` links to two kinds of blobs."""
+    """The folders of a folder's files: `models--*/snapshots/*` links to two kinds of blobs."""
     model = folder.parent.parent
     if folder.parent.name == "snapshots" and model.name.startswith("models--"):
         return [folder, model / "blobs", model.parent / "blobs"]

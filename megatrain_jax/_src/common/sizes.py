@@ -1,4 +1,4 @@
-"""How numbers of bytes are written, in tables and messages alike."""
+"""The spelling of numbers of bytes, in tables and messages alike."""
 
 
 def sized(num_bytes: int) -> str:

@@ -39,7 +39,7 @@ class Corpus:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return int(self.documents[-1]) + 1 if len(self.documents) else 0
 
     @property
@@ -72,10 +72,10 @@ class CorpusBuilder:
 
         Args:
             length: Tokens of a row.
-            too_long: What becomes of a document that is longer.
+            too_long: Treatment of a document that is longer.
             errors: Whether it is an error if there is nothing to learn in a document.
-            report: Where left-out documents are written down.
-            fault_of: Returns why tokens, int32 (n,), can't be used; None if they can.
+            report: Report that left-out documents are written down in.
+            fault_of: Finds the fault of tokens, int32 (n,), that can't be used; None if they can.
         """
         self._length = length
         self._too_long = too_long
@@ -96,7 +96,7 @@ class CorpusBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """The number of tokens so far."""
         return len(self._learned)
 
     def extend(self, tokens: np.ndarray, learned: np.ndarray) -> None:
@@ -114,7 +114,7 @@ class CorpusBuilder:
         """Ends the document at hand, and keeps it or writes down why not.
 
         Args:
-            origin: Where it came from.
+            origin: Origin of the document's row.
         """
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)

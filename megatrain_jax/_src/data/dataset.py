@@ -37,13 +37,13 @@ class Batches:
     def __init__(
         self, corpus: Corpus, chosen: np.ndarray, packing: Packing, options: "DatasetOptions"
     ):
-        """Takes what batches are made of; each is built when it is asked for.
+        """Makes the batches of some pieces; each is built when it is asked for.
 
         Args:
             corpus: The tokens.
-            chosen: int32 (n,), which pieces of the corpus are used.
-            packing: Which lengths of these pieces share a row.
-            options: How they become batches.
+            chosen: int32 (n,), the pieces of the corpus that are used.
+            packing: Packing of the lengths of these pieces.
+            options: Options by which they become batches.
         """
         self._corpus = corpus
         self._chosen = chosen
@@ -92,7 +92,7 @@ class Batches:
         return {**self.__dict__, "_lock": None, "_epochs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes such a state, with a lock of its own."""
+        """Takes the state of `__getstate__`, with a lock of its own."""
         self.__dict__.update(state, _lock=threading.Lock())
 
 
@@ -146,19 +146,19 @@ class Dataset:
     run on the batch it would have come to.
 
     Attributes:
-        summary: What it was made from.
+        summary: Summary of the rows it was made from.
     """
 
     def __init__(
         self, corpus: Corpus, summary: Summary, options: DatasetOptions, documents: Any = None
     ):
-        """Takes what `chat` and `text` have made.
+        """Makes a dataset of a corpus that `chat` or `text` has read.
 
         Args:
             corpus: The tokens, which other datasets may share.
-            summary: What the whole corpus was made from.
-            options: How it becomes batches.
-            documents: Which documents of the corpus it has; None takes all.
+            summary: Summary of the rows that the whole corpus was made from.
+            options: Options by which it becomes batches.
+            documents: Documents of the corpus that it has; None takes all.
         """
         self.summary = summary
         self._corpus = corpus
@@ -170,26 +170,26 @@ class Dataset:
 
     @property
     def num_documents(self) -> int:
-        """How many documents it has."""
+        """The number of documents."""
         return len(np.unique(self._corpus.documents[self._chosen]))
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens an epoch has, without padding."""
+        """The number of tokens of an epoch, without padding."""
         return int(self._corpus.lengths[self._chosen].sum())
 
     @property
     def num_rows(self) -> int:
-        """How many rows an epoch has."""
+        """The number of rows of an epoch."""
         return self._packing.num_rows
 
     @property
     def fill(self) -> float:
-        """Which share of an epoch's rows is tokens rather than padding."""
+        """The share of an epoch's rows that is tokens rather than padding."""
         return self.num_tokens / (self.num_rows * self._options.length)
 
     def __len__(self) -> int:
-        """How many batches there are, of all epochs.
+        """The number of batches of all epochs.
 
         Raises:
             TypeError: If epochs never end.
@@ -203,7 +203,7 @@ class Dataset:
         return DatasetIterator(self.grain(), self._fingerprint)
 
     def __str__(self) -> str:
-        """Says what an epoch is."""
+        """Describes an epoch."""
         options = self._options
         epochs = "epochs without end" if options.epochs is None else f"{len(self):,} batches"
         return (
@@ -231,8 +231,8 @@ class Dataset:
         sides share the tokens in memory.
 
         Args:
-            fraction: Which share of the documents is held out; at least one is, and one is not.
-            seed: Of the draw.
+            fraction: Share of the documents that is held out; at least one is, and one is not.
+            seed: Seed of the draw.
 
         Returns:
             Two datasets. The first is to be trained on. The second is held out, and has each of its
@@ -301,7 +301,7 @@ class DatasetIterator(Iterator[Batch]):
         """Starts with the first batch.
 
         Args:
-            batches: What to iterate over.
+            batches: Batches to iterate over.
             fingerprint: A hash of the data and of the order of its batches.
         """
         self._iterator: Any = iter(batches)
@@ -312,7 +312,7 @@ class DatasetIterator(Iterator[Batch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns, as JSON can hold it, which batch is next."""
+        """Returns the number of the next batch, as JSON can hold it."""
         return {**self._iterator.get_state(), "data": self._fingerprint}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -66,18 +66,18 @@ def chat(
         tokenizer: The folder of the model's tokenizer, or a fast tokenizer of Transformers.
         length: Tokens of a row; conversations are packed into rows, each into one.
         batch_size: Rows of a batch.
-        seed: Of the order of conversations.
+        seed: Seed of the order of conversations.
         shuffle: Whether that order is drawn, anew every epoch.
         epochs: How often every conversation is seen; None goes on for ever.
         train_on: Which tokens the loss counts: those of the "assistant", which are what it says
             and the token that ends each of its turns, but no message with a weight of 0; or "all".
-        too_long: What becomes of conversations longer than `length`: an "error" that lists them
+        too_long: Treatment of conversations longer than `length`: an "error" that lists them
             once all are read; "cut" loses their end, "split" has them go on in another row
             without what came before, "drop" leaves them out.
-        invalid: What becomes of rows that can't be used: an "error" that lists them, or "drop".
+        invalid: Treatment of rows that can't be used: an "error" that lists them, or "drop".
         chat_template: A Jinja template to use instead of the tokenizer's own, or the name of one
             of its templates.
-        template_variables: What the template is given besides, such as
+        template_variables: Further variables of the template, such as
             ``{"enable_thinking": False}``.
         workers: How many threads build batches ahead. 0 builds each when it is asked for, which
             takes well below a millisecond.
@@ -129,20 +129,20 @@ def text(
 
     Args:
         paths: One or more files: .txt, .json, .jsonl, .ndjson or .parquet.
-        tokenizer: As of `chat`.
+        tokenizer: See `chat`.
         length: Tokens of a row.
         batch_size: Rows of a batch.
-        seed: As of `chat`.
-        shuffle: As of `chat`.
-        epochs: As of `chat`.
-        too_long: As of `chat`; the default here splits a text into pieces of `length` tokens, and
+        seed: See `chat`.
+        shuffle: See `chat`.
+        epochs: See `chat`.
+        too_long: See `chat`; the default here splits a text into pieces of `length` tokens, and
             the last token of a piece has the first of the next as its label.
-        invalid: As of `chat`.
-        workers: As of `chat`.
-        progress: As of `chat`.
+        invalid: See `chat`.
+        workers: See `chat`.
+        progress: See `chat`.
 
     Raises:
-        DataError: As of `chat`; or if the tokenizer has no end of text.
+        DataError: See `chat`; or if the tokenizer has no end of text.
         FileNotFoundError: If a file does not exist.
         TypeError: If an argument has another type.
         ValueError: If an option is not one of those above, or the tokenizer can't be loaded.

@@ -29,7 +29,7 @@ class Packing:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.offsets) - 1
 
 
@@ -89,9 +89,9 @@ def draw_epoch(packing: Packing, lengths: np.ndarray, seed: int | None, epoch: i
     """Decides which pieces have the lengths of a packing, and in which order its rows come.
 
     Args:
-        packing: What `pack` made of `lengths`.
+        packing: Packing of `lengths`.
         lengths: int32 (pieces,).
-        seed: Of the order, which is another in every epoch; None keeps to the order of `lengths`,
+        seed: Seed of the order, new in every epoch; None keeps to the order of `lengths`,
             as far as packing allows.
         epoch: Counted from 0.
     """

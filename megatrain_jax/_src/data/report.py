@@ -1,4 +1,4 @@
-"""What was read, what was left out and why: counted, and shown with its file and line.
+"""The report of reading: rows read and left out, counted, and shown with file and line.
 
 Nothing in this package drops a row without writing it down here.
 """
@@ -20,12 +20,12 @@ class InvalidRow(ValueError):
     """One row that can't be used.
 
     Attributes:
-        reason: What is wrong, in words that rows of the same fault share.
-        detail: What is wrong with this one.
+        reason: The fault, in words that all rows with it share.
+        detail: The fault as this row has it.
     """
 
     def __init__(self, reason: str, detail: str = ""):
-        """Says what is wrong."""
+        """Makes the error of a row with a fault."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
@@ -86,8 +86,8 @@ class Report:
         """Writes down a row (or, where `origin` has no number, a file) that is not used.
 
         Args:
-            origin: Where it comes from.
-            fault: What is wrong with it.
+            origin: Origin of the row.
+            fault: Fault of the row.
             error: Whether `check` shall raise for it.
         """
         counts = self.left_out if origin.number else self.file_faults
@@ -102,7 +102,7 @@ class Report:
         """Raises if there was a fault that the user did not allow.
 
         Args:
-            advice: What the user can do about faults of a class.
+            advice: Advice on faults, by their class.
 
         Raises:
             DataError: With the origins of the first faults of each kind.
@@ -133,13 +133,13 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a dataset was made from; its string is what is printed.
+    """The summary of the rows that a dataset was made from; its string is printed.
 
     Attributes:
         num_rows: Rows read.
         num_documents: Rows that are trained on: `num_rows` less those in `left_out`.
-        num_pieces: What they became where long ones were split.
-        num_tokens: Tokens of them all.
+        num_pieces: Pieces of these documents, of which long ones were split.
+        num_tokens: Tokens of all documents.
         num_learned: Tokens among them that the loss counts.
         longest: Tokens of the longest document, as it was read, among those of any length.
         num_bytes: Host memory that holds them.

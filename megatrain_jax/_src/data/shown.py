@@ -1,4 +1,4 @@
-"""Which parts of a conversation a chat template leaves out.
+"""The parts of a conversation that a chat template leaves out.
 
 A template is a program that reads what it likes. So a conversation is rendered once more with marks
 in place of what is in doubt, and what leaves no trace in the text was not shown.
@@ -19,7 +19,7 @@ class _Part(NamedTuple):
 
     Attributes:
         index: The number of the message.
-        name: What reports call it.
+        name: The part's name in reports.
         seen: A text that shows, where the rendered text has it, that the part is shown; None where
             it may be there for another reason, as the name of a tool may.
         replace: Gives the message with a mark in place of the part.
@@ -43,8 +43,8 @@ def left_out(
     Args:
         messages: The conversation.
         tools: The tools that it may use.
-        text: What the template makes of them.
-        render: The template.
+        text: The conversation as the template renders it.
+        render: Function that renders messages by the template.
 
     Returns:
         Names such as ``reasoning_content of assistant``; each is missing of one message at least.

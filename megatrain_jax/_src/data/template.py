@@ -35,7 +35,7 @@ class Template:
     """The chat template of a tokenizer.
 
     Attributes:
-        name: What errors call it.
+        name: The template's name in errors.
         marked: Whether it marks what the assistant says.
     """
 
@@ -51,7 +51,7 @@ class Template:
             tokenizer: A tokenizer of Transformers.
             chat_template: A Jinja template, or the name of one of the tokenizer's; None takes the
                 tokenizer's own.
-            variables: What the template is given besides, such as ``enable_thinking``.
+            variables: Further variables of the template, such as ``enable_thinking``.
 
         Raises:
             DataError: If there is none, or it is no valid Jinja.
@@ -89,7 +89,7 @@ class Template:
 
         Args:
             conversation: The conversation.
-            text: What `render` made of it.
+            text: The conversation as `render` has it.
         """
         return left_out(conversation.messages, conversation.tools, text, self._attempt)
 
@@ -210,7 +210,7 @@ class Template:
 
 
 def _visible(message: Message) -> str:
-    """What has to be seen of a message: reasoning is left out by some templates."""
+    """The part of a message that has to be seen: reasoning is left out by some templates."""
     return message.get("content", "").rpartition(THOUGHT)[2].strip()
 
 

@@ -32,7 +32,7 @@ class Tokens:
 
     Attributes:
         tokenizer: The tokenizer.
-        name: What errors call it.
+        name: The tokenizer's name in errors.
         vocabulary: The vocabulary of the model in its folder.
     """
 
@@ -147,7 +147,7 @@ def add_conversations(
         conversations: Each with its origin.
         template: Renders them.
         tokens: Tokenises them.
-        train_on: What the loss counts.
+        train_on: Tokens that the loss counts.
         errors: Whether a conversation that can't be used is an error.
         builder: Where they go.
         report: Where conversations that can't be used are written down.

@@ -19,12 +19,12 @@ class BeyondVocabulary(InvalidRow):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The vocabulary of the model that lies in the tokenizer's folder.
+    """The vocabulary of the model in the tokenizer's folder.
 
     Attributes:
         tokenizer: The tokenizer.
         size: Ids are below it; None if the folder has no model.
-        config: Where that is said.
+        config: Path of the configuration that says so.
     """
 
     tokenizer: Any

@@ -17,7 +17,7 @@ class KernelCache:
     """Jitted functions by their kernels' names and keys; each is traced and compiled once."""
 
     def __init__(self):
-        """Starts with none."""
+        """Makes an empty cache."""
         self._functions: dict[tuple[str, Hashable], Callable] = {}
 
     def get(self, kernel: Kernel) -> Any:
@@ -29,7 +29,7 @@ class KernelCache:
         return self._functions[key]
 
     def __len__(self) -> int:
-        """How many different functions there are."""
+        """The number of different functions."""
         return len(self._functions)
 
     def compile(self, kernels: Iterable[Kernel], sharding: jax.sharding.Sharding) -> int:

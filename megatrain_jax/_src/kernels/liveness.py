@@ -1,4 +1,4 @@
-"""How much memory a function needs beside its arguments and results, estimated from its equations.
+"""An estimate, from its equations, of the memory a function needs beside arguments and results.
 
 Where it can't be compiled for the device that it is to run on, this stands in for the compiler's
 own figure.
@@ -92,7 +92,7 @@ def temporary_bytes(jaxpr: Any) -> int:
 
 
 def _is_fused(eqn: Any, names: Collection[str]) -> bool:
-    """Whether an equation is one of these, or a call of nothing else (`jnp.where` is one)."""
+    """Whether an equation has one of these names, or calls such equations alone (`jnp.where`)."""
     if eqn.primitive.name in CALLS:
         return all(_is_fused(e, names) for jaxpr in jx.inner_jaxprs(eqn) for e in jaxpr.eqns)
     return eqn.primitive.name in names

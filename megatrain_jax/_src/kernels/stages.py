@@ -78,7 +78,7 @@ def backward(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
             gradients of `bound.trained`, laid out like the masters, and the cotangents of
             `bound.leaving`, with what existed added. Outputs are empty unless its mode gives them.
         values: Shapes of the program's values.
-        microbatches: How many cotangents of each output wait beside it.
+        microbatches: Number of cotangents of each output that wait beside it.
     """
     stage, binding, mode = bound.stage, bound.binding, bound.mode
     assert mode is not None

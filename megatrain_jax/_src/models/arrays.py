@@ -13,10 +13,10 @@ def check_array(
     """Checks that an argument is an array with so many axes.
 
     Args:
-        name: The argument.
-        value: What was given.
-        axes: What the axes are, for the message.
-        num_axes: How many there are.
+        name: Name of the argument.
+        value: Value of the argument.
+        axes: Names of the axes, for the message.
+        num_axes: Number of axes.
         of_integers: Whether its numbers must be integers.
 
     Raises:

@@ -49,10 +49,10 @@ def attention(
         k: Keys, (rows, length, kv_heads, head_dim); kv_heads divides heads.
         v: Values, as `k`.
         segments: The document of each token, integers (rows, length): tokens attend within theirs.
-        window: How many tokens one attends to, with itself; None for all.
+        window: Number of tokens that one attends to, with itself; None for all.
         softcap: Scores become `softcap * tanh(score / softcap)`.
-        scale: What scores are multiplied by; None for 1 / sqrt(head_dim).
-        piece: How many queries are computed at a time where cuDNN isn't used; None for what a
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
+        piece: Number of queries computed at a time where cuDNN isn't used; None for what a
             quarter of a GiB holds the scores of.
 
     Returns:
@@ -213,7 +213,7 @@ def _attend(q, keys, owners, offset, window, softcap, scale) -> Queries:
         q: The queries of a piece.
         keys: Keys and values.
         owners: The documents of queries, (rows, m), and of keys, (rows, n); None for one a row.
-        offset: Query i stands where key `offset + i` stands.
+        offset: Number of the key whose position query 0 has.
         window: See `attention`.
         softcap: See `attention`.
         scale: See `attention`.

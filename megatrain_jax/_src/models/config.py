@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data; `from_hf` reads it from a Hugging Face configuration."""
+"""The shape and the options of a decoder, as data; `from_hf` reads a Hugging Face configuration."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ class DecoderConfig:
 
     Attributes:
         vocab_size: Rows of the embedding.
-        hidden_size: Width of what passes between layers.
+        hidden_size: Width of the hidden states between layers.
         intermediate_size: Width inside an MLP.
-        num_layers: How many layers.
+        num_layers: Number of layers.
         num_heads: Heads of the queries.
         num_kv_heads: Heads of keys and values; divides `num_heads`.
         head_dim: Width of a head.
@@ -50,16 +50,16 @@ class DecoderConfig:
         local_rope: Another one for layers with a window; None for the same.
         windows: For each layer how many tokens a token attends to, with itself, or None for all.
             Empty for no windows.
-        activation: Of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
-        norm_eps: What the norms add to the mean square.
-        norm_offset: What is added to the norms' weights, 1.0 in Gemma.
+        activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
+        norm_eps: Number that norms add to the mean square.
+        norm_offset: Number that is added to the norms' weights, 1.0 in Gemma.
         sandwich_norms: Whether attention and MLP are normalised at their end, too.
         qk_norm: Whether each head's queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have a bias.
-        out_bias: Whether attention's output has one.
-        mlp_bias: Whether the MLP's products have one.
+        out_bias: Whether attention's output has a bias.
+        mlp_bias: Whether the MLP's products have a bias.
         fused: Whether `qkv_proj` and `gate_up_proj` are one matrix each, as in Phi-3.
-        attention_scale: What attention's scores are multiplied by; None for 1 / sqrt(head_dim).
+        attention_scale: Factor of attention's scores; None for 1 / sqrt(head_dim).
         attention_softcap: Scores become softcap * tanh(score / softcap).
         final_softcap: The same for the logits.
         scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
@@ -67,7 +67,7 @@ class DecoderConfig:
         experts: A mixture of experts in place of MLPs.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
-        saved_dtype: The dtype of the parameters there.
+        saved_dtype: The dtype of the parameters in that folder.
         original: The Hugging Face configuration this was read from, as JSON.
     """
 
@@ -147,11 +147,11 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> "DecoderConfig":
-        """Reads what a `config.json` holds.
+        """Reads the configuration in a `config.json`.
 
         Args:
             config: The JSON object.
-            ignore: Names of fields that are known not to matter.
+            ignore: Names of fields that don't matter.
 
         Raises:
             TypeError: If `config` is no object of JSON, or a field has another type.
@@ -177,7 +177,7 @@ class DecoderConfig:
         return None if self.original is None else json.loads(self.original)["model_type"]
 
     def window(self, layer: int) -> int | None:
-        """Returns how many tokens one attends to in this layer; None for all."""
+        """Returns the window of this layer: tokens that one attends to; None for all."""
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> Rope:

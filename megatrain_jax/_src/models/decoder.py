@@ -77,7 +77,7 @@ class Layer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A row for every token."""
+    """An embedding: a row for every token."""
 
     def __init__(self, num: int, dim: int, make: Maker):
         """Makes the rows."""
@@ -90,7 +90,7 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model; see `DecoderConfig` for what it is made of.
+    """A causal language model; `DecoderConfig` has its shape and options.
 
     Everything is computed in the dtype of the parameters, but norms, rotary embeddings, softmax and
     routing, which are in fp32. Attributes are named as in Hugging Face checkpoints.
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         """Makes fresh parameters.
 
         Args:
-            config: What the decoder is made of.
+            config: The decoder's shape and options.
             rngs: Gives the key "params".
             param_dtype: The dtype of all parameters.
 

@@ -50,11 +50,11 @@ def save_pretrained(
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
-        folder: What to write: must not exist, or be empty.
+        folder: Folder to write, which must not exist, or be empty.
         dtype: "float32", "float16" or "bfloat16"; None for that of the checkpoint that training
             began with (of most of its tensors), or of the parameters where there was none.
-        max_shard_bytes: How large a file may become, unless one tensor is larger.
-        source: Where the tokenizer and the generation settings lie that are copied; None for the
+        max_shard_bytes: Most bytes of a file, unless one tensor is larger.
+        source: Folder of the tokenizer and the generation settings to copy; None for the
             checkpoint that training began with.
 
     Returns:

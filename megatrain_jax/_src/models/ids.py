@@ -13,7 +13,7 @@ def check_ids(batch: Any, vocab_size: int) -> None:
         batch: Of a mapping, `tokens` and `labels` of the same shape are looked at if they are
             NumPy arrays of integers. Tokens are at least 0; labels may be negative or, where
             `mask` is 0, anything: those don't count. Other batches pass.
-        vocab_size: What all ids have to be below.
+        vocab_size: Number that all ids have to be below.
 
     Raises:
         ValueError: If an id is out of range. Names the array, how many there are and where the

@@ -167,7 +167,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
-        """Returns what the experts make of x, and a tally of their load (see `moe.tally`).
+        """Returns the experts' result for x, and a tally of their load (see `moe.tally`).
 
         Tokens of segment 0 are padding and don't count in the tally.
         """

@@ -31,12 +31,12 @@ class Experts:
     """The experts of a decoder.
 
     Attributes:
-        num: How many experts a layer has.
-        per_token: Through how many of them a token passes.
+        num: Number of experts of a layer.
+        per_token: Number of experts that a token passes through.
         intermediate_size: The width inside an expert.
         normalize: Whether the chosen experts' probabilities are divided by their sum.
-        layers: Which layers have experts, ascending from 0; the others have one MLP.
-        balance_weight: What a loss should multiply the balancing loss by; nothing here does.
+        layers: Numbers of the layers with experts, ascending from 0; the others have one MLP.
+        balance_weight: Factor of the balancing loss in a loss; nothing here applies it.
     """
 
     num: int
@@ -73,8 +73,8 @@ def route(
     """Chooses the experts of each token.
 
     Args:
-        logits: The router's.
-        experts: How many are chosen, and whether their shares are normalised.
+        logits: Logits of the router.
+        experts: The layer's experts: how many are chosen, and whether shares are normalised.
 
     Returns:
         The experts chosen; their shares in fp32; and the probabilities of all in fp32.
@@ -96,7 +96,7 @@ def tally(
     Args:
         chosen: From `route`.
         probabilities: From `route`.
-        counted: Which tokens count; None for all.
+        counted: Whether each token counts; None for all.
 
     Returns:
         In fp32: how often each expert was chosen, the sum of its probabilities, and the number of
@@ -126,17 +126,17 @@ def mix(
     weights: Weights,
     activation: Activation,
 ) -> Float[Array, "tokens width"]:
-    """Passes each token through its experts and adds what they give.
+    """Passes each token through its experts and adds their results.
 
     For example, five tokens with one expert each, [1, 0, 1, 1, 0], in blocks of two rows: expert 0
     has one block, expert 1 two, and the tokens lie in rows [2, 0, 3, 4, 1] of these.
 
     Args:
         x: The tokens.
-        chosen: The experts of each.
-        shares: What each expert's result is multiplied by.
-        weights: Of all experts.
-        activation: Applied to what the gate gives.
+        chosen: The experts of each token.
+        shares: Factor of each expert's result.
+        weights: Matrices of all experts.
+        activation: Function of the gate's product.
 
     Returns:
         The dtype of `x`; shares and sums are in fp32.

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint's files make up each of the model's parameters.
+"""The tensors of a checkpoint's files that make up each of the model's parameters.
 
 Names differ in a prefix only. Experts are one tensor each in the files and one stack in the model.
 """
@@ -22,7 +22,7 @@ class ParameterTensors:
 
     Attributes:
         path: The parameter's path in the model.
-        shape: Its shape.
+        shape: The parameter's shape.
         names: The tensors in the files: one, or one for each expert.
         stacked: Whether the tensors are stacked along a new first axis.
     """
@@ -52,7 +52,7 @@ def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
 
 
 def others(model: Decoder) -> list[ParameterPath]:
-    """Returns the paths of what a model keeps beside parameters; random keys don't count."""
+    """Returns the paths of a model's variables beside parameters; random keys don't count."""
     kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate)))
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 

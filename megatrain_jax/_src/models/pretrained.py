@@ -25,11 +25,11 @@ class Pretrained:
     """A checkpoint that can be trained on: ``fit(p.model, ..., params=p.params)``.
 
     Attributes:
-        model: Builds the decoder, with fresh parameters.
+        model: Function that builds the decoder, with fresh parameters.
         params: The checkpoint's parameters as nested dicts that follow the decoder's paths. Each
             leaf has a shape and a dtype, and reads its numbers when it becomes an array.
-        config: What the decoder is made of.
-        folder: Where the checkpoint lies.
+        config: The decoder's shape and options.
+        folder: Path of the checkpoint's folder.
     """
 
     model: Callable[[], Decoder]

@@ -37,19 +37,19 @@ class Rope:
     RoFormer, https://arxiv.org/abs/2104.09864.
 
     Attributes:
-        dim: How many dimensions of a head are rotated, from its first.
+        dim: Number of dimensions of a head that are rotated, from its first.
         base: The base of the wavelengths, `rope_theta` in a Hugging Face configuration.
-        kind: How the wavelengths are stretched for long texts.
-        factor: By how much, for all kinds but "default" and "longrope".
-        attention_factor: What cosines and sines are multiplied by.
-        max_length: For "dynamic": up to which length nothing is stretched.
+        kind: Kind of the wavelengths' stretching for long texts.
+        factor: Factor of the stretching, for all kinds but "default" and "longrope".
+        attention_factor: Factor of cosines and sines.
+        max_length: For "dynamic": length up to which nothing is stretched.
         original_length: For "yarn", "longrope" and "llama3": the length before stretching.
-        low_freq_factor: For "llama3".
-        high_freq_factor: For "llama3".
-        beta_fast: For "yarn" (https://arxiv.org/abs/2309.00071).
-        beta_slow: For "yarn".
+        low_freq_factor: For "llama3": turns within that length of pairs that are all stretched.
+        high_freq_factor: For "llama3": turns of pairs that are not stretched.
+        beta_fast: For "yarn" (https://arxiv.org/abs/2309.00071): turns of pairs that stay.
+        beta_slow: For "yarn": turns of pairs that are all stretched.
         truncate: For "yarn": whether the ends of its ramp are rounded to whole dimensions.
-        short_factors: For "longrope" (https://arxiv.org/abs/2402.13753), dim / 2 numbers.
+        short_factors: For "longrope" (https://arxiv.org/abs/2402.13753): dim / 2 divisors.
         long_factors: The same for texts longer than `original_length`.
     """
 

@@ -1,4 +1,4 @@
-"""Which part of a whole array the store keeps as an array of its own.
+"""Indices: the part of a whole array that the store keeps as an array of its own.
 
 An index has a number for each axis that is sliced and None for each that is not, up to the last
 one that is: `()` is the whole array, `(3,)` is `w[3]`, `(None, 3)` is `w[:, 3]`.

@@ -37,7 +37,7 @@ class Known:
     """An integer array that depends on no input; computed once, when it is first asked for."""
 
     def __init__(self, compute: Callable[[], np.ndarray]):
-        """Keeps how to compute them."""
+        """Makes an array that is not computed yet."""
         self._compute = compute
 
     @functools.cached_property

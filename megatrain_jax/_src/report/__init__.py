@@ -1,1 +1,1 @@
-"""What a run needs, as numbers and as a table."""
+"""The plan of a run: what it needs, as numbers and as a table."""

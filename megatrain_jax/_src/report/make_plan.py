@@ -20,7 +20,7 @@ _TASKS_IN_FLIGHT = 3
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Says what a step of a run's first batch shape needs and does.
+    """The plan of a run, for steps of its first batch shape.
 
     Times and limits are those of the hardware in the run's options; without it there are none.
     """
@@ -68,7 +68,7 @@ def moved_bytes(
     sizes: Sequence[Mapping[Kind, int]],
     activations: Mapping[int, int],
 ) -> tuple[int, int, int]:
-    """Sums up what one step moves.
+    """The bytes that one step moves.
 
     Args:
         instructions: The schedule's instructions for one steady step.

@@ -44,8 +44,8 @@ class Plan:
         frozen_bytes: Host memory of the frozen parameters.
         groups: The parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest.
-        host_peak_bytes: The same with waiting gradients, activations and arrays in flight.
-        host_process_bytes: What the process takes in all on the machine, with the pool's unused
+        host_peak_bytes: That with waiting gradients, activations and arrays in flight.
+        host_process_bytes: Host memory that the process takes in all, with the pool's unused
             ends; None without a GPU.
         device_state_bytes: Most device memory that the schedule gives to state and activations.
         device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
@@ -64,7 +64,7 @@ class Plan:
         num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
-        warnings: What could not be done well, in words.
+        warnings: Sentences on what could not be done well.
         hardware: The machine that times and limits refer to.
     """
 
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def bound(self) -> Literal["link", "compute", "neither"]:
-        """What a perfectly overlapped step would wait for.
+        """The bound of a perfectly overlapped step: what it would wait for.
 
         The link is full duplex, so its slower direction counts. "neither" if that and the
         arithmetic are within 10% of each other, or no hardware is given.

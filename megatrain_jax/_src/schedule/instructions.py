@@ -22,7 +22,7 @@ from megatrain_jax._src.common.keys import Key
 
 
 class Op(enum.Enum):
-    """What an instruction asks of the engine."""
+    """The operation that an instruction asks of the engine."""
 
     FETCH = "fetch"  # host -> device; both copies are current afterwards
     OFFLOAD = "offload"  # device -> host, then drop the device copy
@@ -46,10 +46,10 @@ class Instruction:
     """One thing for the engine to do.
 
     Attributes:
-        op: What to do.
+        op: The operation.
         stage: The stage of a FORWARD or BACKWARD.
         group: The group of a ZEROS, REDUCE or UPDATE.
-        key: What a FETCH, OFFLOAD or RELEASE moves, or a LAND waits for.
+        key: The part that a FETCH, OFFLOAD or RELEASE moves, or a LAND waits for.
         task: The task of its list this instruction belongs to; for WAIT and LAND the task to wait
             for, where negative numbers count back from the end of the step before (-1 is its
             last).

@@ -1,4 +1,4 @@
-"""What moves when in one training step, as plain data.
+"""The schedule of a training step, what moves when, and the search for the fastest.
 
 From the tasks of a step, their bytes and a budget this derives an ordered list of instructions that
 the engine only has to obey, so tests and plans can read a step unexecuted.
@@ -49,7 +49,7 @@ class Schedule:
     Attributes:
         cold: A training step that starts at rest.
         steady: A training step that follows a training step.
-        flush: What to do after a training step to be at rest.
+        flush: The instructions after a training step that bring all to rest.
         evaluation: Every stage's FORWARD, from rest to rest.
         num_tasks: Tasks of a cold as of a steady step, for resolving negative task numbers.
         ledger: For "cold", "steady", "flush" and "evaluation" the bytes on the device after each

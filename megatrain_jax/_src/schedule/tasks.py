@@ -94,7 +94,7 @@ class TaskLists:
     """The tasks of all that can be run: the same for every budget.
 
     Attributes:
-        workload: What they were made of.
+        workload: The workload that they were made of.
         cold: A training step that starts at rest.
         steady: A training step that follows a training step; as many tasks as `cold`.
         flush: The updates that a training step has left for later.
@@ -195,9 +195,9 @@ def _as_tasks(
     """Derives what tasks use from their instructions.
 
     Args:
-        workload: What the instructions compute on.
+        workload: The workload of the step.
         step: The instructions of each task.
-        made: Which gradients, activations and residuals exist before; kept up to date.
+        made: Gradients, activations and residuals that exist before; kept up to date.
     """
     last_read: dict[int, Instruction] = {}
     for instruction in chain.from_iterable(step):
@@ -251,13 +251,13 @@ def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
 def _as_computation(
     workload: Workload, instruction: Instruction, done: Iterable[int], made: set[Key]
 ) -> Computation:
-    """What an instruction does to which parts.
+    """The computation of an instruction: the parts it touches, and how it changes them.
 
     Args:
-        workload: What it computes on.
+        workload: The workload of the step.
         instruction: The instruction.
         done: Activations that it is the last to read.
-        made: Which gradients, activations and residuals exist before it.
+        made: Gradients, activations and residuals that exist before it.
     """
     groups = (
         (instruction.group,) if instruction.stage is None else workload.stages[instruction.stage]

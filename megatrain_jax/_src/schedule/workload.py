@@ -1,4 +1,4 @@
-"""What a schedule is made for, as plain data: what a step computes, on how many bytes, how fast."""
+"""The workload of a schedule, as plain data: what a step computes, on which bytes, how fast."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ class Link:
     """A connection between the device and a place where parts rest; its two ways are independent.
 
     Attributes:
-        name: What tells it from others.
+        name: The link's name, by which it is told from others.
         inward: Seconds that one byte takes to the device.
         outward: Seconds that one byte takes from the device.
     """
@@ -32,7 +32,7 @@ class Costs:
         recompute: For each stage, by how much its backward is shorter if its residuals are kept;
             nothing unless given.
         link: The connection to the host.
-        dispatch: What the driver needs to dispatch one instruction.
+        dispatch: Dispatch of one instruction by the driver.
     """
 
     forward: tuple[float, ...]
@@ -68,7 +68,7 @@ class Workload:
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
         reduce_reads: Kinds that REDUCE reads besides the gradient.
-        costs: How long it takes.
+        costs: Seconds that its computations and transfers take.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -87,7 +87,7 @@ class Workload:
     costs: Costs
 
     def __post_init__(self) -> None:
-        """Checks what the schedule relies on."""
+        """Checks the properties that schedules rely on."""
         assert self.stages and len(self.stages) == len(self.backward)
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)

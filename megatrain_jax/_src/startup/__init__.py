@@ -1,1 +1,1 @@
-"""What has to be set before JAX starts."""
+"""The settings that have to be made before JAX starts."""

@@ -1,4 +1,4 @@
-"""What allocates device memory, and how much of it."""
+"""The allocator of device memory that JAX uses, and its share of a GPU."""
 
 import os
 from importlib.util import find_spec

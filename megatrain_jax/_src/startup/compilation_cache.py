@@ -23,7 +23,7 @@ def enable() -> None:
 
 
 def _default_folder() -> Path:
-    """Where programs are kept unless `JAX_COMPILATION_CACHE_DIR` says otherwise."""
+    """The folder of compiled programs unless `JAX_COMPILATION_CACHE_DIR` names another."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "megatrain_jax" / "compiled"
 

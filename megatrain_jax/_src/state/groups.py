@@ -45,7 +45,7 @@ class Grouping:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """How a group's state lies in slabs.
+    """The layout of a group's state in slabs.
 
     Attributes:
         master: Layout of the masters; gradients lie alike, in a dtype of their own.

@@ -16,9 +16,9 @@ class Hardware:
     """One accelerator and its host, as far as a plan is concerned.
 
     Attributes:
-        name: What the plan calls it.
+        name: The machine's name in plans.
         host_bytes: Host memory that training may use; `None` if unknown.
-        typical_host_bytes: What plans count as host memory where `host_bytes` isn't given.
+        typical_host_bytes: Host memory that plans count with where `host_bytes` isn't given.
         device_bytes: Memory of the accelerator; `None` if unknown.
         device_share: Share of it that JAX may allocate; `None` for what `XLA_CLIENT_MEM_FRACTION`
             says, which importing this library sets to 0.85.
@@ -27,7 +27,7 @@ class Hardware:
         memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
             without it, what only moves bytes there counts as free.
         sustained: Share of `flops_per_s` that a whole step reaches, all its operations counted.
-        source: Where the two rates come from; vendors' peaks are never reached.
+        source: Source of the two rates; vendors' peaks are never reached.
 
     Raises:
         TypeError: If an attribute is of another type; bytes are integers.
@@ -81,7 +81,7 @@ class Hardware:
 
     @property
     def assumed_host_bytes(self) -> int | None:
-        """Host memory, if need be what is typical; `None` if unknown."""
+        """Host memory, or else the typical amount; `None` if unknown."""
         return self.typical_host_bytes if self.host_bytes is None else self.host_bytes
 
 

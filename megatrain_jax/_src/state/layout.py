@@ -1,4 +1,4 @@
-"""Where each leaf lies in a slab, and what a slab is held as: at rest, on its way, in a kernel.
+"""Layouts: where each leaf lies in a slab, and the arrays that stand for it at rest and on its way.
 
 A slab is one flat array of a group's leaves of one dtype. One array per group is one transfer, and
 arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a

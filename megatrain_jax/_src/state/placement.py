@@ -1,4 +1,4 @@
-"""Where a run's arrays live: which devices, and how each kind of array is laid over them.
+"""The placement of a run's arrays: its devices, and how each kind of array is laid over them.
 
 A `Placement` is made once, where a run begins, and passed down to whoever makes or moves an array.
 Nothing else asks JAX which devices there are.
@@ -21,12 +21,12 @@ class Placement:
 
     Attributes:
         devices: The devices.
-        platform: What JAX calls their platform: "cpu", "gpu", ...
-        slabs_at_rest: Of slabs in pinned host memory.
-        slabs_on_device: Of slabs in the devices' own memory.
-        batches: Of batches on the devices.
-        small_at_rest: Of small arrays in pinned host memory.
-        small_on_device: Of small arrays in the devices' own memory.
+        platform: JAX's name of their platform: "cpu", "gpu", ...
+        slabs_at_rest: Sharding of slabs in pinned host memory.
+        slabs_on_device: Sharding of slabs in the devices' own memory.
+        batches: Sharding of batches on the devices.
+        small_at_rest: Sharding of small arrays in pinned host memory.
+        small_on_device: Sharding of small arrays in the devices' own memory.
     """
 
     devices: tuple[Any, ...]

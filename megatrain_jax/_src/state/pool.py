@@ -179,7 +179,7 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
 
     Args:
         placement: Placement of the slabs that are to rest there.
-        num_bytes: What the caller is about to allocate there: its state and the arrays it has
+        num_bytes: Bytes that the caller is about to allocate there: its state and the arrays it has
             in flight.
         array_bytes: The largest of these arrays: one lies in one piece, whose end may stay empty.
 
@@ -222,7 +222,7 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None) -> int:
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
-    """Returns what to take from a fresh pool, and what that takes from the system for it.
+    """Returns the sizes to take from a fresh pool, and the bytes it takes from the system for them.
 
     No array lies across two pieces, so these need spare room, and one region may be smaller.
     For 40 GiB in arrays of at most 1 GiB these are pieces of 4, 8 and 32 GiB, 44 in all; one
@@ -247,12 +247,12 @@ def _pieces(num_bytes: int, limit: int) -> list[int]:
 
 
 def _limit_bytes(total: int | None) -> int:
-    """Returns what `set_limit` allows the pool on a machine with so much memory."""
+    """Returns the bytes that `set_limit` allows the pool on a machine with so much memory."""
     return sys.maxsize if total is None else max(1, (total - _HEAD_ROOM_BYTES) // _GIB) * _GIB
 
 
 def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:
-    """Returns what the pool will take from the system to serve one piece of this size."""
+    """Returns the bytes that the pool will take from the system for one piece of this size."""
     region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
     # Regions double: the next is as large as all before it together, but stays in the limit.
     return max(num_bytes, min(max(region, pool_bytes), limit - pool_bytes))

@@ -45,7 +45,7 @@ class Fragment:
 
 
 class Conflict(Exception):
-    """Groups depend on each other in a way that can't be cut.
+    """The error that groups depend on each other in a way that can't be cut.
 
     Attributes:
         reason: The cause, in words.
@@ -53,7 +53,7 @@ class Conflict(Exception):
     """
 
     def __init__(self, reason: str, variables: Sequence[Any]):
-        """Keeps what an error message needs."""
+        """Makes the error of inputs that meet."""
         super().__init__(reason)
         self.reason, self.variables = reason, tuple(variables)
 
