@@ -17,6 +17,7 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from optimizers import OPTIMIZERS
 from runs import SLOW, make_trainer
+from workloads import all_resident_bytes
 from zoo import CASES
 
 FUNCTIONS = {"forward_stage", "backward_stage", "reduce_group", "update_group"}
@@ -112,7 +113,7 @@ def test_the_memory_that_a_function_needs_is_seen():
 
 def test_an_automatic_budget_is_what_the_device_has_left():
     spec = spec_of(make_trainer(CASES["nnx_tied"], OPTIMIZERS["clip_adamw"]))
-    least, most = spec.first.schedule.smallest_bytes, spec.first.schedule.all_resident_bytes
+    least, most = spec.first.schedule.smallest_bytes, all_resident_bytes(spec.first.workload)
     plan = make_plan(spec)
     taken = plan.device_other_bytes + 1000
     assert spec.options.device_budget is None and plan.device_temporary_bytes is None

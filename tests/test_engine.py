@@ -15,6 +15,7 @@ from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
+from workloads import all_resident_bytes
 from zoo import CASES
 
 CASE = CASES["nnx_tied"]
@@ -58,10 +59,10 @@ def values_on_device(trainer, step):
     )
 
 
-def budgets(plan):
-    low, high = plan.schedule.smallest_bytes, plan.schedule.all_resident_bytes
+def budgets(bound):
+    low, high = bound.schedule.smallest_bytes, all_resident_bytes(bound.workload)
     high = max(low, high)
-    return [low, (low + high) // 2, high, 2 * high + sum(plan.workload.residuals)]
+    return [low, (low + high) // 2, high, 2 * high + sum(bound.workload.residuals)]
 
 
 def ledger_cases():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inside import spec_of
 from optimizers import OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
 from runs import (
@@ -20,6 +21,7 @@ from runs import (
     train,
     variables_of,
 )
+from workloads import all_resident_bytes
 from zoo import CASES
 
 TOLERANCE = 2e-6
@@ -90,8 +92,8 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
     smallest = make_trainer(case, OPTIMIZERS[optimizer], microbatches=microbatches)
     reference = train(smallest, batches, gradients=False)
-    schedule = smallest.schedule
-    low, high = schedule.smallest_bytes, schedule.all_resident_bytes
+    first = spec_of(smallest).first
+    low, high = first.schedule.smallest_bytes, all_resident_bytes(first.workload)
     for budget in (low, (low + max(low, high)) // 2, 10 * high):
         trainer = make_trainer(
             case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget, like=smallest

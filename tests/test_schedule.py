@@ -15,6 +15,7 @@ from workloads import (
     COPIES,
     MOVES,
     WAITS,
+    all_resident_bytes,
     chain,
     computing,
     costs,
@@ -33,7 +34,7 @@ def test_every_budget_computes_the_same_on_current_data(seed):
     smallest = find_schedule(workload, None)
     assert smallest.peak_bytes <= smallest.smallest_bytes
     run_everything(workload, smallest)
-    most = max(smallest.smallest_bytes, smallest.all_resident_bytes)
+    most = max(smallest.smallest_bytes, all_resident_bytes(workload))
     with_residuals = most + 2 * sum(workload.residuals)
     between = random.Random(seed).choices(range(smallest.smallest_bytes, with_residuals + 1), k=2)
     middle = (smallest.smallest_bytes + most) // 2
@@ -55,7 +56,7 @@ def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
         residuals=(*((size,) * (num - 1)), 0),
         costs=costs(num, num, recompute=(4.0,) * num, link=host(10.0)),
     )
-    all_resident = find_schedule(workload, None).all_resident_bytes
+    all_resident = all_resident_bytes(workload)
     assert not find_schedule(workload, None).kept
     seconds = []
     for count in range(num + 2):
@@ -75,7 +76,7 @@ def test_what_saves_the_most_for_its_bytes_is_kept_first():
         residuals=(10, 10, 5, 0),
         costs=costs(4, 4, recompute=(4.0, 5.0, 1.0, 0.0)),
     )
-    most = find_schedule(workload, None).all_resident_bytes
+    most = all_resident_bytes(workload)
     found = {find_schedule(workload, most + room).kept for room in range(0, 40)}
     assert found == {frozenset(), frozenset({1}), frozenset({0, 1}), frozenset({0, 1, 2})}
 
@@ -102,7 +103,7 @@ def test_computing_never_waits_for_room(seed):
 def test_nothing_moves_once_everything_is_resident(seed):
     workload = random_workload(seed)
     without = find_schedule(replace(workload, residuals=()), 10**9)
-    assert without.peak_bytes <= without.all_resident_bytes
+    assert without.peak_bytes <= all_resident_bytes(workload)
     whole = find_schedule(workload, 10**9)
     assert not COPIES & {instruction.op for instruction in whole.steady}
     # It waits once for each task that consumes gradients or activations, and for no other.
@@ -162,7 +163,7 @@ def test_immediate_step_by_hand():
 
 def test_resident_step_by_hand():
     schedule = find_schedule(chain(2), 32)
-    assert len(schedule.resident) == 4 and schedule.all_resident_bytes == 32
+    assert len(schedule.resident) == 4 and all_resident_bytes(chain(2)) == 32
     assert spell(schedule.steady) == [
         *("WAIT -2", "FORWARD 0", "WAIT -1", "BACKWARD 1", "COMBINE", "UPDATE 1"),
         *("BACKWARD 0", "UPDATE 0"),
@@ -322,7 +323,7 @@ def test_no_more_is_fetched_ahead_than_keeps_the_link_busy(room):
 def test_a_larger_budget_is_faster(deferred):
     workload = decoder(deferred=deferred)
     smallest = find_schedule(workload, None)
-    room = smallest.all_resident_bytes - smallest.smallest_bytes
+    room = all_resident_bytes(workload) - smallest.smallest_bytes
     budgets = [smallest.smallest_bytes + room * share // 4 for share in range(5)]
     schedules = [find_schedule(workload, budget) for budget in budgets]
     seconds = [schedule.seconds for schedule in schedules]
@@ -338,7 +339,7 @@ def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferr
     # Copies take no time worth mentioning, so that all schedules are as fast.
     workload = decoder(deferred=deferred, costs=costs(20, 20, link=host(1e-6)))
     smallest = find_schedule(workload, None)
-    roomier = find_schedule(workload, smallest.all_resident_bytes - 1)
+    roomier = find_schedule(workload, all_resident_bytes(workload) - 1)
     assert roomier.seconds == pytest.approx(smallest.seconds, rel=1e-3)
     moved = [bytes_moved(workload, schedule, Op.FETCH) for schedule in (roomier, smallest)]
     assert moved[0] < moved[1] / 4

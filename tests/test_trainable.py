@@ -17,6 +17,7 @@ from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, train
+from workloads import all_resident_bytes
 from zoo import CASES
 
 TOLERANCE = 2e-5
@@ -93,8 +94,8 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer):
 
     smallest = make("least")
     reference = train(smallest, batches, gradients=False)
-    schedule = smallest.schedule
-    for budget in ((schedule.smallest_bytes + schedule.all_resident_bytes) // 2, 10**9):
+    most = all_resident_bytes(spec_of(smallest).first.workload)
+    for budget in ((smallest.schedule.smallest_bytes + most) // 2, 10**9):
         run = train(make(budget, smallest), batches, gradients=False)
         check_same_bits(run.params, reference.params)
     keeping = make(10**9, hardware=SLOW)

@@ -1,10 +1,14 @@
 """Workloads that schedules are made for in tests, and the spelling of instructions."""
 
 import random
+import sys
 from dataclasses import replace
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
+from megatrain_jax._src.schedule.room import least_bytes
+from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 
 COPIES = {Op.FETCH, Op.OFFLOAD, Op.RELEASE}
@@ -117,3 +121,10 @@ def decoder(**changes) -> Workload:
     """Blocks between an embedding and a head that are four times as large."""
     large = {kind: 4 * size for kind, size in BLOCK.items()}
     return chain(20, sizes=(large, *(BLOCK,) * 18, large), **changes)
+
+
+def all_resident_bytes(workload: Workload) -> int:
+    """The budget from which on a steady step without residuals moves nothing."""
+    bare = replace(workload, residuals=(), kept=frozenset())
+    resident = find_schedule(bare, sys.maxsize).resident
+    return least_bytes(build_task_lists(bare), resident)

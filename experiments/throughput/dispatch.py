@@ -19,15 +19,15 @@ def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
     engine = trainer._engine
     obey, waited = engine.obey, 0.0
 
-    def timed(instruction: Instruction, step: Any) -> None:
+    def timed(instruction: Instruction, live: Any) -> None:
         nonlocal waited
         start, waits = time.perf_counter(), instruction.op in WAITS
         jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
         if waits:
-            obey(instruction, step)
+            obey(instruction, live)
         waited += time.perf_counter() - start
         if not waits:
-            obey(instruction, step)
+            obey(instruction, live)
 
     engine.obey, seconds = timed, 0.0
     for batch in batches:

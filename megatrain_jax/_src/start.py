@@ -3,21 +3,21 @@
 import jax
 from tqdm.auto import tqdm
 
-from megatrain_jax._src.adapt.initial_values import Initial
+from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.budget import fit_to_device
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import check_device
 from megatrain_jax._src.runtime.engine import Engine
-from megatrain_jax._src.runtime.initialise import initialise
+from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import default_device, on_one_device
 
 
 def start(
-    spec: RunSpec, initial: Initial, progress: bool, *, has_gpu: bool
+    spec: RunSpec, initial: InitialValues, progress: bool, *, has_gpu: bool
 ) -> tuple[RunSpec, Engine]:
     """Makes the engine of a run on this machine, and the store that it runs on.
 
@@ -44,7 +44,7 @@ def start(
         pool.reserve(placement, plan.host_peak_bytes, spec.largest_slab_bytes)
         bar.set_description("initialising")
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
-        initialise(spec, store, kernels, initial, bar.update)
+        fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from flax import linen
 
 from megatrain_jax._src.adapt.initial_values import (
-    Initial,
-    initial_from_trace,
-    initial_from_values,
+    InitialValues,
+    initial_values_of,
+    initial_values_of_trace,
     strong_array,
 )
 from megatrain_jax._src.adapt.loss_function import (
@@ -70,7 +70,7 @@ class AdaptedModel:
 
 def adapt(
     model: Any, loss_fn: Callable[..., Any], sample_batch: Any, seed: int
-) -> tuple[AdaptedModel, Initial]:
+) -> tuple[AdaptedModel, InitialValues]:
     """Turns a model of any supported kind into the internal form.
 
     Args:
@@ -152,12 +152,12 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
     return parts_of(model)
 
 
-def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
+def _adapt_values(model: Any) -> tuple[AdaptedModel, InitialValues]:
     """Adapts a model that holds arrays, which are its initial values."""
     params, variables, shell = parts_of(model)
     shapes = jax.eval_shape(lambda *trees: trees, params, variables)
     adapted = _assemble(shapes[0], shapes[1], shell)
-    initial = initial_from_values(
+    initial = initial_values_of(
         jax.tree.leaves(params),
         jax.tree.leaves(variables),
         adapted.shapes + adapted.variable_shapes,
@@ -167,7 +167,7 @@ def _adapt_values(model: Any) -> tuple[AdaptedModel, Initial]:
 
 def _adapt_traced(
     take_apart: Callable[..., Parts], args: tuple[Any, ...]
-) -> tuple[AdaptedModel, Initial]:
+) -> tuple[AdaptedModel, InitialValues]:
     shells = []
 
     def arrays(*args: Any) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ def _adapt_traced(
         traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
     adapted = _assemble(shapes[0], shapes[1], shells[0])
     every_shape = adapted.shapes + adapted.variable_shapes
-    return adapted, initial_from_trace(traced, args, len(adapted.shapes), every_shape)
+    return adapted, initial_values_of_trace(traced, args, len(adapted.shapes), every_shape)
 
 
 def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:

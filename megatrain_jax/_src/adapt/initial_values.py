@@ -18,7 +18,7 @@ from megatrain_jax._src.program import effects
 
 
 @dataclass(frozen=True, kw_only=True)
-class Initial:
+class InitialValues:
     """Initial values; drop it once they are stored, since it may hold the whole model.
 
     Attributes:
@@ -44,10 +44,10 @@ def strong_array(value: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(value, dtype=dtype)
 
 
-def initial_from_values(
+def initial_values_of(
     params: Sequence[Any], variables: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]
-) -> Initial:
-    """Serves the values of a model that exists already.
+) -> InitialValues:
+    """Initial values of a model that exists already.
 
     Args:
         params: parameter leaves.
@@ -65,13 +65,13 @@ def initial_from_values(
     def copies() -> tuple[jax.Array, ...]:
         return _copies([value(index) for index in range(len(params), len(values))])
 
-    return Initial(leaves=leaves, variables=copies)
+    return InitialValues(leaves=leaves, variables=copies)
 
 
-def initial_from_trace(
+def initial_values_of_trace(
     traced: Any, args: Any, num_params: int, shapes: Sequence[jax.ShapeDtypeStruct]
-) -> Initial:
-    """Serves the outputs of a traced initialisation, evaluating what is asked for.
+) -> InitialValues:
+    """Initial values by a traced initialisation, of which only what is asked for is evaluated.
 
     The equations run one by one outside jit, because that is what the user's own eager
     initialisation does: a jitted one may round differently.
@@ -110,7 +110,7 @@ def initial_from_trace(
     def variables() -> tuple[jax.Array, ...]:
         return _copies(evaluate(range(num_params, num_outputs)))
 
-    return Initial(leaves=leaves, variables=variables)
+    return InitialValues(leaves=leaves, variables=variables)
 
 
 def _copies(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

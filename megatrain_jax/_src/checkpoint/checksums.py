@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from megatrain_jax._src.checkpoint.contents import Entry, pointer
-from megatrain_jax._src.checkpoint.contents import Path as TreePath
+from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, pointer
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 
 # Elements tested at a time, so that the booleans of a large array take little memory.
@@ -25,7 +24,7 @@ def checksum(array: np.ndarray) -> str:
     return xxhash.xxh3_64(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def checksums(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, str]:
+def checksums(rows: Iterable[tuple[ArrayEntry, np.ndarray]]) -> dict[str, str]:
     """The checksum of each array, by the pointer of its path."""
     return {pointer(entry.path): checksum(array) for entry, array in rows}
 

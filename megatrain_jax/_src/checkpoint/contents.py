@@ -20,7 +20,8 @@ from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, joined, numbers
 from megatrain_jax._src.runtime.store import Reader, Store
 
-Path = tuple[str, ...]
+TreePath = tuple[str, ...]
+"""The path of an array in the tree of a checkpoint, such as `("params", "layers", "3", "w")`."""
 PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
 
 
@@ -33,7 +34,7 @@ class Small(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class StorePlace:
     """The place of an array in the store.
 
     Attributes:
@@ -51,7 +52,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class ArrayEntry:
     """One array of a checkpoint.
 
     Attributes:
@@ -63,10 +64,10 @@ class Entry:
         key: Implementation of the random keys whose data the array is; None for other arrays.
     """
 
-    path: Path
+    path: TreePath
     shape: tuple[int, ...]
     dtype: str
-    places: tuple[Place, ...]
+    places: tuple[StorePlace, ...]
     indices: tuple[Index, ...] = ((),)
     key: str | None = None
 
@@ -86,34 +87,34 @@ class Entry:
         return frozenset(place.group for place in self.places if place.group is not None)
 
 
-def entries_of(spec: RunSpec) -> tuple[Entry, ...]:
+def entries_of(spec: RunSpec) -> tuple[ArrayEntry, ...]:
     """Lists the arrays of a run's checkpoints; empty ones, which Orbax can't save, are left out."""
     found = [*_parameters(spec), *_state(spec), *_variables(spec), *_run()]
     return tuple(entry for entry in found if all(entry.shape))
 
 
-def _parameters(spec: RunSpec) -> Iterable[Entry]:
-    places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
+def _parameters(spec: RunSpec) -> Iterable[ArrayEntry]:
+    places: dict[int, list[tuple[Index, StorePlace]]] = defaultdict(list)
     dtypes: dict[int, str] = {}
     for g, rows in enumerate(spec.grouping.leaves):
         for position, i in enumerate(rows):
             leaf = spec.leaves[i]
             dtypes[leaf.parameter] = spec.layouts[g].master.dtype
-            place = Place(holder=Key(Kind.MASTERS, g), position=position)
+            place = StorePlace(holder=Key(Kind.MASTERS, g), position=position)
             places[leaf.parameter].append((leaf.index, place))
     for p, (path, shape) in enumerate(zip(spec.adapted.paths, spec.adapted.shapes, strict=True)):
         yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
 
 
-def _state(spec: RunSpec) -> Iterable[Entry]:
+def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
     cut = spec.optimizer
-    places: dict[int, list[tuple[Index, Place]]] = defaultdict(list)
+    places: dict[int, list[tuple[Index, StorePlace]]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
-            place = Place(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
+            place = StorePlace(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
             places[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
-        place = Place(holder=Small.OPTIMIZER, position=position)
+        place = StorePlace(holder=Small.OPTIMIZER, position=position)
         places[leaf.leaf].append((leaf.index, place))
     tree = jax.tree.unflatten(cut.state_def, cut.state_shapes)
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -122,28 +123,28 @@ def _state(spec: RunSpec) -> Iterable[Entry]:
         yield _entry(path, shape.shape, shape.dtype, places[i])
 
 
-def _variables(spec: RunSpec) -> Iterable[Entry]:
+def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
     shapes = zip(spec.adapted.variable_paths, spec.adapted.variable_shapes, strict=True)
     for position, (path, shape) in enumerate(shapes):
-        place = Place(holder=Small.VARIABLES, position=position)
+        place = StorePlace(holder=Small.VARIABLES, position=position)
         yield _entry((VARIABLES, *map(str, path)), shape.shape, shape.dtype, [((), place)])
 
 
-def _run() -> Iterable[Entry]:
+def _run() -> Iterable[ArrayEntry]:
     """The seed's key and the number of the next step."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
-        place = Place(holder=Small.RUN, position=position)
+        place = StorePlace(holder=Small.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
-def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]) -> Entry:
+def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]) -> ArrayEntry:
     key = None
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
     ordered = sorted(places, key=lambda row: numbers(row[0]))
-    return Entry(
+    return ArrayEntry(
         path=path,
         shape=tuple(shape),
         dtype=jnp.dtype(dtype).name,
@@ -153,7 +154,7 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]
     )
 
 
-def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Reader]]]:
+def rows_of(store: Store, entries: Iterable[ArrayEntry]) -> list[tuple[ArrayEntry, list[Reader]]]:
     """The readers of each entry's arrays, as the store has them now.
 
     Args:
@@ -162,7 +163,7 @@ def rows_of(store: Store, entries: Iterable[Entry]) -> list[tuple[Entry, list[Re
     """
     small = small_arrays(store)
 
-    def reader(place: Place) -> Reader:
+    def reader(place: StorePlace) -> Reader:
         if isinstance(place.holder, Small):
             return functools.partial(_as_data, small[place.holder][place.position])
         return store.reader(place.holder, place.position)
@@ -186,7 +187,9 @@ def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> N
     store.key, store.step = arrays[Small.RUN]
 
 
-def whole_arrays(rows: Iterable[tuple[Entry, list[Reader]]]) -> list[tuple[Entry, np.ndarray]]:
+def whole_arrays(
+    rows: Iterable[tuple[ArrayEntry, list[Reader]]],
+) -> list[tuple[ArrayEntry, np.ndarray]]:
     """Entries with their arrays; only those that lie layer by layer are copied."""
     found = []
     for entry, readers in rows:
@@ -195,7 +198,7 @@ def whole_arrays(rows: Iterable[tuple[Entry, list[Reader]]]) -> list[tuple[Entry
     return found
 
 
-def tree_of(rows: Iterable[tuple[Entry, np.ndarray]]) -> dict[str, Any]:
+def tree_of(rows: Iterable[tuple[ArrayEntry, np.ndarray]]) -> dict[str, Any]:
     """Entries' arrays as a nested dict."""
     tree: dict[str, Any] = {}
     for entry, array in rows:
@@ -210,19 +213,19 @@ def _as_data(x: jax.Array) -> np.ndarray:
     return np.asarray(x)
 
 
-def pointer(path: Path) -> str:
+def pointer(path: TreePath) -> str:
     """A path as one string from which it can be told apart from all others (RFC 6901)."""
     return "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
 
 
-def put(tree: dict[str, Any], path: Path, value: Any) -> None:
+def put(tree: dict[str, Any], path: TreePath, value: Any) -> None:
     """Sets a leaf of a nested dict."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
 
 
-def flat(tree: Mapping[str, Any]) -> dict[Path, Any]:
+def flat(tree: Mapping[str, Any]) -> dict[TreePath, Any]:
     """The leaves of a tree of dicts, lists and tuples, by path."""
     rows, _ = jax.tree_util.tree_flatten_with_path(tree)
     simple = jax.tree_util.keystr

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import verify
-from megatrain_jax._src.checkpoint.contents import Path as TreePath
+from megatrain_jax._src.checkpoint.contents import TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError, has_manifest, local_path, steps
 
 

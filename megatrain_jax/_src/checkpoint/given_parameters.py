@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
-from megatrain_jax._src.adapt.initial_values import Initial, strong_array
+from megatrain_jax._src.adapt.initial_values import InitialValues, strong_array
 from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.checkpoint.foreign import saved_arrays
 from megatrain_jax._src.common.differences import described, listed
@@ -24,8 +24,8 @@ _Names = tuple[str, ...]
 
 
 def starting_from(
-    params: Any, initial: Initial, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
-) -> Initial:
+    params: Any, initial: InitialValues, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
+) -> InitialValues:
     """Initial values with given parameters in the place of a model's own.
 
     Args:
@@ -67,7 +67,7 @@ def starting_from(
     def leaves(indices: Sequence[int]) -> list[jax.Array]:
         return [strong_array(np.asarray(sources[i]), sources[i].dtype) for i in indices]
 
-    return Initial(leaves=leaves, variables=initial.variables)
+    return InitialValues(leaves=leaves, variables=initial.variables)
 
 
 def _arrays(params: Any) -> dict[_Names, Any]:

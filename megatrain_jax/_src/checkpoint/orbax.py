@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1
 
-from megatrain_jax._src.checkpoint.contents import Entry, flat, put
-from megatrain_jax._src.checkpoint.contents import Path as TreePath
+from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, put
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.differences import described, listed
 
@@ -91,7 +90,7 @@ def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, 
         return flat(v1.load(str(path), tree))
 
 
-def check_arrays(folder: Path, entries: list[Entry], what: str) -> None:
+def check_arrays(folder: Path, entries: list[ArrayEntry], what: str) -> None:
     """Compares the arrays that Orbax finds in a checkpoint with what should be there.
 
     Args:

@@ -19,13 +19,13 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import verify
 from megatrain_jax._src.checkpoint.contents import (
-    Entry,
-    Place,
+    ArrayEntry,
     Small,
+    StorePlace,
+    TreePath,
     set_small_arrays,
     small_arrays,
 )
-from megatrain_jax._src.checkpoint.contents import Path as TreePath
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import selector
@@ -33,7 +33,7 @@ from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.layout import Layout
 
 
-def check(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
+def check(path: Path, entries: Sequence[ArrayEntry]) -> dict[str, Any]:
     """Checks that a checkpoint is whole and of this model and optimizer.
 
     Returns:
@@ -56,7 +56,7 @@ def load(
     known: Mapping[str, str] | None,
     spec: RunSpec,
     store: Store,
-    entries: Sequence[Entry],
+    entries: Sequence[ArrayEntry],
     done: Callable[[], object],
 ) -> None:
     """Fills a store that is at rest with a checkpoint that was checked.
@@ -92,13 +92,13 @@ def _fill(
     known: Mapping[str, str] | None,
     spec: RunSpec,
     store: Store,
-    entries: Sequence[Entry],
+    entries: Sequence[ArrayEntry],
     done: Callable[[], object],
 ) -> None:
     by_place = {place: entry for entry in entries for place in entry.places}
-    slices: dict[Place, jax.Array] = {}
+    slices: dict[StorePlace, jax.Array] = {}
 
-    def read(slab: _Slab) -> dict[Place, np.ndarray]:
+    def read(slab: _Slab) -> dict[StorePlace, np.ndarray]:
         whole = {p: by_place[p] for p in slab.places if p in by_place and p not in slices}
         with orbax.context():
             loaded = _load(path, whole.values())
@@ -137,7 +137,7 @@ class _Slab:
 
     key: Key
     layout: Layout
-    places: tuple[Place, ...]
+    places: tuple[StorePlace, ...]
 
 
 def _slabs(spec: RunSpec) -> list[_Slab]:
@@ -152,13 +152,13 @@ def _slabs(spec: RunSpec) -> list[_Slab]:
         ]
         for kind, slab, positions in [masters, *state]:
             key = Key(kind, g)
-            places = tuple(Place(holder=key, position=i) for i in positions)
+            places = tuple(StorePlace(holder=key, position=i) for i in positions)
             found.append(_Slab(key=key, layout=slab, places=places))
     return found
 
 
 def _filled(
-    slab: _Slab, loaded: Mapping[Place, np.ndarray], slices: dict[Place, jax.Array]
+    slab: _Slab, loaded: Mapping[StorePlace, np.ndarray], slices: dict[StorePlace, jax.Array]
 ) -> np.ndarray:
     """A slab of what was loaded and of slices, which are dropped; zeros for leaves without one."""
     filled = np.zeros(slab.layout.size, jnp.dtype(slab.layout.dtype))
@@ -170,12 +170,12 @@ def _filled(
     return filled
 
 
-def _load(path: Path, entries: Iterable[Entry]) -> dict[TreePath, np.ndarray]:
+def _load(path: Path, entries: Iterable[ArrayEntry]) -> dict[TreePath, np.ndarray]:
     return orbax.load_arrays(path, {entry.path: entry for entry in entries})
 
 
 def _load_small(
-    path: Path, known: Mapping[str, str] | None, store: Store, entries: Sequence[Entry]
+    path: Path, known: Mapping[str, str] | None, store: Store, entries: Sequence[ArrayEntry]
 ) -> None:
     arrays, loaded = small_arrays(store), _load(path, entries)
     for entry in entries:

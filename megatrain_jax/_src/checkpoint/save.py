@@ -24,7 +24,7 @@ from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import check_finite, checksums
 from megatrain_jax._src.checkpoint.contents import (
     PARAMS,
-    Entry,
+    ArrayEntry,
     rows_of,
     tree_of,
     whole_arrays,
@@ -44,7 +44,7 @@ _COPIED_BYTES = 1 << 30
 # Name of the unfinished checkpoint in the workspace, where only one is written at a time.
 _WRITTEN = "checkpoint"
 
-_Part = tuple[tuple[int, ...], list[tuple[Entry, list[Reader]]]]
+_Part = tuple[tuple[int, ...], list[tuple[ArrayEntry, list[Reader]]]]
 
 
 class Saving:
@@ -59,7 +59,7 @@ class Saving:
         path: Path,
         spec: RunSpec,
         store: Store,
-        entries: Sequence[Entry],
+        entries: Sequence[ArrayEntry],
         facts: Mapping[str, Any],
         params_only: bool = False,
         workspace: Workspace | None = None,
@@ -164,7 +164,7 @@ class Saving:
             v1.partial.finalize(str(parent / written.name))
         return found
 
-    def _inspected(self, rows: Sequence[tuple[Entry, np.ndarray]]) -> dict[str, str]:
+    def _inspected(self, rows: Sequence[tuple[ArrayEntry, np.ndarray]]) -> dict[str, str]:
         """The checksums of arrays, of which a run's trained parameters have to be finite."""
         if self._replaces:
             for entry, array in rows:
@@ -189,7 +189,7 @@ class Saving:
             self._changed.notify_all()
 
 
-def _parts(spec: RunSpec, store: Store, entries: Sequence[Entry]) -> list[_Part]:
+def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_Part]:
     """The parts of a checkpoint, written one at a time in the order that steps replace groups in.
 
     Small arrays are first, then whole groups, some to a part, then arrays stacked over layers.
@@ -217,7 +217,7 @@ def _parts(spec: RunSpec, store: Store, entries: Sequence[Entry]) -> list[_Part]
     return parts
 
 
-def _copied_bytes(entry: Entry) -> int:
+def _copied_bytes(entry: ArrayEntry) -> int:
     """Bytes of an array that Orbax copies: its files' chunks, cut across its longest axis."""
     num_bytes = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
     cut = num_bytes > orbax.FILE_BYTES and entry.shape[0] < max(entry.shape)

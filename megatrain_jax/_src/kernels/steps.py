@@ -1,6 +1,6 @@
-"""The kernels around the stages of a step: its begin, its metrics, its end."""
+"""The kernels around the stages of a step: its begin, zeros for gradients, its metrics, its end."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
+from megatrain_jax._src.state.layout import Layout
 
 
 def begin(key: Hashable, program: Program, microbatches: int, num_metrics: int) -> Kernel:
@@ -56,6 +57,21 @@ def _chosen(mask, yes, no):
 def _slice(x, m, microbatches):
     size = x.shape[0] // microbatches
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
+
+
+def zeros(layout: Layout, sharding: jax.sharding.Sharding) -> Kernel:
+    """The kernel `() -> gradient` of one group's masters: fp32 zeros, to be added to.
+
+    Args:
+        layout: Layout of the masters.
+        sharding: Sharding of the gradient.
+    """
+    size = layout.size
+
+    def build() -> Callable:
+        return lambda: jnp.zeros(size, jnp.float32)
+
+    return Kernel(name="zeros", key=size, build=build, sharding=sharding)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:

@@ -14,7 +14,7 @@ import numpy as np
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.step_kernels import group_kernel, stage_kernel
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.kernels import initial, steps, updates
+from megatrain_jax._src.kernels import steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
@@ -26,10 +26,10 @@ from megatrain_jax._src.schedule.search import Schedule
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Step:
-    """Live values of one step; rows, cotangents and residuals of a stage have one a microbatch."""
+class _Live:
+    """Live values of a step; rows, cotangents and residuals of a stage have one a microbatch."""
 
-    plan: BoundStep
+    step: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
     residuals: dict[int, list[list[jax.Array]]] = dataclasses.field(default_factory=dict)
@@ -63,9 +63,9 @@ class Engine:
 
     # ---- whole steps
 
-    def train(self, plan: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def train(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
-        schedule = plan.schedule
+        schedule = step.schedule
         if self._running is not None and self._running != schedule:
             self.flush()
         instructions = schedule.steady if self._running is not None else schedule.cold
@@ -74,33 +74,33 @@ class Engine:
             self.store.ok = self._true
         self._running = schedule
         variables = self.store.variables
-        step, seed, self.store.variables = self._begin(plan, batch)
-        for cotangents in step.cotangents:
-            cotangents[plan.program.outputs[0]] = seed
+        live, seed, self.store.variables = self._begin(step, batch)
+        for cotangents in live.cotangents:
+            cotangents[step.program.outputs[0]] = seed
         for instruction in instructions:
-            self.obey(instruction, step)
+            self.obey(instruction, live)
         self._transfers.dispatch()
         self._begun += schedule.num_tasks
         new = list(self.store.variables)
-        for k, i in plan.late_state.items():
-            new[k] = step.rows[0][i]
+        for k, i in step.late_state.items():
+            new[k] = live.rows[0][i]
         if new:
             new = self.kernels.get(steps.KEEP)(new, variables, self.store.ok)
         self.store.variables = new
-        self.group_ok = step.group_ok
+        self.group_ok = live.group_ok
         end = self.kernels.get(steps.END)
-        metrics, self.store.step = end(self._means(step), step.squares, self.store.step)
+        metrics, self.store.step = end(self._means(live), live.squares, self.store.step)
         return metrics
 
-    def evaluate(self, plan: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def evaluate(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Computes the loss and metrics of one batch; changes nothing, also where it fails."""
         self.flush()
         self._wake()
         try:
-            step, _, _ = self._begin(plan, batch)
-            for instruction in plan.schedule.evaluation:
-                self.obey(instruction, step)
-            means = self._means(step, weighted=True)
+            live, _, _ = self._begin(step, batch)
+            for instruction in step.schedule.evaluation:
+                self.obey(instruction, live)
+            means = self._means(live, weighted=True)
         except BaseException:
             self._transfers.abandon()
             self.store.forget_step()
@@ -143,36 +143,36 @@ class Engine:
             self.store.wake()
 
     def _begin(
-        self, plan: BoundStep, batch: Sequence[jax.Array]
-    ) -> tuple[_Step, jax.Array, list[jax.Array]]:
+        self, step: BoundStep, batch: Sequence[jax.Array]
+    ) -> tuple[_Live, jax.Array, list[jax.Array]]:
         begin = self._find(
-            ("begin", plan),
-            lambda: steps.begin(plan.key, plan.program, plan.microbatches, len(plan.metrics)),
+            ("begin", step),
+            lambda: steps.begin(step.key, step.program, step.microbatches, len(step.metrics)),
         )
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step
         )
-        ids = plan.program.prologue_values
-        step = _Step(
-            plan=plan,
+        ids = step.program.prologue_values
+        live = _Live(
+            step=step,
             rows=[dict(zip(ids, row, strict=True)) for row in rows],
             cotangents=[{} for _ in rows],
         )
-        return step, seed, variables
+        return live, seed, variables
 
-    def _means(self, step: _Step, *, weighted: bool = False) -> dict[str, jax.Array]:
+    def _means(self, live: _Live, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once a step."""
-        if not step.means:
-            names = step.plan.metrics
-            ids = step.plan.program.outputs[: 1 + len(names)]
+        if not live.means:
+            names = live.step.metrics
+            ids = live.step.program.outputs[: 1 + len(names)]
             key = "means", names, weighted
             means = self._find(key, lambda: steps.means(names, weighted=weighted))
-            step.means = means([[row[i] for i in ids] for row in step.rows])
-        return step.means
+            live.means = means([[row[i] for i in ids] for row in live.rows])
+        return live.means
 
     # ---- instructions
 
-    def obey(self, instruction: Instruction, step: _Step | None) -> None:
+    def obey(self, instruction: Instruction, live: _Live | None) -> None:
         """Carries out one instruction of the schedule.
 
         Transfers are gathered until something is computed. A wait dispatches them first if a
@@ -182,7 +182,7 @@ class Engine:
         waits = instruction.op in WAITS
         key = instruction.key
         if key is not None and not waits:
-            self._transfers.move(instruction.op, key, task, [] if step is None else step.rows)
+            self._transfers.move(instruction.op, key, task, [] if live is None else live.rows)
             return
         if not waits or self._transfers.fetching:
             self._transfers.dispatch()
@@ -192,22 +192,22 @@ class Engine:
             self._wait(task)  # a part can land while its task still computes with it
             self._transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
-            self._update(step, _known(instruction.group), task)
+            self._update(live, _known(instruction.group), task)
         elif instruction.op is Op.ZEROS:
             self._zeros(_known(instruction.group))
-        elif step is None:
+        elif live is None:
             raise AssertionError(f"{instruction} outside a step")
         elif instruction.op is Op.COMBINE:
-            self._combine(step)
+            self._combine(live)
         elif instruction.op is Op.REDUCE:
-            self._reduce(step, _known(instruction.group), task)
+            self._reduce(live, _known(instruction.group), task)
         else:
             stage = _known(instruction.stage)
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
-            compute(step, stage, task)
-            for i in step.plan.last_read.get((instruction.op, stage), ()):
+            compute(live, stage, task)
+            for i in live.step.last_read.get((instruction.op, stage), ()):
                 self.store.host.pop(Key(Kind.ACTIVATION, i), None)
-                for row in step.rows:
+                for row in live.rows:
                     row.pop(i, None)
 
     def _wait(self, task: int) -> None:
@@ -223,8 +223,8 @@ class Engine:
             self._found[key] = self.kernels.get(make())
         return self._found[key]
 
-    def _of_stage(self, op: Op, number: int, plan: BoundStep) -> Callable:
-        return self._find((op, number, plan), lambda: stage_kernel(plan, op, number))
+    def _of_stage(self, op: Op, number: int, step: BoundStep) -> Callable:
+        return self._find((op, number, step), lambda: stage_kernel(step, op, number))
 
     def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
         cut, layouts = self.optimizer, self.store.layouts
@@ -234,27 +234,27 @@ class Engine:
     def _masters(self, bound: BoundStage) -> list[Slabs]:
         return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
 
-    def _forward(self, step: _Step, number: int, task: int) -> None:
-        bound = step.plan.stages[number]
-        run = self._of_stage(Op.FORWARD, number, step.plan)
-        if keeps := number in step.plan.schedule.kept:
-            step.residuals[number] = []
-        for row in step.rows:
+    def _forward(self, live: _Live, number: int, task: int) -> None:
+        bound = live.step.stages[number]
+        run = self._of_stage(Op.FORWARD, number, live.step)
+        if keeps := number in live.step.schedule.kept:
+            live.residuals[number] = []
+        for row in live.rows:
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             if keeps:
                 outputs, residuals = outputs
-                step.residuals[number].append(residuals)
-            self._keep(step, bound, row, outputs, task)
+                live.residuals[number].append(residuals)
+            self._keep(live, bound, row, outputs, task)
 
-    def _backward(self, step: _Step, number: int, task: int) -> None:
-        bound = step.plan.stages[number]
+    def _backward(self, live: _Live, number: int, task: int) -> None:
+        bound = live.step.stages[number]
         stage, mode = bound.stage, bound.mode
         assert mode is not None
-        keeps = number in step.plan.schedule.kept
-        run = self._of_stage(Op.BACKWARD, number, step.plan)
-        kept = step.residuals.pop(number, [[]] * len(step.rows))
+        keeps = number in live.step.schedule.kept
+        run = self._of_stage(Op.BACKWARD, number, live.step)
+        kept = live.residuals.pop(number, [[]] * len(live.rows))
         arriving, accumulated = bound.arriving, bound.accumulated
-        for row, cotangents, residuals in zip(step.rows, step.cotangents, kept, strict=True):
+        for row, cotangents, residuals in zip(live.rows, live.cotangents, kept, strict=True):
             outputs, gradients, back = run(
                 self._masters(bound),
                 [row[i] for i in stage.inputs],
@@ -267,12 +267,12 @@ class Engine:
                 self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
             self._tokens[task] = (back or gradients)[0]
             if mode.give_outputs:
-                self._keep(step, bound, row, outputs, task)
+                self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
 
-    def _keep(self, step: _Step, bound: BoundStage, row, outputs, task: int) -> None:
-        plan = step.plan
-        kept = plan.kept if row is step.rows[0] else plan.kept - plan.kept_once
+    def _keep(self, live: _Live, bound: BoundStage, row, outputs, task: int) -> None:
+        step = live.step
+        kept = step.kept if row is live.rows[0] else step.kept - step.kept_once
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
             if i in kept:
                 row[i] = value
@@ -291,10 +291,10 @@ class Engine:
 
     def _zeros(self, group: int) -> None:
         layout, sharding = self.store.layouts[group].master, self.store.placement.slabs_on_device
-        make = self._find((Op.ZEROS, group), lambda: initial.zeros(layout, sharding))
+        make = self._find((Op.ZEROS, group), lambda: steps.zeros(layout, sharding))
         self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
-    def _reduce(self, step: _Step, group: int, task: int) -> None:
+    def _reduce(self, live: _Live, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
         (gradient,) = store.on_device[Key(Kind.GRADIENT, group)]
         masters = state = None
@@ -303,27 +303,27 @@ class Engine:
         if Kind.OPTIMIZER_STATE in reads:
             state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
         run = self._of_group(Op.REDUCE, group, gradient.dtype)
-        loss = self._means(step)["loss"]
+        loss = self._means(live)["loss"]
         scalars, *measured = run(gradient, masters, state, loss, store.globals, store.ok)
-        step.scalars[group] = scalars
-        self._note(step, group, *measured)
+        live.scalars[group] = scalars
+        self._note(live, group, *measured)
         self._tokens[task] = measured[0]
 
-    def _note(self, step: _Step, group: int, square: jax.Array, ok: jax.Array) -> None:
+    def _note(self, live: _Live, group: int, square: jax.Array, ok: jax.Array) -> None:
         """Notes the squared norm of a group's gradient, and whether all numbers were finite."""
         self.store.ok = ok
-        step.squares.append(square)
-        step.group_ok.append((group, ok))
+        live.squares.append(square)
+        live.group_ok.append((group, ok))
 
-    def _combine(self, step: _Step) -> None:
+    def _combine(self, live: _Live) -> None:
         store = self.store
         run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer))
-        scalars = [step.scalars.get(g, []) for g in range(len(store.layouts))]
-        loss = self._means(step)["loss"]
+        scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
+        loss = self._means(live)["loss"]
         self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
         self._combined_ok = store.ok
 
-    def _update(self, step: _Step | None, group: int, task: int) -> None:
+    def _update(self, live: _Live | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
         masters = store.on_device.pop(masters_key)
@@ -336,8 +336,8 @@ class Engine:
         # In another step than its gradients, if updates are deferred.
         ok = self._combined_ok if cut.deferred else store.ok
         masters, state, *measured = run(masters, state, gradient, messages, ok)
-        if step is not None and not cut.deferred:
-            self._note(step, group, *measured)
+        if live is not None and not cut.deferred:
+            self._note(live, group, *measured)
         store.on_device[masters_key] = masters
         self._tokens[task] = masters[0]
         if state:

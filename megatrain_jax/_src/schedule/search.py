@@ -20,7 +20,6 @@ and 9 don't fit, beside what the others need to come and go.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
@@ -62,7 +61,6 @@ class Schedule:
         kept: Stages whose residuals are kept from forward to backward.
         seconds: Estimate of a steady step's time.
         smallest_bytes: The least budget with which computing need not wait for room.
-        all_resident_bytes: From here on a steady step without residuals moves nothing.
     """
 
     cold: tuple[Instruction, ...]
@@ -76,7 +74,6 @@ class Schedule:
     kept: frozenset[int]
     seconds: float
     smallest_bytes: int
-    all_resident_bytes: int
 
 
 def find_schedule(workload: Workload, budget: int | None) -> Schedule:
@@ -103,19 +100,17 @@ def find_schedule(workload: Workload, budget: int | None) -> Schedule:
             f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
-    everything = frozenset(chain.from_iterable(_resident_units(lists)))
-    bounds = {"smallest_bytes": smallest, "all_resident_bytes": least_bytes(lists, everything)}
-    candidates = [_with_residents(lists, budget, bounds)]
+    candidates = [_with_residents(lists, budget, smallest)]
     for kept in _kept_choices(workload, budget) if budget > smallest else ():
-        candidates.append(_with_residents(build_task_lists(kept), budget, bounds))
+        candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
     return _best(workload, candidates)
 
 
-def _with_residents(lists: TaskLists, budget: int, bounds: Mapping[str, int]) -> Schedule:
+def _with_residents(lists: TaskLists, budget: int, smallest: int) -> Schedule:
     """The fastest schedule of some with more or fewer parts that stay on the device."""
     everything = _everything(lists)
     if budget >= (needed := least_bytes(lists, everything)):
-        return _lay_down(lists, needed, everything, bounds)
+        return _lay_down(lists, needed, everything, smallest)
     always, units = _residuals(lists), _resident_units(lists)
 
     def residents(count: int) -> frozenset[Key]:
@@ -123,7 +118,7 @@ def _with_residents(lists: TaskLists, budget: int, bounds: Mapping[str, int]) ->
 
     most = most_that_fit(len(units), lambda count: least_bytes(lists, residents(count)) <= budget)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    candidates = [_lay_down(lists, budget, residents(count), bounds) for count in sorted(counts)]
+    candidates = [_lay_down(lists, budget, residents(count), smallest) for count in sorted(counts)]
     return _best(lists.workload, candidates)
 
 
@@ -194,9 +189,7 @@ def _resident_units(lists: TaskLists) -> list[tuple[Key, ...]]:
     return [unit for unit in sized if unit]
 
 
-def _lay_down(
-    lists: TaskLists, limit: int, resident: frozenset[Key], bounds: Mapping[str, int]
-) -> Schedule:
+def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: int) -> Schedule:
     """The schedule of one limit and one set of resident parts."""
     num_tasks = len(lists.steady)
     boundary = next_uses_that_fit(lists, limit, resident)
@@ -239,5 +232,5 @@ def _lay_down(
         resident=resident,
         kept=lists.workload.kept,
         seconds=seconds,
-        **bounds,
+        smallest_bytes=smallest,
     )

@@ -1,25 +1,25 @@
-"""Fills the store with a run's first state, so that the whole model never exists beside it."""
+"""Fills the store with a run's initial state, so that the whole model never exists beside it."""
 
 import itertools
 from collections.abc import Callable
 
 import jax
 
-from megatrain_jax._src.adapt.initial_values import Initial
+from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.kernels.initial import initial_state, pack
+from megatrain_jax._src.kernels.initial_state import initial_state, pack
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.store import Store
 
 
-def initialise(
+def fill_store(
     spec: RunSpec,
     store: Store,
     kernels: KernelCache,
-    initial: Initial,
+    initial: InitialValues,
     done: Callable[[], object],
 ) -> None:
     """Fills a store without slabs with the model's and the optimizer's initial state.
@@ -46,7 +46,7 @@ def initialise(
     store.globals = store.small(list(jx.evaluate(part.jaxpr, part.consts)))
 
 
-def _unstacked(spec: RunSpec, store: Store, initial: Initial) -> dict[int, jax.Array]:
+def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int, jax.Array]:
     """The slices of parameters stacked over layers, in host memory until they are packed."""
     rows = [(leaf.parameter, leaf.index, i) for i, leaf in enumerate(spec.leaves)]
     stacked = sorted((row for row in rows if row[1]), key=lambda row: (row[0], row[2]))

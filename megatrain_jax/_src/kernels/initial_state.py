@@ -1,9 +1,4 @@
-"""The kernels of initial state: masters, optimizer state, and zeros to add gradients to."""
-
-from collections.abc import Callable
-
-import jax
-import jax.numpy as jnp
+"""The kernels of a run's initial state: a group's masters, and its optimizer state."""
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
@@ -31,18 +26,3 @@ def initial_state(fragment: Fragment, layout: GroupLayout) -> Kernel:
         return layout.state.encode(layout.state.pack(state))
 
     return Kernel(name="initial", key=(fragment.key, layout), build=lambda: init_group)
-
-
-def zeros(layout: Layout, sharding: jax.sharding.Sharding) -> Kernel:
-    """The kernel `() -> gradient` of one group's masters: fp32 zeros, to be added to.
-
-    Args:
-        layout: Layout of the masters.
-        sharding: Sharding of the gradient.
-    """
-    size = layout.size
-
-    def build() -> Callable:
-        return lambda: jnp.zeros(size, jnp.float32)
-
-    return Kernel(name="zeros", key=size, build=build, sharding=sharding)
