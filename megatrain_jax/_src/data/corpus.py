@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Bool, Int32, Int64
 
 from megatrain_jax._src.data.report import InvalidRow, Report, RowOrigin, TooLong
 
@@ -19,22 +20,22 @@ class Corpus:
     """Documents, of which those that were too long for a row may have become several pieces.
 
     Attributes:
-        tokens: int32 (tokens + 1,), the documents one after the other, and a zero.
-        learned: bool (tokens + 1,), whether the loss counts a token as a label. False for the
+        tokens: The documents one after the other, and a zero.
+        learned: Whether the loss counts a token as a label. False for the
             first of each document, so that ``learned[i + 1]`` is also right at a document's end.
-        starts: int64 (pieces,), where each piece starts.
-        lengths: int32 (pieces,), its tokens.
-        goes_on: bool (pieces,), whether the token after its last one is of the same document.
-        documents: int32 (pieces,), which document it is of, counted from 0.
+        starts: The place of each piece's first token in `tokens`.
+        lengths: The number of tokens of each piece.
+        goes_on: Whether the token after a piece's last one is of the same document.
+        documents: The number of each piece's document, from 0.
         digest: A hash of all tokens and of which are learned.
     """
 
-    tokens: np.ndarray
-    learned: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    goes_on: np.ndarray
-    documents: np.ndarray
+    tokens: Int32[np.ndarray, " tokens+1"]
+    learned: Bool[np.ndarray, " tokens+1"]
+    starts: Int64[np.ndarray, " pieces"]
+    lengths: Int32[np.ndarray, " pieces"]
+    goes_on: Bool[np.ndarray, " pieces"]
+    documents: Int32[np.ndarray, " pieces"]
     digest: bytes
 
     @property
@@ -66,7 +67,7 @@ class CorpusBuilder:
         too_long: WhenTooLong,
         errors: bool,
         report: Report,
-        fault_of: Callable[[np.ndarray], InvalidRow | None],
+        fault_of: Callable[[Int32[np.ndarray, " n"]], InvalidRow | None],
     ):
         """Makes an empty corpus.
 
@@ -75,7 +76,7 @@ class CorpusBuilder:
             too_long: Treatment of a document that is longer.
             errors: Whether it is an error if there is nothing to learn in a document.
             report: Report that left-out documents are written down in.
-            fault_of: Finds the fault of tokens, int32 (n,), that can't be used; None if they can.
+            fault_of: Finds the fault of tokens that can't be used; None if they can.
         """
         self._length = length
         self._too_long = too_long
@@ -99,12 +100,12 @@ class CorpusBuilder:
         """The number of tokens so far."""
         return len(self._learned)
 
-    def extend(self, tokens: np.ndarray, learned: np.ndarray) -> None:
+    def extend(self, tokens: Int32[np.ndarray, " n"], learned: Bool[np.ndarray, " n"]) -> None:
         """Adds tokens to the document at hand.
 
         Args:
-            tokens: int32 (n,).
-            learned: bool (n,), whether the loss counts each as a label.
+            tokens: The tokens.
+            learned: Whether the loss counts each as a label.
         """
         self._fault = self._fault or self._fault_of(tokens)
         self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()

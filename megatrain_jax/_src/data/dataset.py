@@ -10,6 +10,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from jaxtyping import Int32
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.corpus import Corpus
@@ -35,13 +36,17 @@ class Batches:
     """
 
     def __init__(
-        self, corpus: Corpus, chosen: np.ndarray, packing: Packing, options: "DatasetOptions"
+        self,
+        corpus: Corpus,
+        chosen: Int32[np.ndarray, " n"],
+        packing: Packing,
+        options: "DatasetOptions",
     ):
         """Makes the batches of some pieces; each is built when it is asked for.
 
         Args:
             corpus: The tokens.
-            chosen: int32 (n,), the pieces of the corpus that are used.
+            chosen: The pieces of the corpus that are used.
             packing: Packing of the lengths of these pieces.
             options: Options by which they become batches.
         """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32, Int64
 
 from megatrain_jax._src.data.corpus import Corpus
 
@@ -19,13 +20,13 @@ class Packing:
     """A packing: which lengths share a row.
 
     Attributes:
-        ranks: int32 (pieces,), row after row, by how many pieces each is shorter or equal (the
-            longest piece has rank 0).
-        offsets: int64 (rows + 1,), where each row starts in `ranks`.
+        ranks: Row after row, by how many pieces each is shorter or equal (the longest piece has
+            rank 0).
+        offsets: The place in `ranks` where each row starts, and the end of the last.
     """
 
-    ranks: np.ndarray
-    offsets: np.ndarray
+    ranks: Int32[np.ndarray, " pieces"]
+    offsets: Int64[np.ndarray, " rows+1"]
 
     @property
     def num_rows(self) -> int:
@@ -38,12 +39,12 @@ class Epoch:
     """One epoch's rows: which pieces are in which row.
 
     Attributes:
-        pieces: int32 (pieces,), row after row.
-        offsets: int64 (rows + 1,), where each row starts in `pieces`.
+        pieces: The pieces, row after row.
+        offsets: The place in `pieces` where each row starts, and the end of the last.
     """
 
-    pieces: np.ndarray
-    offsets: np.ndarray
+    pieces: Int32[np.ndarray, " pieces"]
+    offsets: Int64[np.ndarray, " rows+1"]
 
     def rows(self, start: int, stop: int) -> list[np.ndarray]:
         """The pieces of some rows."""
@@ -51,14 +52,14 @@ class Epoch:
         return [self.pieces[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def pack(lengths: np.ndarray, length: int) -> Packing:
+def pack(lengths: Int32[np.ndarray, " pieces"], length: int) -> Packing:
     """Packs by best fit, the longest first: each goes to the fullest row that has room for it.
 
     For example, lengths 5, 3, 3, 2 and 1 in rows of 8: 5 begins row 0, 3 fills it; the other 3
     begins row 1, 2 and 1 follow it. So `ranks` are [0, 1, 2, 3, 4] and `offsets` [0, 2, 5].
 
     Args:
-        lengths: int32 (pieces,), from 1 to `length`, in any order.
+        lengths: The pieces' lengths, from 1 to `length`, in any order.
         length: Tokens of a row.
     """
     row_of = np.empty(len(lengths), np.int32)
@@ -85,15 +86,17 @@ def pack(lengths: np.ndarray, length: int) -> Packing:
     return Packing(ranks=ranks, offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
 
-def draw_epoch(packing: Packing, lengths: np.ndarray, seed: int | None, epoch: int) -> Epoch:
+def draw_epoch(
+    packing: Packing, lengths: Int32[np.ndarray, " pieces"], seed: int | None, epoch: int
+) -> Epoch:
     """Decides which pieces have the lengths of a packing, and in which order its rows come.
 
     Args:
         packing: Packing of `lengths`.
-        lengths: int32 (pieces,).
+        lengths: The pieces' lengths, as `pack` had them.
         seed: Seed of the order, new in every epoch; None keeps to the order of `lengths`,
             as far as packing allows.
-        epoch: Counted from 0.
+        epoch: Number of the epoch, from 0.
     """
     rng = np.random.default_rng([seed, epoch]) if seed is not None else None
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))

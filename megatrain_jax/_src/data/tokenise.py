@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from jaxtyping import Bool, Int32, Int64
 from tokenizers import Encoding
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
@@ -90,7 +91,7 @@ class Tokens:
                         f"{found[0]!r} in message {number}",
                     )
 
-    def end_of_turn(self, ids: np.ndarray, start: int, stop: int) -> int | None:
+    def end_of_turn(self, ids: Int32[np.ndarray, " n"], start: int, stop: int) -> int | None:
         """Where the turn in ``ids[start:stop]`` ends, its end-of-turn token included.
 
         What is only space after that token is left to the template; one that follows the turn
@@ -108,8 +109,8 @@ class Tokens:
             return stop + 1
         return None
 
-    def ends_of_text(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens before and after a plain text, int32 (0 or 1,) each.
+    def ends_of_text(self) -> tuple[Int32[np.ndarray, " first"], Int32[np.ndarray, " last"]]:
+        """The tokens before and after a plain text, one of each at the most.
 
         Raises:
             DataError: If the tokenizer has no end of text.
@@ -195,24 +196,24 @@ def _render(
 
 
 def _assistant_tokens(
-    ids: np.ndarray,
-    offsets: np.ndarray,
+    ids: Int32[np.ndarray, " n"],
+    offsets: Int64[np.ndarray, "n 2"],
     spans: list[tuple[int, int]],
     tokens: Tokens,
     report: Report,
-) -> np.ndarray:
+) -> Bool[np.ndarray, " n"]:
     """Which tokens are the assistant's: those within its turns, with the tokens that end them.
 
     Args:
-        ids: int32 (n,).
-        offsets: int64 (n, 2), the characters from which each token was made.
+        ids: The tokens of a conversation.
+        offsets: The characters, from and to, that each token was made of.
         spans: The characters of each turn.
-        tokens: Knows the special ones.
-        report: Where turns that share a token with the prompt are counted.
+        tokens: The tokenizer, which knows the special tokens.
+        report: Report in which turns that share a token with the prompt are counted.
 
     Returns:
-        bool (n,). A token that also holds characters of the prompt is not among them: a model
-        that answers the prompt never has to say it.
+        Whether each token is. One that also holds characters of the prompt is not among them: a
+        model that answers the prompt never has to say it.
 
     Raises:
         DataError: If the last turn has no token at its end.

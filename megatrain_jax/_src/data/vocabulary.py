@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from megatrain_jax._src.data.report import InvalidRow
 
@@ -56,8 +57,8 @@ class Vocabulary:
                 stacklevel=stacklevel + 1,
             )
 
-    def fault(self, ids: np.ndarray) -> BeyondVocabulary | None:
-        """Says what is wrong with a text's tokens, int32 (n,), if one is beyond the vocabulary."""
+    def fault(self, ids: Int32[np.ndarray, " n"]) -> BeyondVocabulary | None:
+        """The fault of a text's tokens, if one is beyond the vocabulary."""
         if self.size is None or not len(ids) or ids.max() < self.size:
             return None
         beyond = ids[ids >= self.size]

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel
@@ -77,8 +78,10 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
     )
 
 
-def _measured(gradient, ok, guarded):
-    """The squared norm of a gradient, fp32[], and, if guarded, `ok` only if that is finite."""
+def _measured(
+    gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if that is finite."""
     square = jnp.sum(gradient * gradient)
     return square, ok & jnp.isfinite(square) if guarded else ok
 
