@@ -63,7 +63,7 @@ _PEERS = (
     "RoundPipe, updates one step old, 2 microbatches",
     "RoundPipe, exact updates, 2 microbatches",
     "DeepSpeed SuperOffload",
-    "DeepSpeed ZenFlow, most updates every 4th step",
+    "DeepSpeed ZenFlow, updates every 4th step",
     "PyTorch, all on the GPU in bf16",
 )
 _PLAIN = (

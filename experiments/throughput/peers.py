@@ -82,10 +82,10 @@ PEERS = (
         modules=_DEEPSPEED,
     ),
     PeerFacts(
-        title="DeepSpeed ZenFlow, most updates every 4th step",
+        title="DeepSpeed ZenFlow, updates every 4th step",
         peer="zenflow",
-        tried="ZeRO-2, 5% of the columns updated on the GPU in each step, the rest every 4th; not "
-        "tried: overlap_step, which takes 32 bytes of shared memory a parameter",
+        tried="ZeRO-2, topk_ratio 0.05, update_interval 4; not tried: overlap_step, which holds 32 "
+        "bytes a parameter on the host; an automatic interval; ZeRO-3",
         modules=_DEEPSPEED,
     ),
     PeerFacts(

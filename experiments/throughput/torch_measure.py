@@ -41,8 +41,9 @@ from timing import MIN_STEPS, Work, time_steps  # noqa: E402
 from torch_model import build_model  # noqa: E402
 from torch_peers import BUILDERS, Peer, Setting  # noqa: E402
 
-# DeepSpeed builds its CPU Adam first, and RoundPipe fits its plan to the times of first steps.
-_WARM_UP_STEPS = 3
+# RoundPipe fits its plan to the times of first steps. After four, the runs that are compared differ
+# by eight steps of which two end with ZenFlow's update of every fourth.
+_WARM_UP_STEPS = 4
 _PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe")
 _GIB = 2**30
 # Of as many tokens the logits are worth a pass over the head's gradient, and 2 GiB at most.

@@ -33,7 +33,7 @@ _ZERO = {
         "offload_optimizer": {**_ON_HOST, "super_offload": True},
         "sub_group_size": 400_000_000,
     },
-    # Stage 3 would transpose all weights, which only DeepSpeed's own linear layers expect.
+    # On one GPU there is nothing to partition: stage 3 would only copy.
     "zenflow": {
         "stage": 2,
         "zenflow": {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": False},
