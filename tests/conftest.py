@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -29,6 +30,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # A shell's background jobs ignore SIGINT, and the tests of interrupts would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def started_once() -> Iterator[None]:
+    """Runs of one model, loss, optimizer and options are traced and compiled once in a file."""
+    from started import Started  # imports JAX, which reads what is set above
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Started().replace(monkeypatch)
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,6 +28,7 @@ from megatrain_jax._src.runtime.interrupt import Signals
 from poison import poisoned
 from runs import check_same_bits
 
+pytestmark = pytest.mark.usefixtures("started_once")
 WIDTH, EXAMPLES, STEPS = 6, 4, 8
 
 

@@ -15,6 +15,7 @@ from poison import poisoned
 from runs import check_same_bits, make_trainer
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("started_once")
 FP32 = mt.Precision(compute=jnp.float32)
 
 
@@ -46,15 +47,15 @@ def make_batch(seed=0, poison=1.0, y=None):
     return {"x": x, "y": y, "poison": np.full(4, poison, np.float32)}
 
 
-def make(optimizer=None, **options):
-    optimizer = optimizer or optax.adam(1e-2)
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+
+
+def make(optimizer: optax.GradientTransformation = ADAM, **options):
     return mt.Trainer(build, loss_fn, optimizer, make_batch(), precision=FP32, **options)
 
 
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-
-
-@pytest.mark.parametrize("optimizer", [optax.adam(1e-2), CLIPPED], ids=["immediate", "deferred"])
+@pytest.mark.parametrize("optimizer", [ADAM, CLIPPED], ids=["immediate", "deferred"])
 def test_a_loss_that_is_not_finite_changes_nothing(optimizer):
     trainer = make(optimizer)
     trainer.step(make_batch(0))
