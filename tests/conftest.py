@@ -32,6 +32,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def earlier_files_are_left_alone() -> None:
+    """What earlier files have compiled stays; garbage is collected without looking at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def started_once() -> Iterator[None]:
     """Runs of one model, loss, optimizer and options are traced and compiled once in a file."""
@@ -52,9 +59,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with tests marked slow come first, so that all workers end with short tests."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_collection_finish() -> None:
-    # What has been imported stays, and collections of garbage needn't look at it again.
-    gc.collect()
-    gc.freeze()

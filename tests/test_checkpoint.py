@@ -103,6 +103,7 @@ assert not [m for m in sys.modules if m.startswith("megatrain_jax")]
 """
 
 
+@pytest.mark.slow
 def test_plain_orbax_reads_the_parameters(tmp_path):
     saved, expected = [], []
     for name, params_only in (("nnx_tied", False), ("linen_numbered", True), ("nnx_scan", False)):
