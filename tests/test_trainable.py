@@ -19,6 +19,7 @@ from oracle import train_plain
 from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, train
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("started_once")
 TOLERANCE = 2e-5
 
 RUNS = [
