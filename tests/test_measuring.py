@@ -170,6 +170,28 @@ def test_peers_are_timed_by_the_same_lines(monkeypatch):
     del sys.modules["torch_measure"]
 
 
+@pytest.mark.parametrize("num_tokens", [24, 1000])
+def test_the_peers_loss_in_parts_is_that_of_transformers(num_tokens):
+    torch = pytest.importorskip("torch", reason="the peers are PyTorch's")
+    pytest.importorskip("transformers")
+    from shapes import SHAPES
+    from torch_loss import Decoder
+    from torch_model import build_model
+
+    shape = dataclasses.replace(SHAPES["tiny"], num_layers=2, vocab_size=64, seq_len=16)
+    model = build_model(shape).float()
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for loss in (model(input_ids=tokens, labels=tokens).loss, Decoder(model, num_tokens)(tokens)):
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert all(gradient.any() for gradient in gradients[0].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-8)
+
+
 def test_only_one_file_reads_the_clock_around_steps():
     # What the others time is a checkpoint, a file, a copy, a process or a dispatch.
     others = {"checkpoint", "checksums", "data", "disk_to_disk", "dispatch", "machine", "measure"}
@@ -268,7 +290,7 @@ def test_all_rows_are_rows_of_the_tables(monkeypatch):
     names = {table: {row.name for row in rows} for table, rows in tables.items()}
     tables["plain"] = plain.rows(shape, "vit-g")
     names["plain"] = {row.name for row in tables["plain"]}
-    names["peers"] = {peer.title for peer in peers.PEERS.values()}
+    names["peers"] = {peer.title for peer in peers.PEERS}
     for part in all_rows.PARTS:
         assert part.row is None or part.row in names[part.script], part.name
         assert (ROOT / "experiments" / "throughput" / f"{part.script}.py").exists()

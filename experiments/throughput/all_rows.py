@@ -54,8 +54,16 @@ _UPDATES = (
     "clip 1, 60 GiB",
 )
 _PEERS = (
-    *("RoundPipe, updates one step old", "DeepSpeed ZeRO-3 offload"),
-    *("RoundPipe, exact updates", "PyTorch FSDP2 CPUOffloadPolicy"),
+    "DeepSpeed ZeRO-3, Twin-Flow",
+    "RoundPipe, updates one step old, 4 microbatches",
+    "PyTorch FSDP2 CPUOffloadPolicy",
+    "DeepSpeed ZeRO-3, parameters on the GPU",
+    "RoundPipe, exact updates, 4 microbatches",
+    "DeepSpeed ZeRO-3 offload",
+    "RoundPipe, updates one step old, 2 microbatches",
+    "RoundPipe, exact updates, 2 microbatches",
+    "DeepSpeed SuperOffload",
+    "DeepSpeed ZenFlow, updates every 4th step",
     "PyTorch, all on the GPU in bf16",
 )
 _PLAIN = (

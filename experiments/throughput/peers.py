@@ -34,49 +34,87 @@ class PeerFacts:
 
     Attributes:
         title: Its name in the table.
+        peer: Its name in `torch_peers.BUILDERS`.
+        microbatches: Into how many parts it splits a batch, if it does.
         tried: How `torch_peers.py` configures it, and what its makers offer that was not tried.
         modules: What has to be importable.
-        install: The command that installs it.
     """
 
     title: str
+    peer: str
     tried: str
+    microbatches: int = 1
     modules: tuple[str, ...] = ("torch", "transformers")
-    install: str = "pip install torch transformers"
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        words = ("roundpipe==0.1.1" if module == "roundpipe" else module for module in self.modules)
+        return f"pip install {' '.join(words)}"
 
 
-# The keys are those of `torch_peers.BUILDERS`.
-PEERS = {
-    "zero3": PeerFacts(
+_DEEPSPEED = ("torch", "transformers", "deepspeed")
+_ROUNDPIPE = ("torch", "transformers", "roundpipe")
+PEERS = (
+    PeerFacts(
         title="DeepSpeed ZeRO-3 offload",
-        tried="parameters and optimizer state offloaded, buckets of 500M elements; not tried: "
-        "parameters on the GPU, Twin-Flow's ratio, SuperOffload, ZenFlow, a loss in chunks",
-        modules=("torch", "transformers", "deepspeed"),
-        install="pip install torch transformers deepspeed",
+        peer="zero3",
+        tried="parameters and optimizer state offloaded, buckets of 500M elements",
+        modules=_DEEPSPEED,
     ),
-    "fsdp2": PeerFacts(
+    PeerFacts(
+        title="DeepSpeed ZeRO-3, parameters on the GPU",
+        peer="zero3-parameters-on-gpu",
+        tried="only the optimizer's state offloaded, buckets of 500M elements",
+        modules=_DEEPSPEED,
+    ),
+    PeerFacts(
+        title="DeepSpeed ZeRO-3, Twin-Flow",
+        peer="zero3-twin-flow",
+        tried="parameters on the GPU, which updates 60% of them (ratio 0.4), in sub-groups of 100M",
+        modules=_DEEPSPEED,
+    ),
+    PeerFacts(
+        title="DeepSpeed SuperOffload",
+        peer="superoffload",
+        tried="parameters on the GPU, sub-groups of 400M, 80% of the cores for the process of "
+        "updates; with clipping it makes them after backward; not tried: a ratio, NUMA binding",
+        modules=_DEEPSPEED,
+    ),
+    PeerFacts(
+        title="DeepSpeed ZenFlow, updates every 4th step",
+        peer="zenflow",
+        tried="ZeRO-2, topk_ratio 0.05, update_interval 4; not tried: overlap_step, which holds 32 "
+        "bytes a parameter on the host; an automatic interval; ZeRO-3",
+        modules=_DEEPSPEED,
+    ),
+    PeerFacts(
         title="PyTorch FSDP2 CPUOffloadPolicy",
-        tried="a unit for each block, pinned memory, fused AdamW on the host; not tried: explicit "
-        "prefetching, a loss in chunks",
+        peer="fsdp2",
+        tried="a unit for each block and for the head, each prefetching its neighbour, pinned "
+        "memory, fused AdamW on the host",
     ),
-    "roundpipe": PeerFacts(
-        title="RoundPipe, updates one step old",
-        tried="2 microbatches, its own loss in chunks; not tried: other numbers of microbatches",
-        modules=("torch", "transformers", "roundpipe"),
-        install="pip install torch transformers roundpipe==0.1.1",
+    *(
+        PeerFacts(
+            title=f"RoundPipe, {updates}, {parts} microbatches",
+            peer=peer,
+            microbatches=parts,
+            tried=f"its own loss in chunks{waits}; not tried: more than 4 microbatches",
+            modules=_ROUNDPIPE,
+        )
+        for peer, updates, waits in (
+            ("roundpipe", "updates one step old", ""),
+            ("roundpipe-exact", "exact updates", ", each step waiting for its own update"),
+        )
+        for parts in (2, 4)
     ),
-    "roundpipe-exact": PeerFacts(
-        title="RoundPipe, exact updates",
-        tried="the same, each step waiting for its own update",
-        modules=("torch", "transformers", "roundpipe"),
-        install="pip install torch transformers roundpipe==0.1.1",
-    ),
-    "resident": PeerFacts(
+    PeerFacts(
         title="PyTorch, all on the GPU in bf16",
+        peer="resident",
         tried="activations recomputed, fused AdamW, no fp32 masters; not tried: fp32 masters, "
         "torch.compile, keeping activations",
     ),
-}
+)
 
 
 def missing_modules(python: str, modules: tuple[str, ...]) -> list[str]:
@@ -102,14 +140,14 @@ def rows(args: argparse.Namespace) -> tuple[list[Row], list[str]]:
         ),
     ]
     absent = []
-    for peer, facts in PEERS.items():
+    for facts in PEERS:
         if missing := missing_modules(args.python, facts.modules):
             absent.append(f"{facts.title}: no {', '.join(missing)}; {facts.install}")
             continue
         found.append(
             Row(
                 name=facts.title,
-                options={**sizes, "peer": peer, "microbatches": 2},
+                options={**sizes, "peer": facts.peer, "microbatches": facts.microbatches},
                 yardstick=_OURS,
                 command=(args.python, str(FOLDER / "torch_measure.py")),
             )
@@ -130,7 +168,7 @@ def main() -> None:
     try:
         run_table(found, args, _COLUMNS, "of the first")
     finally:
-        for facts in PEERS.values():
+        for facts in PEERS:
             print(f"{facts.title}: {facts.tried}", flush=True)
         for line in absent:
             print(f"not installed: {line}", flush=True)

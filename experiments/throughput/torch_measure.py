@@ -8,11 +8,14 @@ peer, and says what is not installed.
 # pyright: reportMissingImports=false
 
 import argparse
+import multiprocessing
 import os
 import platform
 import resource
 import shlex
 import sys
+import threading
+import traceback
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,25 +41,27 @@ from timing import MIN_STEPS, Work, time_steps  # noqa: E402
 from torch_model import build_model  # noqa: E402
 from torch_peers import BUILDERS, Peer, Setting  # noqa: E402
 
-# DeepSpeed builds its CPU Adam first, and RoundPipe fits its plan to the times of first steps.
-_WARM_UP_STEPS = 5
+# RoundPipe fits its plan to the times of first steps. After four, the runs that are compared differ
+# by eight steps of which two end with ZenFlow's update of every fourth.
+_WARM_UP_STEPS = 4
 _PACKAGES = ("torch", "transformers", "deepspeed", "roundpipe")
 _GIB = 2**30
+# Of as many tokens the logits are worth a pass over the head's gradient, and 2 GiB at most.
+_LOSS_TOKENS = 2048
 
 
 def measure(peer: Peer, num_steps: int) -> dict[str, Any]:
     """Warms up and times steps as those of this library are timed."""
-    losses = [peer.step() for _ in range(_WARM_UP_STEPS)]
+    begun = [peer.step() for _ in range(_WARM_UP_STEPS)]
     peer.finish()
     torch.cuda.reset_peak_memory_stats()
-    # A step has its loss when it returns; what is still to be done then waits for `finish`.
     times = time_steps(Work(begin=peer.step, finish=float, drain=peer.finish), num_steps)
     return {
         **times.figures(),
         "peak_device_gib": torch.cuda.max_memory_allocated() / _GIB,
         "peak_device_gib_reserved": torch.cuda.max_memory_reserved() / _GIB,
         "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "losses": losses + times.losses,
+        "losses": [float(loss) for loss in begun] + times.losses,
     }
 
 
@@ -86,7 +91,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peer", choices=BUILDERS, required=True)
     add_shape_options(parser)
+    parser.set_defaults(loss_tokens=_LOSS_TOKENS)
     parser.add_argument("--microbatches", type=int, default=2, help="of RoundPipe")
+    parser.add_argument("--seconds", type=float, default=300, help="give up after them")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/torch.json"))
@@ -97,12 +104,21 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Builds the peer, measures it, writes everything and prints the row."""
     args = parse_arguments()
+    limit = threading.Timer(args.seconds, give_up, [f"not done after {args.seconds:g} s"])
+    limit.daemon = True
+    limit.start()
     shape, origin = chosen_shape(args), find_origin(args)
     torch.manual_seed(0)
     model = build_model(shape)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = torch.randint(0, shape.vocab_size, (shape.batch_size, shape.seq_len))
-    setting = Setting(model=model, tokens=tokens, clip=args.clip, microbatches=args.microbatches)
+    setting = Setting(
+        model=model,
+        tokens=tokens,
+        clip=args.clip,
+        microbatches=args.microbatches,
+        loss_tokens=shape.loss_tokens,
+    )
     figures = measure(BUILDERS[args.peer](setting), args.steps)
     rate = shape.num_tokens / figures["mean_seconds_per_step"]
     result = {
@@ -125,10 +141,27 @@ def main() -> None:
         f"{result['peak_device_gib']:.1f} GiB, last loss {result['losses'][-1]:.4f}",
         flush=True,
     )
-    # Threads of NCCL, DeepSpeed and RoundPipe would hold the exit up.
+    leave(0)
+
+
+def give_up(why: str) -> None:
+    """Says why there is no row, and ends the process."""
+    print(why, file=sys.stderr)
+    leave(1)
+
+
+def leave(status: int) -> None:
+    """Ends the process at once: threads of NCCL, DeepSpeed and RoundPipe would hold the exit up."""
+    # SuperOffload's process would wait for work for ever, with the host memory that it holds.
+    for child in multiprocessing.active_children():
+        child.kill()
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        give_up(traceback.format_exc())

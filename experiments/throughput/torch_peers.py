@@ -7,14 +7,38 @@ Transformers is imported where it is built, so that each can be measured without
 # PyTorch and what builds on it are no dependencies of this repository.
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch_loss import Decoder
 
 _LEARNING_RATE = 1e-5
 _WEIGHT_DECAY = 0.01
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+# What the configuration of each row of DeepSpeed says of ZeRO.
+_ZERO = {
+    "zero3": {"offload_param": _ON_HOST},
+    "zero3-parameters-on-gpu": {},
+    # 60% of the sub-groups are updated on the GPU, where each parameter takes 16 bytes for it; they
+    # are small ones, so that the share is about that of parameters.
+    "zero3-twin-flow": {
+        "offload_optimizer": {**_ON_HOST, "ratio": 0.4},
+        "sub_group_size": 100_000_000,
+    },
+    "superoffload": {
+        "offload_optimizer": {**_ON_HOST, "super_offload": True},
+        "sub_group_size": 400_000_000,
+    },
+    # On one GPU there is nothing to partition: stage 3 would only copy.
+    "zenflow": {
+        "stage": 2,
+        "zenflow": {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": False},
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +50,14 @@ class Setting:
         tokens: Random tokens, [batch, length], on the host; also the labels.
         clip: The most that the gradients' global norm may be.
         microbatches: Into how many parts a batch is split, where a peer does that.
+        loss_tokens: Of how many tokens the loss holds the logits at once.
     """
 
     model: Any
     tokens: torch.Tensor
     clip: float
     microbatches: int
+    loss_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +65,30 @@ class Peer:
     """A way of training, built.
 
     Attributes:
-        step: Trains one step and returns its loss.
+        step: Trains one step and returns its loss, which may still be on its way on the device.
         finish: Waits until all that steps have begun is done.
     """
 
-    step: Callable[[], float]
+    step: Callable[[], torch.Tensor]
     finish: Callable[[], None] = torch.cuda.synchronize
 
 
-def recompute(model: Any) -> None:
-    """Makes each block recompute its activations in backward, as the library does."""
+def decoder(setting: Setting) -> Decoder:
+    """Returns the model with its loss; each block recomputes its activations in backward."""
     options = {"use_reentrant": False}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    setting.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return Decoder(setting.model, setting.loss_tokens)
 
 
-def zero3(setting: Setting) -> Peer:
-    """DeepSpeed ZeRO-3: bf16 parameters, fp32 masters and moments on the host, CPU Adam."""
+def deepspeed_engine(setting: Setting, zero: Mapping[str, Any]) -> Peer:
+    """DeepSpeed ZeRO: bf16 parameters, fp32 masters and moments on the host, CPU Adam.
+
+    Args:
+        setting: What to train.
+        zero: What the configuration says of ZeRO beside what all rows of DeepSpeed share.
+    """
     import deepspeed
 
-    recompute(setting.model)
-    on_host = {"device": "cpu", "pin_memory": True}
     optimizer = {"lr": _LEARNING_RATE, "weight_decay": _WEIGHT_DECAY}
     config = {
         "train_micro_batch_size_per_gpu": setting.tokens.shape[0],
@@ -68,28 +98,28 @@ def zero3(setting: Setting) -> Peer:
         "optimizer": {"type": "AdamW", "params": optimizer},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": on_host,
-            "offload_optimizer": on_host,
+            "offload_optimizer": _ON_HOST,
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_bucket_size": 500_000_000,
             "stage3_prefetch_bucket_size": 500_000_000,
             "stage3_param_persistence_threshold": 100_000,
             "sub_group_size": 1_000_000_000,
+            **zero,
         },
         "steps_per_print": 10**9,
     }
-    parameters = list(setting.model.parameters())
+    model = decoder(setting)
     engine, *_ = deepspeed.initialize(
-        model=setting.model, model_parameters=parameters, config=config
+        model=model, model_parameters=list(model.parameters()), config=config
     )
     tokens = setting.tokens.cuda()
 
-    def step() -> float:
-        loss = engine(input_ids=tokens, labels=tokens).loss
+    def step() -> torch.Tensor:
+        loss = engine(tokens)
         engine.backward(loss)
         engine.step()
-        return loss.item()
+        return loss.detach()
 
     return Peer(step=step)
 
@@ -102,13 +132,18 @@ def fsdp2(setting: Setting) -> Peer:
 
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", rank=0, world_size=1)
-    model = setting.model.float()
-    recompute(model)
+    model: Any = decoder(setting).float()
     mesh = init_device_mesh("cuda", (1,))
     offload = CPUOffloadPolicy(pin_memory=True)
     dtypes = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.model.layers, model):
+    units = [*model.model.layers, model.head]
+    for module in (*units, model):
         fully_shard(module, mesh=mesh, offload_policy=offload, mp_policy=dtypes)
+    # The root's own parameters, the embedding and the last norm, come first and stay.
+    model.set_modules_to_forward_prefetch([units[0]])
+    for before, after in itertools.pairwise(units):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
     # Buffers stay where they are, and the frequencies are needed on the GPU.
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.cuda()
     return Peer(step=eager_step(model, setting))
@@ -116,25 +151,24 @@ def fsdp2(setting: Setting) -> Peer:
 
 def resident(setting: Setting) -> Peer:
     """PyTorch with all on the GPU: bf16 parameters and moments, without fp32 masters."""
-    model = setting.model.cuda()
-    recompute(model)
+    model = decoder(setting).cuda()
     return Peer(step=eager_step(model, setting))
 
 
-def eager_step(model: Any, setting: Setting) -> Callable[[], float]:
+def eager_step(model: Any, setting: Setting) -> Callable[[], torch.Tensor]:
     """Returns a step of plain PyTorch: fused AdamW after clipping."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, fused=True
     )
     tokens = setting.tokens.cuda()
 
-    def step() -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
+    def step() -> torch.Tensor:
+        loss = model(tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), setting.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     return step
 
@@ -175,14 +209,14 @@ def roundpipe(setting: Setting, *, exact: bool) -> Peer:
         optimizer.step()
         optimizer.zero_grad()
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         # Without logits, the loss is computed a few thousand tokens at a time.
         inputs = {"input_ids": setting.tokens, "labels": setting.tokens, "return_logits": False}
         loss = model.forward_backward(
             input_kwargs=inputs, loss_fn=lambda outputs, _: outputs.loss / parts
         )
         model.step(update, is_async=not exact)
-        return float(loss)
+        return loss.detach()
 
     def finish() -> None:
         synchronize_optim()
@@ -192,9 +226,9 @@ def roundpipe(setting: Setting, *, exact: bool) -> Peer:
 
 
 BUILDERS: dict[str, Callable[[Setting], Peer]] = {
-    "zero3": zero3,
+    **{name: partial(deepspeed_engine, zero=zero) for name, zero in _ZERO.items()},
     "fsdp2": fsdp2,
     "resident": resident,
-    "roundpipe": lambda setting: roundpipe(setting, exact=False),
-    "roundpipe-exact": lambda setting: roundpipe(setting, exact=True),
+    "roundpipe": partial(roundpipe, exact=False),
+    "roundpipe-exact": partial(roundpipe, exact=True),
 }
