@@ -72,7 +72,7 @@ def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
             np.testing.assert_allclose(ours[key], value, rtol=2e-6, err_msg=key)
 
 
-# Every model, and every optimizer with every number of microbatches; the others are long.
+# Every model, and both optimizers alone and with microbatches; the others are long.
 BUDGETED = [
     ("nnx_tied", "clip_adamw", 2),
     pytest.param("nnx_tied", "adamw_schedule", 1, marks=pytest.mark.long),
