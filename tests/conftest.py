@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -31,6 +32,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def earlier_files_are_left_alone() -> None:
+    """What earlier files have compiled stays; garbage is collected without looking at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def started_once() -> Iterator[None]:
+    """Runs of one model, loss, optimizer and options are traced and compiled once in a file."""
+    from started import Started  # imports JAX, which reads what is set above
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Started().replace(monkeypatch)
+        yield
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Toy models compare in fp32 what a plan wants in bf16. What documents show has to be right,
     # and what is warned of has tests of its own.
@@ -41,9 +59,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with tests marked slow come first, so that all workers end with short tests."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_collection_finish() -> None:
-    # What has been imported stays, and collections of garbage needn't look at it again.
-    gc.collect()
-    gc.freeze()

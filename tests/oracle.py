@@ -6,7 +6,7 @@ key comes from.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import isfunction, signature
 from typing import Any
@@ -156,11 +156,18 @@ def _to_host(tree: Any) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class _Loss:
+    """A model's loss, equal to every other one of its case."""
+
+    case: Case
+    function: Callable[..., Any] = field(compare=False)
+
+
 # Of a case's runs only the first compiles. What is kept holds no arrays.
 @lru_cache(maxsize=32)
-def _differentiate(case: Case) -> Callable[..., Any]:
-    loss = open_model(case, case.batch(0)).loss
-    return plain_jit(jax.value_and_grad(loss, has_aux=True))
+def _differentiate(loss: _Loss) -> Callable[..., Any]:
+    return plain_jit(jax.value_and_grad(loss.function, has_aux=True))
 
 
 # Apart from `_differentiate`: in one program XLA might skip rounding to the gradients' dtype.
@@ -173,8 +180,8 @@ def _accumulate(microbatches: int) -> Callable[..., Any]:
     return plain_jit(accumulate)
 
 
-def mean_gradients(
-    case: Case, params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array
+def _mean_gradients(
+    loss: _Loss, params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array
 ) -> tuple[jax.Array, Any, dict[str, jax.Array], Any]:
     """Return fp32 means over the microbatches: loss, gradients, metrics; and the new variables.
 
@@ -183,8 +190,8 @@ def mean_gradients(
     sums, first, current = None, None, variables
     for m, part in enumerate(parts):
         rng = jax.random.fold_in(step_key, m)
-        (loss, (metrics, new)), grads = _differentiate(case)(params, current, part, rng)
-        sums = _accumulate(len(parts))(sums, (loss, grads, metrics))
+        (value, (metrics, new)), grads = _differentiate(loss)(params, current, part, rng)
+        sums = _accumulate(len(parts))(sums, (value, grads, metrics))
         first = new if first is None else first
         current, first = _with_random_state(variables, new), _with_random_state(first, new)
     assert sums is not None
@@ -240,8 +247,8 @@ def train_plain(
     for t, batch in enumerate(batches):
         step_key = jax.random.fold_in(jax.random.key(seed), t)
         parts = split_batch(batch, microbatches)
-        loss, grads, metrics, variables = mean_gradients(
-            case, to_compute(params), variables, parts, step_key
+        loss, grads, metrics, variables = _mean_gradients(
+            _Loss(case, model.loss), to_compute(params), variables, parts, step_key
         )
         if t == 0:
             first_grads = _to_host(grads)

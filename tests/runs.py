@@ -1,6 +1,7 @@
 """Runs the system under test on a case of the zoo, and compares runs with the oracle."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,16 @@ def recording(optimizer: Any) -> Callable[[Any], optax.GradientTransformation]:
     return make
 
 
+# An optimizer made twice is two different ones to whoever compares functions.
+@functools.lru_cache(maxsize=32)
+def _made(
+    case: Case, optimizer: Callable[[Any], optax.GradientTransformation]
+) -> optax.GradientTransformation:
+    """An optimizer from the tree of the shapes of a model's parameters."""
+    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    return optimizer(adapted.params_tree(adapted.shapes))
+
+
 def make_trainer(
     case: Case,
     optimizer: Callable[[Any], optax.GradientTransformation],
@@ -63,15 +74,11 @@ def make_trainer(
     Its steps run the functions that another one, of the same model and options, has compiled, if
     that is given as `like`; their budgets may differ.
     """
-    model = case.build()
-    batch = case.batch(0)
-    adapted, _ = adapt(model, case.loss_fn, batch, 0)
-    tree = adapted.params_tree(adapted.shapes)
     trainer = mt.Trainer(
-        model,
+        case.build(),
         case.loss_fn,
-        optimizer(tree),
-        batch,
+        _made(case, optimizer),
+        case.batch(0),
         microbatches=microbatches,
         device_budget=budget,
         precision=mt.Precision(compute=compute, frozen=frozen),

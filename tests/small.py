@@ -13,6 +13,8 @@ import optax
 import megatrain_jax as mt
 from inside import store_of
 
+OPTIMIZER = optax.adam(1e-2)
+
 
 def params() -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
@@ -35,7 +37,7 @@ def trainer(**options: Any) -> mt.Trainer:
     return mt.Trainer(
         params(),
         loss_fn,
-        optax.adam(1e-2),
+        OPTIMIZER,
         batch(0),
         precision=precision,
         progress=False,
@@ -49,7 +51,7 @@ def fit(folder: Path | str | None, steps: int, **options: Any) -> mt.FitResult:
         params(),
         loss_fn,
         data,
-        optax.adam(1e-2),
+        OPTIMIZER,
         steps=steps,
         precision=mt.Precision(compute=jnp.float32),
         checkpoint_dir=folder,

@@ -27,6 +27,7 @@ from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("started_once")
 ROUND_TRIPS = [
     ("nnx_tied", "clip_adamw", 2),
     ("dropout_nnx", "clip_adamw", 1),
@@ -102,6 +103,7 @@ assert not [m for m in sys.modules if m.startswith("megatrain_jax")]
 """
 
 
+@pytest.mark.slow
 def test_plain_orbax_reads_the_parameters(tmp_path):
     saved, expected = [], []
     for name, params_only in (("nnx_tied", False), ("linen_numbered", True), ("nnx_scan", False)):
@@ -284,7 +286,7 @@ class Resumable:
 )
 def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, every, tmp_path):
     case = CASES["dropout_nnx"]
-    sources = []
+    made, sources = OPTIMIZERS[optimizer](None), []
 
     def run(steps, folder):
         data = Resumable(case) if stateful else (case.batch(1 + i) for i in itertools.count())
@@ -293,7 +295,7 @@ def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, ev
             case.build(),
             case.loss_fn,
             data,
-            OPTIMIZERS[optimizer](None),
+            made,
             steps=steps,
             checkpoint_dir=folder,
             checkpoint_every=every if folder else None,

@@ -17,6 +17,8 @@ import small
 from megatrain_jax._src.checkpoint import manifest
 from runs import check_same_bits
 
+pytestmark = pytest.mark.usefixtures("started_once")
+
 
 @pytest.fixture(scope="module")
 def trainer():

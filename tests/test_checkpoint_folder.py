@@ -19,6 +19,8 @@ from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 from megatrain_jax._src.train.series import Checkpoints
 from runs import check_same_bits
 
+pytestmark = pytest.mark.usefixtures("started_once")
+
 
 @pytest.fixture(scope="module")
 def trainer():

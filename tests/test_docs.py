@@ -66,9 +66,7 @@ def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
 def test_notebooks_run(notebook: Path, tmp_path: Path):
     content = nbformat.read(notebook, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
-    # Some hundred steps are sooner done with optimised code, as users have it.
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    nbclient.NotebookClient(content, timeout=300, resources=where).execute(env=env)
+    nbclient.NotebookClient(content, timeout=300, resources=where).execute()
     texts = [o.get("text", "") for cell in content.cells for o in cell.get("outputs", ())]
     # What tqdm says where there is no ipywidgets is not about the notebook.
     assert not [text for text in texts if "Warning" in text and "ipywidgets" not in text]

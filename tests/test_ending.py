@@ -28,6 +28,7 @@ from megatrain_jax._src.runtime.interrupt import Signals
 from poison import poisoned
 from runs import check_same_bits
 
+pytestmark = pytest.mark.usefixtures("started_once")
 WIDTH, EXAMPLES, STEPS = 6, 4, 8
 
 
@@ -339,7 +340,6 @@ def test_sigterm_is_handed_on_to_a_handler_of_the_caller(tmp_path):
     assert seen == [[result.trainer.num_steps]]
 
 
-@pytest.mark.slow
 def test_signals_at_any_line_lose_nothing():
     program = Path(__file__).with_name("signals_anywhere.py")
     paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -19,6 +19,13 @@ from workloads import all_resident_bytes
 from zoo import CASES
 
 CASE = CASES["nnx_tied"]
+# Each optimizer and each budget once; the other two combinations are long.
+AT_ONCE_AND_DEFERRED = [
+    ("clip_adamw", None),
+    ("adamw_schedule", 10**9),
+    pytest.param("adamw_schedule", None, marks=pytest.mark.long),
+    pytest.param("clip_adamw", 10**9, marks=pytest.mark.long),
+]
 
 
 def state_on_device(trainer):
@@ -145,8 +152,7 @@ def test_only_gradients_that_are_sums_are_wider_than_compute(microbatches):
         assert gradient.nbytes == spec.first.workload.size(key)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
-@pytest.mark.parametrize("budget", [None, 10**9])
+@pytest.mark.parametrize(("optimizer", "budget"), AT_ONCE_AND_DEFERRED)
 def test_at_rest_all_state_is_pinned(optimizer, budget):
     trainer = make_trainer(CASES["dropout_nnx"], OPTIMIZERS[optimizer], budget=budget)
     for seed in range(2):
@@ -253,8 +259,7 @@ def test_parameters_are_views_of_the_store():
         assert any(np.shares_memory(leaf, slab) for slab in slabs)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
-@pytest.mark.parametrize("budget", [None, 10**9])
+@pytest.mark.parametrize(("optimizer", "budget"), AT_ONCE_AND_DEFERRED)
 def test_steps_leave_nothing_behind(optimizer, budget):
     trainer = make_trainer(CASE, OPTIMIZERS[optimizer], budget=budget)
     alive = []

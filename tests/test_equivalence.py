@@ -74,12 +74,13 @@ def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
             np.testing.assert_allclose(ours[key], value, rtol=2e-6, err_msg=key)
 
 
+# Every model, and both optimizers alone and with microbatches; the others are long.
 BUDGETED = [
     ("nnx_tied", "clip_adamw", 2),
-    ("nnx_tied", "adamw_schedule", 1),
+    pytest.param("nnx_tied", "adamw_schedule", 1, marks=pytest.mark.long),
     ("unet", "clip_adamw", 1),
     ("shared_block", "adamw_schedule", 2),
-    ("shared_block", "clip_adamw", 1),
+    pytest.param("shared_block", "clip_adamw", 1, marks=pytest.mark.long),
     ("linen_scan_remat", "clip_adamw", 1),
     ("unused", "adamw_schedule", 1),
     ("unused", "clip_adamw", 4),

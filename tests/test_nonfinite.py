@@ -13,6 +13,7 @@ import megatrain_jax as mt
 from poison import poisoned
 from runs import check_same_bits
 
+pytestmark = pytest.mark.usefixtures("started_once")
 WIDTH, EXAMPLES = 8, 4
 
 

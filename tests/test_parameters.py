@@ -18,12 +18,15 @@ from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("started_once")
+OPTIMIZER = optax.adamw(1e-2)
+
 
 def start(case, **options):
     return mt.Trainer(
         case.build(),
         case.loss_fn,
-        optax.adamw(1e-2),
+        OPTIMIZER,
         case.batch(0),
         precision=mt.Precision(compute=jnp.float32),
         **options,

@@ -205,6 +205,7 @@ def is_elementwise(jaxpr: Any, operands: list[jax.Array]) -> bool:
 APART = {"optimization_barrier", "dce_sink", "regularized_incomplete_beta"}
 
 
+@pytest.mark.slow
 def test_the_table_lacks_no_elementwise_primitive_of_jax():
     unknown = PRIMITIVES.keys() - primitives.ELEMENTWISE - APART
     missing = []

@@ -49,7 +49,7 @@ def test_every_budget_computes_the_same_on_current_data(seed):
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
-    num, size = 14, 10
+    num, size = 9, 10
     workload = chain(
         num,
         deferred=deferred,

@@ -455,10 +455,11 @@ def test_layers_that_an_optimizer_takes_together_stay_in_one_array(name):
             precision=mt.Precision(compute=jnp.float32), progress=False,
         )  # fmt: skip
     state = optimizer.init(params)
+    differentiate, update = jax.jit(jax.value_and_grad(loss_fn)), jax.jit(optimizer.update)
     for _ in range(3):
-        loss, grads = jax.value_and_grad(loss_fn)(params, BATCH)
+        loss, grads = differentiate(params, BATCH)
         np.testing.assert_allclose(trainer.read(trainer.step(BATCH))["loss"], loss, rtol=1e-5)
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     # A scan says that they are layers.
     with pytest.raises(ValueError, match="can't be cut by group"):

@@ -20,6 +20,7 @@ from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, tr
 from workloads import all_resident_bytes
 from zoo import CASES
 
+pytestmark = pytest.mark.usefixtures("started_once")
 TOLERANCE = 2e-5
 
 RUNS = [

@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from megatrain_jax._src.common import checks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class History(list[dict[str, Any]]):
@@ -41,13 +43,15 @@ class History(list[dict[str, Any]]):
         ]
         Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
-    def plot(self) -> Figure:
+    def plot(self) -> "Figure":
         """Draws the loss, and the evaluation loss where there is one, over the steps.
 
         Returns:
             A Matplotlib figure. It belongs to no window, so it works without a display, and
             ``figure.savefig(path)`` writes it.
         """
+        from matplotlib.figure import Figure  # a quarter of the time that the library imports
+
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.add_subplot()
         for name, marker in (("loss", ""), ("eval_loss", "o")):
