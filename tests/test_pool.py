@@ -296,7 +296,7 @@ def test_reserved_room_can_be_filled_and_replaced():
         "updates/immediate-least",
         "updates/clip-1-least",
         "batches/clip/64-sequences-40-gib-clip-1",
-        "peers/megatrain-jax",
+        "updates/clip-1-auto",
         "small_gpu/10-gib-auto-clip-1",  # one region, as several pieces would take more
     ],
 )

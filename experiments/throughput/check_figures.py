@@ -3,7 +3,7 @@
     python experiments/throughput/check_figures.py
 
 A figure in running text is a link to its file, whose anchor names it as `figures.py` does:
-`[27,056 tokens/s](results/h200/peers/megatrain-jax.json#tokens_per_second)`; several numbers need
+`[26,938 tokens/s](results/h200/updates/clip-1-auto.json#tokens_per_second)`; several numbers need
 as many names, with commas. A link to a section of a page repeats numbers of that section. In a
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
 titles name the figures. What is measured and has no source is a mistake, and so is a row that

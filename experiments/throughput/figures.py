@@ -227,8 +227,15 @@ FIGURES: dict[str, Callable[[Result], Figure]] = {
         dd_of_several,
     )
 }
-# Rates beside that of another file in the same folder; in a table, beside that of its first row.
-RATIOS = {"of_resident": "all-state-resident.json", "of_ours": "megatrain-jax.json"}
+# Rates beside that of another file, by its path from a file's folder, with the file's own words in
+# it; in a table, beside that of its first row.
+RATIOS = {
+    "of_resident": "all-state-resident.json",
+    "of_ours": "megatrain-jax.json",
+    "of_plain": "{model}-jax.jit-and-optax.json",
+    "of_zero_3": "../peers/deepspeed-zero-3-offload.json",
+    "of_twin_flow": "../peers/deepspeed-zero-3-twin-flow.json",
+}
 COLUMNS = {
     "s/step": _column("{:.3f}", "seconds_per_step"),
     "s": _column("{:.3f}", "seconds_per_step"),
@@ -239,10 +246,12 @@ COLUMNS = {
     "TFLOP/s": _column("{:.0f}", "tflops"),
     "of resident": _column("{:.3f}", "of_resident"),
     "of the first": _column("{:.2f}", "of_ours"),
+    "of plain": _column("{:.2f}", "of_plain"),
     "parameters": _column("{:,d}", "num_parameters"),
     "tokens": _column("{:,d}", "tokens"),
     "temporaries": _column("{:.1f} GiB", "temporary_gib"),
     "peak device memory": _column("{:.1f} GiB", "peak_device_gib"),
+    "reserved": _column("{:.1f} GiB", "peak_device_gib_reserved"),
     "host at rest": _column("{:.1f} GiB", "planned_host_gib"),
     "peak host memory": _column("{:.1f} GiB", "peak_host_gib"),
     "the plan's": _column("{:.1f} GiB", "planned_process_gib"),
@@ -274,7 +283,7 @@ def figure(path: Path, name: str, base: str = "", yardstick: Path | None = None)
     """
     result = part(read(path), base)
     if name in RATIOS:
-        beside = read(yardstick or path.parent / RATIOS[name])
+        beside = read(yardstick or (path.parent / RATIOS[name].format(**result)).resolve())
         ours, other = tokens_per_second(result), tokens_per_second(beside)
         return ours and other and ours / other
     return FIGURES[name](result) if name in FIGURES else part(result, name)

@@ -14,16 +14,16 @@ _COLOURS = {"immediate": "#4c72b0", "clipped": "#dd8452", "resident": "#555555"}
 _OURS, _OTHERS = "#4c72b0", "#a9a9a9"
 
 
-def read(folder: Path) -> list[Result]:
-    """Returns the results in a folder, in the order of their names.
+def read(folders: list[Path]) -> list[Result]:
+    """Returns the results in folders, in the order of their names.
 
     Raises:
         SystemExit: If there are none.
     """
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if not results:
-        sys.exit(f"no JSON file in {folder}")
-    return results
+    paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
+    if not paths:
+        sys.exit(f"no JSON file in {', '.join(map(str, folders))}")
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def axes_of(width: float, height: float) -> tuple[Figure, Axes]:
@@ -94,10 +94,13 @@ def budget_name(result: Result) -> str:
 
 
 def draw_peers(results: list[Result]) -> Figure:
-    """Draws tokens a second of each peer as a bar, the fastest on top."""
-    ordered = sorted(results, key=rate)
+    """Draws tokens a second of each row that clips, as peers do, as a bar, the fastest on top."""
+    ordered = sorted((result for result in results if result["clip"] is not None), key=rate)
     figure, axes = axes_of(8, 0.8 + 0.42 * len(ordered))
-    names = [result["name"] for result in ordered]
+    names = [
+        result["name"] if "peer" in result else f"megatrain_jax, {budget_name(result)}"
+        for result in ordered
+    ]
     rates = [rate(result) for result in ordered]
     colours = [_OTHERS if "peer" in result else _OURS for result in ordered]
     bars = axes.barh(names, rates, color=colours, height=0.65)
@@ -105,7 +108,7 @@ def draw_peers(results: list[Result]) -> Figure:
     labels = [f"{value:,.0f}{note}" for value, note in zip(rates, notes, strict=True)]
     axes.bar_label(bars, labels, padding=4, fontsize=8)
     axes.set_xlabel("tokens/s (peak device memory)")
-    axes.set_xlim(right=1.25 * max(rates))
+    axes.set_xlim(right=1.3 * max(rates))
     axes.tick_params(axis="y", length=0)
     return figure
 
@@ -122,15 +125,15 @@ def main() -> None:
     )
     parser.add_argument("picture", choices=("memory", "peers"))
     parser.add_argument(
-        "folder", type=Path, nargs="?", help="of the JSON files; else where the table saved them"
+        "folders", type=Path, nargs="*", help="of the JSON files; else where the table saved them"
     )
-    parser.add_argument("--out", type=Path, help="the picture; else beside the folder")
+    parser.add_argument("--out", type=Path, help="the picture; else beside the first folder")
     args = parser.parse_args()
     table, draw = {"memory": ("updates", draw_memory), "peers": ("peers", draw_peers)}[args.picture]
-    folder = args.folder or Path("runs/throughput", table)
-    out = args.out or folder.parent / f"{args.picture}.png"
+    folders = args.folders or [Path("runs/throughput", table)]
+    out = args.out or folders[0].parent / f"{args.picture}.png"
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw(read(folder)).savefig(out, dpi=150)
+    draw(read(folders)).savefig(out, dpi=150)
     print(out)
 
 
