@@ -2,10 +2,14 @@
 
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 import megatrain_jax as mt
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.store import Store
+from megatrain_jax._src.state.placement import Placement, placed_on
 
 
 def spec_of(trainer: mt.Trainer) -> RunSpec:
@@ -26,3 +30,8 @@ def store_of(trainer: mt.Trainer) -> Store:
 def count_steps(trainer: Any, num_steps: int) -> None:
     """Has a trainer believe that it has done so many steps."""
     trainer._training.num_steps = num_steps
+
+
+def on_one_device() -> Placement:
+    """The placement of a run on the first device alone."""
+    return placed_on(Mesh(jax.devices()[:1], "data"))

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
 
@@ -139,6 +141,10 @@ RUN = {
         ("a", 1.5, 2.0, float("nan"), True, None, 2**63, -(2**64), np.arange(2), *NOTHING_USEFUL),
     ),
     "max_skipped": Argument(COUNTS, (*NO_COUNTS, None)),
+    "mesh": Argument(
+        (None, Mesh(jax.devices()[:1], "data")),
+        (1, 4, "data", True, jax.devices(), np.array(jax.devices()), P("data"), Mesh, {}),
+    ),
     "hardware": Argument(
         (None, mt.H200, mt.RTX_4090),
         ("H100", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),

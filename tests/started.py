@@ -1,7 +1,7 @@
 """Runs of one model, loss, optimizer and options, traced and compiled once for a file of tests."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -44,8 +44,9 @@ class Started:
         spec, self._newest = self._known[key]
         return dataclasses.replace(spec, adapted=adapted)
 
-    def kernels(self) -> KernelCache:
-        """The compiled functions of the run whose spec was made last."""
+    def kernels(self, compiler_options: Mapping[str, str]) -> KernelCache:
+        """The compiled functions of the run whose spec was made last; a CPU has no options."""
+        assert not compiler_options
         return self._newest
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:

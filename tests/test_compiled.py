@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from inside import engine_of, spec_of
@@ -35,21 +36,26 @@ def compiled_names(caplog):
     return [name for text in texts if "Compiling" in text for name in FUNCTIONS if name in text]
 
 
-# All pairs of values of two of them.
+# All pairs of values of two of the first four.
 @pytest.mark.parametrize(
-    ("name", "optimizer", "compute", "microbatches"),
+    ("name", "optimizer", "compute", "microbatches", "num_devices"),
     [
-        ("nnx_tied", "clip_adamw", "float32", 2),
-        ("dropout_nnx", "clip_adamw", "bfloat16", 1),
-        ("nnx_tied", "adafactor", "bfloat16", 1),
-        ("dropout_nnx", "adafactor", "float32", 2),
-        ("nnx_tied", "muon", "bfloat16", 2),
-        ("dropout_nnx", "muon", "float32", 1),
+        ("nnx_tied", "clip_adamw", "float32", 2, 1),
+        ("dropout_nnx", "clip_adamw", "bfloat16", 1, 1),
+        ("nnx_tied", "adafactor", "bfloat16", 1, 1),
+        ("dropout_nnx", "adafactor", "float32", 2, 1),
+        ("nnx_tied", "muon", "bfloat16", 2, 1),
+        ("dropout_nnx", "muon", "float32", 1, 1),
+        ("nnx_tied", "clip_adamw", "float32", 2, 4),
+        ("dropout_nnx", "muon", "bfloat16", 1, 4),
     ],
 )
-def test_steps_find_everything_compiled(name, optimizer, compute, microbatches, caplog):
+def test_steps_find_everything_compiled(
+    name, optimizer, compute, microbatches, num_devices, caplog
+):
     case = CASES[name]
-    options = {"microbatches": microbatches, "compute": compute}
+    mesh = Mesh(jax.devices()[:num_devices], "data")
+    options = {"microbatches": microbatches, "compute": compute, "mesh": mesh}
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         trainer = make_trainer(case, OPTIMIZERS[optimizer], **options)
         caplog.clear()

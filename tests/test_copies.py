@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inside import on_one_device
 from megatrain_jax._src.runtime.streams import Streams
-from megatrain_jax._src.state.placement import Placement, default_device, on_one_device
+from megatrain_jax._src.state.placement import Placement
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer, train
 from zoo import CASES
@@ -17,7 +18,7 @@ from zoo import CASES
 
 def placed(platform: str) -> Placement:
     """On the device that is here, whose copies behave like that platform's."""
-    return dataclasses.replace(on_one_device(default_device()), platform=platform)
+    return dataclasses.replace(on_one_device(), platform=platform)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -96,7 +97,7 @@ def test_steps_whose_copies_take_turns_give_the_same_bits(monkeypatch):
     plain = make_trainer(case, OPTIMIZERS["clip_adamw"], **options)
     expected = train(plain, batches, gradients=False)
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain_jax._src.start.on_one_device", lambda device: placed("gpu"))
+        patch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: placed("gpu"))
         patch.setattr("megatrain_jax._src.state.pool.reserve", lambda *need: None)
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], like=plain, **options)
     passed, put = [], jax.device_put

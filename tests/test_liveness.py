@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from inside import on_one_device
 from megatrain_jax import losses
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import Options
@@ -19,7 +20,6 @@ from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.liveness import temporary_bytes
-from megatrain_jax._src.state.placement import default_device, on_one_device
 from zoo import CASES
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
@@ -54,9 +54,9 @@ def test_the_estimate_is_near_what_compiled_functions_need(name):
     options = Options(precision=precision)
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
     spec = make_run_spec(adapted, case.loss_fn, optax.adamw(1e-3), case.batch(0), options)
-    rest, placement = (spec.first, spec.layouts, spec.optimizer), on_one_device(default_device())
-    estimated = estimate_ahead(KernelCache(), *rest)
-    assert 1.0 <= estimated / compile_ahead(KernelCache(), *rest, placement) <= 2.0
+    what = spec.first, spec.layouts, spec.optimizer, on_one_device()
+    estimated = estimate_ahead(KernelCache(), *what)
+    assert 1.0 <= estimated / compile_ahead(KernelCache(), *what) <= 2.0
 
 
 def test_in_all_is_all():

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import megatrain_jax as mt
+from inside import on_one_device
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
@@ -19,7 +20,6 @@ from megatrain_jax._src.report.plan import GroupRow, Plan, check_device
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.state import hardware
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.placement import default_device, on_one_device
 
 GIB = 2**30
 BALANCED = Hardware(
@@ -369,7 +369,7 @@ def test_known_cards(monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": 18 * GIB}
 
-    placement = replace(on_one_device(default_device()), devices=(Card(),))
+    placement = replace(on_one_device(), devices=(Card(),))
     monkeypatch.setattr(jax, "devices", lambda: [Card()])
     monkeypatch.setattr(hardware.pool, "total_bytes", lambda: 64 * GIB)
     assert hardware.this_machine() == replace(

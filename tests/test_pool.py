@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
+from inside import on_one_device
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.placement import default_device, on_one_device
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
@@ -127,9 +127,9 @@ def test_import_starts_no_backend():
 
 
 def test_shardings_name_their_memory():
-    placement = on_one_device(default_device())
+    placement = on_one_device()
     at_rest = placement.slabs_at_rest, placement.small_at_rest
-    on_device = placement.slabs_on_device, placement.small_on_device, placement.batches
+    on_device = placement.slabs_on_device, placement.small_on_device
     for here, there in itertools.product(at_rest, on_device):
         host = jax.device_put(np.arange(4.0), here)
         assert host.sharding.memory_kind == "pinned_host"
@@ -140,7 +140,7 @@ def test_shardings_name_their_memory():
 
 def test_cpu_only_checks(monkeypatch):
     monkeypatch.setattr(pool, "available_bytes", lambda: 10 * GIB)
-    before, cpu = len(jax.live_arrays()), on_one_device(default_device())
+    before, cpu = len(jax.live_arrays()), on_one_device()
     pool.reserve(cpu, 10 * GIB)
     assert len(jax.live_arrays()) == before
     with pytest.raises(MemoryError, match=r"needs 10\.50 GiB in host memory, 10\.00 GiB avail"):
@@ -155,7 +155,7 @@ class FakeGpu:
         self.next_region = 2 * 2**20
 
     def reserve(self, *num_bytes):
-        placement = dataclasses.replace(on_one_device(default_device()), platform="gpu")
+        placement = dataclasses.replace(on_one_device(), platform="gpu")
         pool.reserve(placement, *num_bytes)
 
     def take(self, num_bytes):
@@ -274,7 +274,7 @@ def test_gpu_passes_other_errors_on(gpu, monkeypatch):
 
 @pytest.mark.gpu
 def test_reserved_room_can_be_filled_and_replaced():
-    placement = on_one_device(default_device())
+    placement = on_one_device()
     pool.reserve(placement, 3 * GIB)
     arrays = [
         jax.device_put(np.full(GIB // 4, index, np.uint8), placement.slabs_at_rest)

@@ -58,7 +58,7 @@ def test_whole_slabs_get_what_their_leaves_get(name):
         rows = [(layout.master, mine[0], theirs[0])]
         rows += zip(layout.state.layouts, mine[1], theirs[1], strict=True)
         for slab_layout, ours, plain in rows:  # what lies between leaves is nobody's
-            ours, plain = (slab_layout.views(np.asarray(slab)) for slab in (ours, plain))
+            ours, plain = (slab_layout.read(slab_layout.encode(slab)) for slab in (ours, plain))
             for one, other in zip(ours, plain, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 

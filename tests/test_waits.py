@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from inside import engine_of
+from inside import engine_of, on_one_device
 from late import SlowDevice, are_ready, is_computed
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Op
-from megatrain_jax._src.state.placement import default_device, on_one_device
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
@@ -23,7 +22,7 @@ COMPUTING = {Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE}
 
 def leaving(platform: str) -> Transfers:
     """Moves whose device has not made what it offloads."""
-    placement = dataclasses.replace(on_one_device(default_device()), platform=platform)
+    placement = dataclasses.replace(on_one_device(), platform=platform)
     store, late = Store((), placement, jax.random.key(0)), SlowDevice()
     transfers, device = Transfers(store), placement.slabs_on_device
     for _ in range(10):

@@ -76,6 +76,7 @@ def fit(
         max_skipped: How many steps in a row may be skipped; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
         hardware: The machine whose rates steps are scheduled by; see `Trainer`.
+        mesh: The devices to train on; see `Trainer`.
         eval_data: Batches to evaluate on, or a function that returns them, called for each
             evaluation and not before; they are iterated over anew each time.
         eval_every: Evaluate after each step whose number this divides. The run's end is always

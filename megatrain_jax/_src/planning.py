@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 import optax
+from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
@@ -14,6 +15,7 @@ from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
+from megatrain_jax._src.state.placement import placed_on
 
 
 @shows(Options)
@@ -40,6 +42,8 @@ def plan(
         max_skipped: See `Trainer`; a plan doesn't depend on it.
         seed: See `Trainer`.
         hardware: The machine to plan for; None leaves out what depends on it.
+        mesh: The devices to plan for; a `jax.sharding.AbstractMesh` needs none of them here. None
+            for one device.
 
     Returns:
         The plan; print it, or let a notebook show it.
@@ -65,8 +69,9 @@ def plan(
     """
     run = options_of(plan, Options, options)
     check_parts(model, loss_fn, optimizer)
-    check_batch(sample_batch, run.microbatches, "sample_batch")
+    check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices)
     adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
     usable = None if run.hardware is None else run.hardware.usable_bytes
-    return make_plan(fit_to_device(spec, KernelCache(), usable, None))
+    placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+    return make_plan(fit_to_device(spec, KernelCache(), usable, placement))

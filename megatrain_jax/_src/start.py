@@ -13,16 +13,17 @@ from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.placement import default_device, on_one_device
+from megatrain_jax._src.state.placement import Placement
 
 
 def start(
-    spec: RunSpec, initial: InitialValues, progress: bool, *, has_gpu: bool
+    spec: RunSpec, placement: Placement, initial: InitialValues, progress: bool, *, has_gpu: bool
 ) -> tuple[RunSpec, Engine]:
     """Makes the engine of a run on this machine, and the store that it runs on.
 
     Args:
         spec: The run.
+        placement: Its devices.
         initial: The values of its parameters and of the model's other state.
         progress: Whether to show a progress bar.
         has_gpu: Whether this machine has one, whose memory the run has to fit.
@@ -33,7 +34,7 @@ def start(
     Raises:
         MemoryError: If host memory or the device's is too small.
     """
-    placement, kernels = on_one_device(default_device()), KernelCache()
+    kernels = KernelCache(placement.compiler_options)
     with group_bar("compiling", spec, progress) as bar:
         free = pool.free_device_bytes(placement) if has_gpu else None
         if has_gpu:

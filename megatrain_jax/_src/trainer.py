@@ -10,7 +10,7 @@ import optax
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.inputs import check_data, check_loss, check_parts
+from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, make_run_spec
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
@@ -28,6 +28,7 @@ from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.start import start
 from megatrain_jax._src.state.hardware import this_machine
+from megatrain_jax._src.state.placement import default_mesh, placed_on
 
 
 class Trainer(RunState):
@@ -84,6 +85,9 @@ class Trainer(RunState):
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
             hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
                 this one, or an H200 where there is no GPU. How much memory there is, is found out.
+            mesh: The devices to train on, each with its share of the state and of the batch: a
+                `jax.sharding.Mesh` of one process, whatever its axes; None for JAX's first device.
+                The loss is still of the whole batch.
 
         Raises:
             TypeError: If an argument is of another type than it should be.
@@ -94,10 +98,12 @@ class Trainer(RunState):
         """
         run = options_of(Trainer.__init__, Options, options)
         machine = this_machine()
-        run = dataclasses.replace(run, hardware=run.hardware or machine)
+        check_mesh(run.mesh)
+        mesh = run.mesh or default_mesh()
+        run = dataclasses.replace(run, hardware=run.hardware or machine, mesh=mesh)
         progress = checks.boolean("progress", progress)
         check_parts(model, loss_fn, optimizer, params)
-        check_batch(sample_batch, run.microbatches, "sample_batch")
+        check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         del model
         adapted.check_batch(sample_batch)
@@ -106,7 +112,7 @@ class Trainer(RunState):
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        spec, engine = start(spec, initial, progress, has_gpu=machine is not None)
+        spec, engine = start(spec, placed_on(mesh), initial, progress, has_gpu=machine is not None)
         super().__init__(spec, engine, progress)
         self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
         self._steps: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
@@ -133,7 +139,9 @@ class Trainer(RunState):
         self._training.wait_for_room()
         with deferred_interrupt():
             self._training.check_whole()
-            arrays = jax.device_put(jax.tree.leaves(batch), self._engine.store.placement.batches)
+            leaves = jax.tree.leaves(batch)
+            sharding = self._engine.store.placement.batch(leaves[0].shape[0])
+            arrays = jax.device_put(leaves, sharding)
             return self._training.dispatch(step, arrays)
 
     def check_batch(self, batch: Any) -> None:
@@ -144,7 +152,7 @@ class Trainer(RunState):
             ValueError: If it is unlike the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        check_batch(batch, self._spec.microbatches)
+        check_batch(batch, self._spec.microbatches, num_devices=self._spec.options.num_devices)
         check_like(batch, self._sample)
         self._spec.adapted.check_batch(batch)
 

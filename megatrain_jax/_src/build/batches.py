@@ -11,7 +11,9 @@ from megatrain_jax._src.common import checks
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 
 
-def check_batch(batch: Any, microbatches: int = 1, name: str = "batch") -> None:
+def check_batch(
+    batch: Any, microbatches: int = 1, name: str = "batch", num_devices: int = 1
+) -> None:
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
     Args:
@@ -19,12 +21,13 @@ def check_batch(batch: Any, microbatches: int = 1, name: str = "batch") -> None:
             axes, one entry an example, all have the same size.
         microbatches: Into how many equal parts the leading axis will be cut.
         name: What the batch is called.
+        num_devices: Number of devices that each of these parts is divided over.
 
     Raises:
         TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
             compute with.
         ValueError: If there are no leaves, or the leading axes are missing, empty, unequal or not
-            divisible by `microbatches`.
+            divisible by `microbatches` and the number of devices.
     """
     leaves = checks.leaves(name, batch)
     if not leaves:
@@ -44,6 +47,14 @@ def check_batch(batch: Any, microbatches: int = 1, name: str = "batch") -> None:
         raise ValueError(
             f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
             f"{_name(first_path, name)} has shape {first.shape}"
+        )
+    if examples // microbatches % num_devices:
+        parts = "" if microbatches == 1 else f" in each of `microbatches`={microbatches} parts"
+        raise ValueError(
+            f"the {num_devices} devices of `mesh` can't share the {examples // microbatches} "
+            f"examples{parts} of the batch evenly: {_name(first_path, name)} has shape "
+            f"{first.shape}. Use a batch that {num_devices * microbatches} divides, or fewer "
+            "devices: mesh=jax.make_mesh((n,), ('data',), devices=jax.devices()[:n])"
         )
 
 

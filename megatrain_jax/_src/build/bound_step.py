@@ -26,7 +26,6 @@ import numpy as np
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
-from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.schedule.instructions import Instruction, Op
@@ -50,6 +49,7 @@ class BoundStep:
         program: The loss, traced and cut.
         stages: The program's stages, bound to groups.
         microbatches: Number of parts that the batch is split into.
+        num_devices: Number of devices that share the step.
         metrics: Names of the metrics that the loss returns.
         workload: The workload that the schedule was made for.
         schedule: The step's instructions: what moves and is computed when.
@@ -60,6 +60,7 @@ class BoundStep:
     program: Program
     stages: tuple[BoundStage, ...]
     microbatches: int
+    num_devices: int
     metrics: tuple[str, ...]
     workload: Workload
     schedule: Schedule
@@ -106,6 +107,7 @@ def bind_step(
     layouts: Sequence[GroupLayout],
     *,
     microbatches: int,
+    num_devices: int,
     metrics: tuple[str, ...],
     deferred: bool,
     reduce_reads: frozenset[Kind],
@@ -121,6 +123,7 @@ def bind_step(
         grouping: Groups of the model's leaves.
         layouts: Layout of each group.
         microbatches: Number of parts that the batch is split into.
+        num_devices: Number of devices that share the step.
         metrics: Names of the metrics that the loss returns.
         deferred: Whether updates wait for the next step's forward.
         reduce_reads: Kinds of state that the optimizer's *reduce* reads besides gradients.
@@ -129,18 +132,22 @@ def bind_step(
         hardware: Machine whose rates the schedule is made for.
         training: Whether it is a training step; an evaluation has no backward.
     """
+    if program.examples.number % num_devices:  # every device computes all of it
+        program = dataclasses.replace(program, examples=program.examples.undivided())
     stages = program.stages
     # If the last stage makes the loss, its backward follows at once, and computes the loss as well.
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
-    activations, makes, reads = _counted_activations(program, microbatches)
+    activations, makes, reads = _counted_activations(program, microbatches, num_devices)
+    kept = [b.residuals.avals if b.residuals else () for b in bound]
+    residuals = (program.examples.num_bytes(avals, num_devices) for avals in kept)
     workload = Workload(
         activations=activations,
         makes=makes,
         reads=reads,
-        residuals=tuple(microbatches * b.residuals.num_bytes if b.residuals else 0 for b in bound),
+        residuals=tuple(microbatches * num_bytes for num_bytes in residuals),
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -149,7 +156,7 @@ def bind_step(
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
-        costs=_costs(bound, sizes, microbatches, hardware),
+        costs=_costs(bound, sizes, microbatches, num_devices, hardware),
     )
     schedule = find_schedule(workload, device_budget)
     instructions = schedule.cold if training else schedule.evaluation
@@ -158,6 +165,7 @@ def bind_step(
         program=program,
         stages=bound,
         microbatches=microbatches,
+        num_devices=num_devices,
         metrics=metrics,
         workload=workload,
         schedule=schedule,
@@ -194,18 +202,23 @@ def _gradient_dtypes(
 
 
 def _counted_activations(
-    program: Program, microbatches: int
+    program: Program, microbatches: int, num_devices: int
 ) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """The activations that a schedule counts: values of some size that stages hand to stages.
 
+    Values that are the same on all devices are not: the host would have to hold them as often.
+
     Returns:
-        Bytes by id, for all microbatches, and for each stage the ids that it makes and reads.
+        Bytes on a device by id, for all microbatches, and for each stage the ids that it makes and
+        reads.
     """
     read = {i for stage in program.stages for i in stage.inputs}
     made = {i for stage in program.stages for i in stage.outputs}
     activations = {}
     for i in sorted(read & made - set(program.outputs)):
-        num_bytes = microbatches * jx.num_bytes(program.values[i])
+        if num_devices > 1 and i not in program.examples.values:
+            continue
+        num_bytes = microbatches * program.num_bytes(i, num_devices)
         if num_bytes >= _SMALL and not jnp.issubdtype(program.values[i].dtype, jax.dtypes.extended):
             activations[i] = num_bytes
 
@@ -220,6 +233,7 @@ def _costs(
     bound: Sequence[BoundStage],
     sizes: Sequence[Mapping[Kind, int]],
     microbatches: int,
+    num_devices: int,
     hardware: Hardware,
 ) -> Costs:
     """Estimates the seconds that stages, updates and transfers take.
@@ -229,7 +243,7 @@ def _costs(
     """
     stages = [b.stage for b in bound]
     flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
-    rate = hardware.flops_per_s * hardware.sustained / microbatches
+    rate = hardware.flops_per_s * hardware.sustained * num_devices / microbatches
     forward = [flops[stage.key] / rate for stage in stages]
     # A backward computes its stage once more, and a product has two factors to differentiate, of
     # which one may be frozen.
@@ -237,7 +251,7 @@ def _costs(
         (2 + stage.trainable_share) * seconds
         for stage, seconds in zip(stages, forward, strict=True)
     ]
-    saved = [_seconds_saved(b.residuals, hardware) * microbatches for b in bound]
+    saved = [_seconds_saved(b.residuals, hardware) * microbatches / num_devices for b in bound]
     # An update reads and writes masters and optimizer state, and reads the gradient.
     moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
     seconds_per_byte = 1 / hardware.link_bytes_per_s

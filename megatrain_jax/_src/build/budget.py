@@ -16,7 +16,6 @@ from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.state.placement import Placement
 
@@ -26,7 +25,7 @@ _RESERVED = 0.05
 
 
 def fit_to_device(
-    spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement | None
+    spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement
 ) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
@@ -34,15 +33,16 @@ def fit_to_device(
         spec: The run, whose functions' memory is not known yet.
         kernels: Cache that gets the functions.
         device_bytes: Device memory that is free; None if unknown.
-        placement: Placement of the run, to compile for; None if the device isn't here, so that
-            what they need is estimated.
+        placement: Placement of the run, to compile for; where it has no devices, what functions
+            need is estimated.
     """
 
     def needed_by(step: BoundStep) -> int:
-        what = kernels, step, spec.layouts, spec.optimizer
-        return estimate_ahead(*what) if placement is None else compile_ahead(*what, placement)
+        ahead = estimate_ahead if estimated else compile_ahead
+        return ahead(kernels, step, spec.layouts, spec.optimizer, placement)
 
-    needed, estimated = needed_by(spec.first), placement is None
+    estimated = not placement.devices
+    needed = needed_by(spec.first)
     fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
     if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
         more = needed_by(fitted.first)
@@ -79,4 +79,4 @@ def other_bytes(step: BoundStep) -> int:
     """Bytes of the activations that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.activations.keys()
     times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
-    return sum(n * jx.num_bytes(step.program.values[i]) for i, n in times.items())
+    return sum(n * step.program.num_bytes(i, step.num_devices) for i, n in times.items())

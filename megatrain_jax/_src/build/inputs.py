@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from megatrain_jax._src.adapt.adapters import check_model
 from megatrain_jax._src.adapt.loss_function import takes_rng
 from megatrain_jax._src.adapt.model_kinds import flatten
@@ -36,6 +38,21 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
         checks.path("params", params, ", or a tree of arrays")
     elif params is not None:
         _check_params(params)
+
+
+def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
+    """Checks that a run can use a mesh here, which only a plan need not.
+
+    Raises:
+        ValueError: If it has no devices, or such of other processes.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError("`mesh` must have devices to train on; only `plan` takes an AbstractMesh")
+    if mesh is not None and len(mesh.local_devices) != mesh.size:
+        raise ValueError(
+            "`mesh` must have devices of this process alone: training with several processes is "
+            "not supported"
+        )
 
 
 def check_loss(loss_fn: Any) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+from jax.sharding import AbstractMesh, Mesh
+
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
@@ -38,6 +40,7 @@ class RunArguments(TypedDict, total=False):
     max_skipped: int
     seed: int
     hardware: Hardware | None
+    mesh: Mesh | AbstractMesh | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,12 @@ class Options:
     max_skipped: int = 10
     seed: int = 0
     hardware: Hardware | None = None
+    mesh: Mesh | AbstractMesh | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices share the run; one if no mesh is given."""
+        return 1 if self.mesh is None else self.mesh.size
 
     def __post_init__(self) -> None:
         """Checks every option."""
@@ -71,6 +80,7 @@ class Options:
         _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)
         _check_hardware(self.hardware)
+        _check_mesh(self.mesh)
 
 
 class LoopArguments(TypedDict, total=False):
@@ -235,6 +245,11 @@ def _check_on_nonfinite(value: Any) -> None:
         raise TypeError(refused("on_nonfinite", '"raise" or "skip"', value))
     if value not in allowed:
         raise ValueError(refused("on_nonfinite", '"raise" or "skip"', value))
+
+
+def _check_mesh(value: Any) -> None:
+    if value is not None and not isinstance(value, Mesh | AbstractMesh):
+        raise TypeError(refused("mesh", "a jax.sharding.Mesh or None", value))
 
 
 def _check_hardware(value: Any) -> None:

@@ -68,9 +68,9 @@ class RunSpec:
 
     @property
     def largest_slab_bytes(self) -> int:
-        """Bytes of the largest array of the store."""
+        """Bytes of the largest array of the store, of several devices each one's shard."""
         slabs = (slab for layout in self.layouts for slab in layout.slabs)
-        return max(slab.num_bytes for slab in slabs)
+        return max(slab.num_bytes // slab.num_shards for slab in slabs)
 
     def bound_step(
         self, batch: Any, *, train: bool = True, loss_fn: Callable[..., Any] | None = None
@@ -87,7 +87,8 @@ class RunSpec:
         # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
             microbatches = 1
-        traced = _trace(self.adapted, loss_fn, self.precision, batch, microbatches, train)
+        devices, adapted = self.options.num_devices, self.adapted
+        traced = _trace(adapted, loss_fn, self.precision, batch, microbatches, devices, train)
         cut = Cut(
             leaves=self.leaves,
             program=cut_loss(traced, self.leaves),
@@ -100,6 +101,7 @@ class RunSpec:
             cut,
             self.layouts,
             microbatches=microbatches,
+            num_devices=self.options.num_devices,
             device_budget=self.budget_bytes,
             hardware=_scheduled_for(self.options),
             training=train,
@@ -128,15 +130,17 @@ def make_run_spec(
     """
     microbatches, precision = options.microbatches, options.precision
     budget = None if isinstance(options.device_budget, str) else options.device_budget
-    traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, True)
+    devices = options.num_devices
+    traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, devices, True)
     cut = cut_run(adapted, traced, optimizer, options)
-    layouts = _layouts(cut, precision)
+    layouts = _layouts(cut, precision, options.num_devices)
     first = _bind(
         (batch_key(sample_batch), True, loss_fn),
         traced,
         cut,
         layouts,
         microbatches=microbatches,
+        num_devices=options.num_devices,
         device_budget=budget,
         hardware=_scheduled_for(options),
         training=True,
@@ -180,6 +184,7 @@ def _trace(
     precision: Precision,
     batch: Any,
     microbatches: int,
+    num_devices: int,
     train: bool,
 ) -> TracedLoss:
     """Traces the loss of one microbatch."""
@@ -194,10 +199,10 @@ def _trace(
     def loss(parameters, variables, batch, rng):
         return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
 
-    return trace_loss(loss, compute, adapted.variable_shapes, part)
+    return trace_loss(loss, compute, adapted.variable_shapes, part, num_devices)
 
 
-def _layouts(cut: Cut, precision: Precision) -> tuple[GroupLayout, ...]:
+def _layouts(cut: Cut, precision: Precision, num_devices: int) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
     return tuple(
         layout_group(
@@ -205,6 +210,7 @@ def _layouts(cut: Cut, precision: Precision) -> tuple[GroupLayout, ...]:
             rows,
             [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
             precision.stored(g not in cut.grouping.frozen),
+            num_devices,
         )
         for g, (rows, state) in enumerate(
             zip(cut.grouping.leaves, cut.optimizer.state, strict=True)

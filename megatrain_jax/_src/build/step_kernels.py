@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.kernels import stages, updates
+from megatrain_jax._src.kernels import stages, steps, updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -14,35 +14,47 @@ from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.placement import Placement
 
 
-def stage_kernel(step: BoundStep, op: Op, number: int) -> Kernel:
+def begin_kernel(step: BoundStep, placement: Placement) -> Kernel:
+    """The kernel of a step's begin."""
+    num_metrics = len(step.metrics)
+    return steps.begin(step.key, step.program, step.microbatches, num_metrics, placement)
+
+
+def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> Kernel:
     """The kernel of a stage's FORWARD or BACKWARD in a step."""
-    bound, values = step.stages[number], step.program.values
+    bound, program = step.stages[number], step.program
     keeps = number in step.schedule.kept
     if op is Op.FORWARD:
         make = stages.forward_keeping if keeps else stages.forward
-        return make(bound, values)
+        return make(bound, program, placement)
     make = stages.backward_of_kept if keeps else stages.backward
-    return make(bound, values, step.microbatches)
+    return make(bound, program, placement, step.microbatches)
 
 
 def group_kernel(
-    op: Op, group: int, cut: OptimizerCut, layouts: Sequence[GroupLayout], gradient: DTypeLike
+    op: Op,
+    group: int,
+    cut: OptimizerCut,
+    layouts: Sequence[GroupLayout],
+    gradient: DTypeLike,
+    placement: Placement,
 ) -> Kernel:
     """The kernel of a group's REDUCE or UPDATE, for a gradient of this dtype."""
     make = updates.reduce if op is Op.REDUCE else updates.update
-    return make(cut, layouts[group], group, gradient)
+    return make(cut, layouts[group], group, gradient, placement)
 
 
 def step_kernels(
-    step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
+    step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut, placement: Placement
 ) -> Iterator[Kernel]:
     """The kernels that grow with the model: of each stage and each group, in their order."""
     instructions = (*step.schedule.cold, *step.schedule.flush)
     for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
         if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
-            yield stage_kernel(step, op, stage)
+            yield stage_kernel(step, op, stage, placement)
         elif op in (Op.REDUCE, Op.UPDATE) and group is not None:
-            yield group_kernel(op, group, cut, layouts, step.gradient_dtypes[group])
+            gradient = step.gradient_dtypes[group]
+            yield group_kernel(op, group, cut, layouts, gradient, placement)
 
 
 def compile_ahead(
@@ -65,11 +77,15 @@ def compile_ahead(
         Bytes on the device: what a function needs within, and for a backward the cotangents it
         takes and gives.
     """
-    return cache.compile(step_kernels(step, layouts, cut), placement.slabs_on_device)
+    return cache.compile(step_kernels(step, layouts, cut, placement))
 
 
 def estimate_ahead(
-    cache: KernelCache, step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut
+    cache: KernelCache,
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
 ) -> int:
     """Estimates what `compile_ahead` would say, on shapes alone: for a device that isn't here."""
-    return cache.estimate(step_kernels(step, layouts, cut))
+    return cache.estimate(step_kernels(step, layouts, cut, placement))

@@ -3,7 +3,7 @@
 Stages and groups that are alike share one function, so a model of any depth compiles a handful.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,31 +16,41 @@ from megatrain_jax._src.kernels.liveness import temporary_bytes
 class KernelCache:
     """Jitted functions by their kernels' names and keys; each is traced and compiled once."""
 
-    def __init__(self):
-        """Makes an empty cache."""
+    def __init__(self, compiler_options: Mapping[str, str] | None = None):
+        """Makes an empty cache.
+
+        Args:
+            compiler_options: Options of XLA's that all kernels are compiled with.
+        """
+        self._options = dict(compiler_options or {})
         self._functions: dict[tuple[str, Hashable], Callable] = {}
 
     def get(self, kernel: Kernel) -> Any:
         """The jitted function of a kernel, built if it is new."""
         key = kernel.name, kernel.key
         if key not in self._functions:
-            placed: dict[str, Any] = {"out_shardings": kernel.sharding} if kernel.sharding else {}
-            self._functions[key] = jax.jit(kernel.build(), donate_argnums=kernel.donated, **placed)
+            placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
+            self._functions[key] = jax.jit(
+                kernel.build(),
+                donate_argnums=kernel.donated,
+                compiler_options=self._options or None,
+                **placed,
+            )
         return self._functions[key]
 
     def __len__(self) -> int:
         """The number of different functions."""
         return len(self._functions)
 
-    def compile(self, kernels: Iterable[Kernel], sharding: jax.sharding.Sharding) -> int:
-        """Compiles kernels for arguments of a sharding; their later calls find them compiled.
+    def compile(self, kernels: Iterable[Kernel]) -> int:
+        """Compiles kernels for what they take; their later calls find them compiled.
 
         Returns:
-            Bytes that they need on the device besides arguments and results. The device runs one
+            Bytes that they need on each device besides arguments and results. The device runs one
             function after another, so the largest counts.
         """
         different = _different(kernels)
-        lowered = [self.get(k).lower(*_placed(k.takes, sharding)) for k in different]
+        lowered = [self.get(k).lower(*k.takes or ()) for k in different]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
             stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
             return max(
@@ -50,7 +60,7 @@ class KernelCache:
     def estimate(self, kernels: Iterable[Kernel]) -> int:
         """Estimates what `compile` would return, on shapes alone: for a device not here."""
         return max(
-            temporary_bytes(self.get(k).trace(*_placed(k.takes, None)).jaxpr) + k.beside_bytes
+            temporary_bytes(self.get(k).trace(*k.takes or ()).jaxpr) + k.beside_bytes
             for k in _different(kernels)
         )
 
@@ -58,13 +68,3 @@ class KernelCache:
 def _different(kernels: Iterable[Kernel]) -> list[Kernel]:
     """One kernel of each name and key."""
     return list({(kernel.name, kernel.key): kernel for kernel in kernels}.values())
-
-
-def _placed(takes: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """Arguments of a kernel, as shapes that have a sharding."""
-
-    def placed(aval: Any) -> jax.ShapeDtypeStruct:
-        weak = getattr(aval, "weak_type", False)  # without it, a call would compile again
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
-
-    return jax.tree.map(placed, takes)

@@ -5,18 +5,20 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
+from megatrain_jax._src.state.placement import Placement
 
 
-def pack(layout: Layout) -> Kernel:
+def pack(layout: Layout, placement: Placement) -> Kernel:
     """The kernel `leaves -> masters` of one group: arrays at rest."""
 
     def pack(leaves):
         return layout.encode(layout.pack(leaves))
 
-    return Kernel(name="pack", key=layout, build=lambda: pack)
+    gives = placement.slabs_on_device
+    return Kernel(name="pack", key=layout, build=lambda: pack, gives=gives)
 
 
-def initial_state(fragment: Fragment, layout: GroupLayout) -> Kernel:
+def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:
     """The kernel `masters -> state` of one group, both as arrays at rest."""
 
     def init_group(masters):
@@ -25,4 +27,9 @@ def initial_state(fragment: Fragment, layout: GroupLayout) -> Kernel:
         state = jx.evaluate(fragment.jaxpr, [*fragment.consts, *params])
         return layout.state.encode(layout.state.pack(state))
 
-    return Kernel(name="initial", key=(fragment.key, layout), build=lambda: init_group)
+    return Kernel(
+        name="initial",
+        key=(fragment.key, layout),
+        build=lambda: init_group,
+        gives=placement.slabs_on_device,
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,13 @@ class Kernel:
         name: Name of what the function does, in a word.
         key: Key, equal for kernels of one name that compute the same: these share one function.
         build: Makes the Python function that is compiled; called once for all of one key.
-        takes: Shapes and dtypes of its arguments; None for small functions, which their first call
-            compiles.
+        takes: Shapes, dtypes and shardings of its arguments; None for small functions, which their
+            first call compiles.
         donated: Positions of the arguments whose memory its results may take.
         beside_bytes: Bytes on the device, other than state and the values that a schedule counts,
             that live while it runs and that it does not allocate for itself alone.
-        sharding: Sharding of the results; None for that of the arguments.
+        gives: Shardings of the results, one for each subtree of them as `jax.jit` has it; None
+            where they follow from the arguments'.
     """
 
     name: str
@@ -38,4 +40,10 @@ class Kernel:
     takes: tuple[Any, ...] | None = dataclasses.field(default=None, compare=False)
     donated: tuple[int, ...] = ()
     beside_bytes: int = 0
-    sharding: jax.sharding.Sharding | None = None
+    gives: Any = dataclasses.field(default=None, compare=False)
+
+
+def placed(aval: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """An argument of a kernel, as a shape that has a sharding."""
+    weak = getattr(aval, "weak_type", False)  # without it, a call would compile again
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)

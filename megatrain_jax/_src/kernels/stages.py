@@ -18,56 +18,65 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
-from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.kernel import Kernel, placed
+from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import fires, firing_once
 from megatrain_jax._src.program.loss.gradients import differentiated
-from megatrain_jax._src.program.loss.stages import Stage
-
-Values = Sequence[jax.ShapeDtypeStruct]
-"""Shape and dtype of each value of a program, by its id."""
+from megatrain_jax._src.program.loss.stages import Program, Stage
+from megatrain_jax._src.state.placement import Placement
 
 
-def forward(bound: BoundStage, values: Values) -> Kernel:
+def forward(bound: BoundStage, program: Program, placement: Placement) -> Kernel:
     """The kernel `(masters, inputs) -> outputs`.
 
     Args:
         bound: The stage. `masters` are its groups' arrays at rest, `inputs` the values it takes.
-        values: Shapes of the program's values.
+        program: The program that the stage is of.
+        placement: Placement of its arrays.
     """
     stage, binding = bound.stage, bound.binding
 
     def forward_stage(masters, inputs):
-        leaves = _unpack(stage, binding, masters)
+        leaves = _unpack(stage, binding, placement, masters)
         return jx.evaluate(stage.jaxpr, [*stage.consts, *leaves, *inputs])
 
     return Kernel(
         name="forward",
         key=bound.key,
         build=lambda: forward_stage,
-        takes=(_masters(binding), _avals(values, stage.inputs)),
+        takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
+        gives=_shardings(program, placement, stage.outputs),
     )
 
 
-def forward_keeping(bound: BoundStage, values: Values) -> Kernel:
+def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -> Kernel:
     """The kernel `(masters, inputs) -> (outputs, residuals)`; see `forward`."""
     stage, binding, residuals = bound.stage, bound.binding, bound.residuals
     assert residuals is not None
 
     def forward_stage(masters, inputs):
-        return residuals.forward([*_unpack(stage, binding, masters), *inputs])
+        return residuals.forward([*_unpack(stage, binding, placement, masters), *inputs])
 
     return Kernel(
         name="forward keeping",
         key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
         build=lambda: forward_stage,
-        takes=(_masters(binding), _avals(values, stage.inputs)),
+        takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
+        gives=(
+            _shardings(program, placement, stage.outputs),
+            [x.sharding for x in _residuals(residuals, program, placement)],
+        ),
     )
 
 
-def backward(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
+def backward(
+    bound: BoundStage, program: Program, placement: Placement, microbatches: int
+) -> Kernel:
     """The kernel `(masters, inputs, cotangents, gradients, sent) -> (outputs, gradients, back)`.
 
     It computes the stage again and differentiates it.
@@ -77,16 +86,19 @@ def backward(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
             `bound.accumulated` and the cotangents of `bound.sent` that exist already; it gives the
             gradients of `bound.trained`, laid out like the masters, and the cotangents of
             `bound.leaving`, with what existed added. Outputs are empty unless its mode gives them.
-        values: Shapes of the program's values.
+        program: The program that the stage is of.
+        placement: Placement of its arrays.
         microbatches: Number of cotangents of each output that wait beside it.
     """
     stage, binding, mode = bound.stage, bound.binding, bound.mode
     assert mode is not None
 
     def backward_stage(masters, inputs, cotangents, gradients, sent):
-        leaves = _unpack(stage, binding, masters)
+        leaves = _unpack(stage, binding, placement, masters)
         outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
-        new, summed = _finish(stage, binding, mode, pull(list(cotangents)), gradients, sent)
+        new, summed = _finish(
+            stage, binding, placement, mode, pull(list(cotangents)), gradients, sent
+        )
         return (outputs if mode.give_outputs else []), new, summed
 
     def build() -> Callable:
@@ -99,18 +111,25 @@ def backward(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
         key=(bound.key, stage.active, mode),
         build=build,
         takes=(
-            _masters(binding),
-            _avals(values, stage.inputs),
-            _avals(values, bound.arriving),
-            _accumulated(binding, mode),
-            _avals(values, bound.sent),
+            _masters(binding, placement),
+            _values(program, placement, stage.inputs),
+            _values(program, placement, bound.arriving),
+            _accumulated(binding, mode, placement),
+            _values(program, placement, bound.sent),
+        ),
+        gives=(
+            _shardings(program, placement, stage.outputs if mode.give_outputs else ()),
+            placement.slabs_on_device,
+            _shardings(program, placement, bound.leaving),
         ),
         donated=(3, 4),
-        beside_bytes=_cotangent_bytes(bound, values, microbatches),
+        beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
 
 
-def backward_of_kept(bound: BoundStage, values: Values, microbatches: int) -> Kernel:
+def backward_of_kept(
+    bound: BoundStage, program: Program, placement: Placement, microbatches: int
+) -> Kernel:
     """The kernel `(masters, inputs, residuals, cotangents, gradients, sent)`; see `backward`.
 
     The forward has kept its residuals, so only what is elementwise is computed again.
@@ -119,55 +138,80 @@ def backward_of_kept(bound: BoundStage, values: Values, microbatches: int) -> Ke
     assert mode is not None and residuals is not None and not mode.give_outputs
 
     def backward_stage(masters, inputs, kept, cotangents, gradients, sent):
-        leaves = _unpack(stage, binding, masters)
+        leaves = _unpack(stage, binding, placement, masters)
         pulled = residuals.backward([*leaves, *inputs], kept, cotangents)
-        return [], *_finish(stage, binding, mode, pulled, gradients, sent)
+        return [], *_finish(stage, binding, placement, mode, pulled, gradients, sent)
 
     return Kernel(
         name="backward of kept",
         key=(bound.key, stage.active, mode),
         build=lambda: backward_stage,
         takes=(
-            _masters(binding),
-            _avals(values, stage.inputs),
-            list(residuals.avals),
-            _avals(values, bound.arriving),
-            _accumulated(binding, mode),
-            _avals(values, bound.sent),
+            _masters(binding, placement),
+            _values(program, placement, stage.inputs),
+            _residuals(residuals, program, placement),
+            _values(program, placement, bound.arriving),
+            _accumulated(binding, mode, placement),
+            _values(program, placement, bound.sent),
         ),
+        gives=([], placement.slabs_on_device, _shardings(program, placement, bound.leaving)),
         donated=(4, 5),
-        beside_bytes=_cotangent_bytes(bound, values, microbatches),
+        beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
 
 
-def _avals(values: Values, ids: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
-    return [values[i] for i in ids]
+def _shardings(program: Program, placement: Placement, ids: Iterable[int]) -> list[Sharding]:
+    """Shardings of values, by their ids."""
+    return [placement.values(i in program.examples.values) for i in ids]
 
 
-def _masters(binding: Binding) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-    return [layout.at_rest for layout in binding.layouts]
+def _values(
+    program: Program, placement: Placement, ids: Sequence[int]
+) -> list[jax.ShapeDtypeStruct]:
+    """Values that a kernel takes, by their ids."""
+    rows = zip(ids, _shardings(program, placement, ids), strict=True)
+    return [placed(program.values[i], sharding) for i, sharding in rows]
 
 
-def _accumulated(binding: Binding, mode: Backward) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of the gradients that a backward takes: it adds to them."""
+def _residuals(
+    residuals: Residuals, program: Program, placement: Placement
+) -> list[jax.ShapeDtypeStruct]:
+    """Residuals that a kernel takes or gives."""
+    return [placed(x, placement.values(program.examples.along(x))) for x in residuals.avals]
+
+
+def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+    sharding = placement.slabs_on_device
+    return [tuple(placed(x, sharding) for x in layout.at_rest) for layout in binding.layouts]
+
+
+def _accumulated(
+    binding: Binding, mode: Backward, placement: Placement
+) -> list[jax.ShapeDtypeStruct]:
+    """The gradients that a backward takes: it adds to them."""
     rows = zip(binding.layouts, mode.gradients, mode.accumulate, strict=True)
-    return [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
+    avals = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
+    return [placed(x, placement.slabs_on_device) for x in avals]
 
 
-def _cotangent_bytes(bound: BoundStage, values: Values, microbatches: int) -> int:
-    """Bytes of the cotangents beside a backward, which no schedule counts.
+def _cotangent_bytes(
+    bound: BoundStage, program: Program, placement: Placement, microbatches: int
+) -> int:
+    """Bytes on each device of the cotangents beside a backward, which no schedule counts.
 
     Those it takes, for all microbatches, and those it gives for one.
     """
-    avals = _avals(values, (*bound.arriving * microbatches, *bound.leaving))
-    return sum(map(jx.num_bytes, avals))
+    ids = (*bound.arriving * microbatches, *bound.leaving)
+    return sum(program.num_bytes(i, placement.num_devices) for i in ids)
 
 
-def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, sent):
+def _finish(
+    stage: Stage, binding: Binding, placement: Placement, mode: Backward, pulled, gradients, sent
+):
     """Packs a stage's gradients, and adds what exists already of gradients and cotangents."""
     leaf_gradients, input_cotangents = pulled
     slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
-    new = _pack_gradients(binding, slots, mode, leaf_gradients, gradients)
+    new = _pack_gradients(binding, placement, slots, mode, leaf_gradients, gradients)
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
     summed = [
@@ -178,20 +222,29 @@ def _finish(stage: Stage, binding: Binding, mode: Backward, pulled, gradients, s
 
 
 def _unpack(
-    stage: Stage, binding: Binding, masters: Sequence[Sequence[jax.Array]]
+    stage: Stage, binding: Binding, placement: Placement, masters: Sequence[Sequence[jax.Array]]
 ) -> list[jax.Array]:
-    """The leaves that a stage reads, in the dtypes that its equations were traced with."""
+    """The leaves that a stage reads, whole, in the dtypes that its equations were traced with."""
     first = len(stage.consts)
     dtypes = [v.aval.dtype for v in stage.jaxpr.invars[first : first + len(stage.leaves)]]
-    slabs = [layout.decode(x) for layout, x in zip(binding.layouts, masters, strict=True)]
-    return [
-        binding.layouts[slot.slab].unpack(slabs[slot.slab], slot.leaf).astype(dtype)
-        for slot, dtype in zip(binding.slots, dtypes, strict=True)
-    ]
+    alike: dict[tuple[int, np.dtype], list[int]] = {}
+    for slot, dtype in zip(binding.slots, dtypes, strict=True):
+        alike.setdefault((slot.slab, dtype), []).append(slot.leaf)
+    leaves = {}
+    for (slab, dtype), rows in alike.items():
+        layout = binding.layouts[slab]
+        values = layout.unpack_whole(layout.decode(masters[slab]), rows, dtype, placement.whole)
+        leaves.update({(slab, leaf): x for leaf, x in zip(rows, values, strict=True)})
+    return [leaves[slot.slab, slot.leaf] for slot in binding.slots]
 
 
 def _pack_gradients(
-    binding: Binding, slots: Sequence[Slot], mode: Backward, leaf_gradients, gradients
+    binding: Binding,
+    placement: Placement,
+    slots: Sequence[Slot],
+    mode: Backward,
+    leaf_gradients,
+    gradients,
 ) -> list[jax.Array]:
     """The slabs of a stage's gradients; a leaf that this stage does not read gets zeros."""
     rows: list[list] = [[None] * len(layout.shapes) for layout in binding.layouts]
@@ -203,6 +256,6 @@ def _pack_gradients(
         binding.layouts, mode.gradients, rows, mode.accumulate, strict=True
     ):
         if dtype is not None:
-            slab = dataclasses.replace(layout, dtype=dtype).pack(row)
+            slab = dataclasses.replace(layout, dtype=dtype).pack(row, placement.spread)
             packed.append(slab + next(earlier) if adds else slab)
     return packed

@@ -9,9 +9,12 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.state.layout import Layout
+from megatrain_jax._src.state.placement import Placement
 
 
-def begin(key: Hashable, program: Program, microbatches: int, num_metrics: int) -> Kernel:
+def begin(
+    key: Hashable, program: Program, microbatches: int, num_metrics: int, placement: Placement
+) -> Kernel:
     """The kernel `(variables, batch, key, step) -> (values, seed, new variables)`.
 
     Splits the batch and runs the prologue for each microbatch. Microbatch m of step t draws from
@@ -24,7 +27,10 @@ def begin(key: Hashable, program: Program, microbatches: int, num_metrics: int) 
             is the cotangent of each microbatch's loss.
         microbatches: Number of parts that the batch is split along its first axis.
         num_metrics: Number of metrics that the loss returns.
+        placement: Placement of its arrays.
     """
+    row = [placement.values(i in program.examples.values) for i in program.prologue_values]
+    small = placement.small_on_device
     place = {v: i for i, v in enumerate(program.prologue_values)}
     new_ids = program.outputs[1 + num_metrics :]
     drawn = program.state.drawn
@@ -47,7 +53,8 @@ def begin(key: Hashable, program: Program, microbatches: int, num_metrics: int) 
             variables = _chosen(drawn, new, variables)
         return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
 
-    return Kernel(name="begin", key=key, build=lambda: begin_step)
+    gives = [row] * microbatches, small, small
+    return Kernel(name="begin", key=key, build=lambda: begin_step, gives=gives)
 
 
 def _chosen(mask, yes, no):
@@ -59,19 +66,19 @@ def _slice(x, m, microbatches):
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 
 
-def zeros(layout: Layout, sharding: jax.sharding.Sharding) -> Kernel:
+def zeros(layout: Layout, placement: Placement) -> Kernel:
     """The kernel `() -> gradient` of one group's masters: fp32 zeros, to be added to.
 
     Args:
         layout: Layout of the masters.
-        sharding: Sharding of the gradient.
+        placement: Placement of the gradient.
     """
     size = layout.size
 
     def build() -> Callable:
         return lambda: jnp.zeros(size, jnp.float32)
 
-    return Kernel(name="zeros", key=size, build=build, sharding=sharding)
+    return Kernel(name="zeros", key=size, build=build, gives=placement.slabs_on_device)
 
 
 def means(names: Sequence[str], *, weighted: bool = False) -> Kernel:

@@ -8,29 +8,36 @@ A worked example, clipping by a global norm of 1 with two groups, whose gradient
 what its update reads of that; the updates then take (0.6, 0) and (0, 0.8) for gradients.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.kernel import Kernel, placed
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
+from megatrain_jax._src.state.placement import Placement
 
 _LOSS = jax.ShapeDtypeStruct((), jnp.float32)
 _OK = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
-def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLike) -> Kernel:
+def reduce(
+    cut: OptimizerCut,
+    layout: GroupLayout,
+    group: int,
+    gradient: DTypeLike,
+    placement: Placement,
+) -> Kernel:
     """The kernel `(gradient, masters, state, loss, globals, ok) -> (scalars, squared norm, ok)`.
 
     Scalars of one dtype come as one array, since each array that a function returns takes time to
@@ -41,8 +48,10 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         layout: Layout of the group.
         group: Number of the group.
         gradient: Dtype of the group's gradient.
+        placement: Placement of its arrays.
     """
     fragment, reads = cut.reduce[group], cut.reduce_reads
+    slabs, small = placement.slabs_on_device, placement.small_on_device
 
     def reduce_group(gradient, masters, state, loss, small, ok):
         gradient = gradient.astype(jnp.float32)
@@ -68,14 +77,19 @@ def reduce(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         key=(fragment.key, layout, jnp.dtype(gradient)),
         build=lambda: reduce_group,
         takes=(
-            layout.master.gradient_aval(gradient),
-            layout.master.at_rest if Kind.MASTERS in reads else None,
-            layout.state.at_rest if Kind.OPTIMIZER_STATE in reads else None,
-            _LOSS,
-            list(cut.globals),
-            _OK,
+            placed(layout.master.gradient_aval(gradient), slabs),
+            _placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
+            _placed(layout.state.at_rest, slabs) if Kind.OPTIMIZER_STATE in reads else None,
+            placed(_LOSS, small),
+            list(_placed(cut.globals, small)),
+            placed(_OK, small),
         ),
+        gives=small,
     )
+
+
+def _placed(avals: Iterable[Any], sharding: Sharding) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(placed(aval, sharding) for aval in avals)
 
 
 def _measured(
@@ -106,7 +120,7 @@ def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Ar
     return values
 
 
-def combine(cut: OptimizerCut) -> Kernel:
+def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
     """The kernel `(loss, globals, scalars of each group, ok) -> (messages, globals, ok)`.
 
     If the optimizer is guarded, a loss that is not finite changes nothing.
@@ -124,10 +138,16 @@ def combine(cut: OptimizerCut) -> Kernel:
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
-    return Kernel(name="combine", build=lambda: combine_groups)
+    return Kernel(name="combine", build=lambda: combine_groups, gives=placement.small_on_device)
 
 
-def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLike) -> Kernel:
+def update(
+    cut: OptimizerCut,
+    layout: GroupLayout,
+    group: int,
+    gradient: DTypeLike,
+    placement: Placement,
+) -> Kernel:
     """The kernel `(masters, state, gradient, messages, ok) -> (masters, state)` of one group.
 
     Nothing changes where `ok` is false. Where updates are not deferred, so that one call can also
@@ -138,20 +158,23 @@ def update(cut: OptimizerCut, layout: GroupLayout, group: int, gradient: DTypeLi
         layout: Layout of the group.
         group: Number of the group.
         gradient: Dtype of the group's gradient.
+        placement: Placement of its arrays.
     """
     fragment = cut.apply[group]
     build = _update if cut.deferred else _update_at_once
+    slabs, small = placement.slabs_on_device, placement.small_on_device
     return Kernel(
         name="update",
         key=(fragment.key, layout, jnp.dtype(gradient)),
         build=lambda: build(fragment, layout, cut.guarded),
         takes=(
-            layout.master.at_rest,
-            layout.state.at_rest,
-            layout.master.gradient_aval(gradient),
-            [cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]],
-            _OK,
+            _placed(layout.master.at_rest, slabs),
+            _placed(layout.state.at_rest, slabs),
+            placed(layout.master.gradient_aval(gradient), slabs),
+            list(_placed((cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]), small)),
+            placed(_OK, small),
         ),
+        gives=(slabs, slabs) if cut.deferred else (slabs, slabs, small, small),
         donated=(0, 1),
     )
 
@@ -245,11 +268,13 @@ def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array])
         kinds: The slab as each of these functions computes it.
     """
     chosen, at = kinds[0], jnp.arange(layout.size)
+    if layout.num_shards > 1:
+        at = at % (layout.size // layout.num_shards)  # in its shard
     for kind, values in enumerate(kinds[1:], 1):
         inside = jnp.zeros(layout.size, bool)
         for leaf, other in enumerate(kind_of):
             if other == kind:
                 start = layout.offsets[leaf]
-                inside |= (at >= start) & (at < start + math.prod(layout.shapes[leaf]))
+                inside |= (at >= start) & (at < start + layout.shares[leaf])
         chosen = jnp.where(inside, values, chosen)
     return chosen

@@ -194,7 +194,8 @@ def largest_mesh(jaxpr: Any) -> Any:
             inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
             seen.update(map(id, inner))
             todo += inner
-    return max((m for m in found if m is not None), key=lambda m: m.size, default=None)
+    entered = (m for m in found if m is not None and not m.empty)
+    return max(entered, key=lambda m: m.size, default=None)
 
 
 def without_dead_code(traced: Traced) -> Traced:

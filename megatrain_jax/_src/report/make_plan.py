@@ -29,8 +29,9 @@ def make_plan(spec: RunSpec) -> Plan:
     bytes_in, bytes_out, waiting_bytes = moved_bytes(
         schedule.steady, workload.sizes, workload.activations
     )
-    state = [size[Kind.MASTERS] + size[Kind.OPTIMIZER_STATE] for size in workload.sizes]
-    peak = sum(state) + waiting_bytes + _in_flight_bytes(step)
+    devices = step.num_devices
+    state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
+    peak = sum(state) + devices * (waiting_bytes + _in_flight_bytes(step))
     process = hardware and pool.process_bytes(
         peak, spec.largest_slab_bytes, hardware.assumed_host_bytes
     )
@@ -58,6 +59,7 @@ def make_plan(spec: RunSpec) -> Plan:
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
         num_templates=num_templates,
+        num_devices=devices,
         warnings=find_warnings(spec),
         hardware=hardware,
     )
@@ -68,7 +70,7 @@ def moved_bytes(
     sizes: Sequence[Mapping[Kind, int]],
     activations: Mapping[int, int],
 ) -> tuple[int, int, int]:
-    """The bytes that one step moves.
+    """The bytes that one step moves to and from each device.
 
     Args:
         instructions: The schedule's instructions for one steady step.
@@ -133,7 +135,7 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
 
 
 def _in_flight_bytes(step: BoundStep) -> int:
-    """Most host bytes that are both old copies still being read and new ones being written."""
+    """Most host bytes of one device that are both old copies being read and new ones written."""
     sizes = step.workload.sizes
     keys = (r.key for r in step.schedule.steady if r.op is Op.OFFLOAD)
     groups = {key.owner for key in keys if key is not None and key.kind in LASTING}

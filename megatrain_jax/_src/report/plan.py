@@ -47,15 +47,17 @@ class Plan:
         host_peak_bytes: That with waiting gradients, activations and arrays in flight.
         host_process_bytes: Host memory that the process takes in all, with the pool's unused
             ends; None without a GPU.
-        device_state_bytes: Most device memory that the schedule gives to state and activations.
+        device_state_bytes: Most memory of each device that the schedule gives to state and
+            activations.
         device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
             small ones, and what the batch alone determines.
         device_temporary_bytes: Most that a compiled function needs for itself; None if unknown.
         device_temporary_estimated: Whether that is an estimate from the stages' largest values,
             since the functions aren't compiled for the device.
-        bytes_in: Bytes that a step moves to the device.
-        bytes_out: Bytes that a step moves to the host.
-        flops_per_step: Floating-point operations of a step, as `make_plan` counts them.
+        bytes_in: Bytes that a step moves to each device.
+        bytes_out: Bytes that a step moves from each device to the host.
+        flops_per_step: Floating-point operations of a step, of all devices, as `make_plan` counts
+            them.
         seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
             schedule lets them; `None` without hardware.
         microbatches: Microbatches of a step.
@@ -64,6 +66,7 @@ class Plan:
         num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
+        num_devices: Devices that share the state and the batch.
         warnings: Sentences on what could not be done well.
         hardware: The machine that times and limits refer to.
     """
@@ -88,6 +91,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    num_devices: int = 1
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
 
@@ -110,7 +114,8 @@ class Plan:
     @property
     def seconds_compute(self) -> float | None:
         """Seconds a step's arithmetic takes alone; `None` without hardware."""
-        return self.hardware and self.flops_per_step / self.hardware.flops_per_s
+        rate = self.hardware and self.hardware.flops_per_s * self.num_devices
+        return rate and self.flops_per_step / rate
 
     @property
     def bound(self) -> Literal["link", "compute", "neither"]:
@@ -122,7 +127,7 @@ class Plan:
         if self.hardware is None:
             return "neither"
         link = max(self.bytes_in, self.bytes_out) / self.hardware.link_bytes_per_s
-        compute = self.flops_per_step / self.hardware.flops_per_s
+        compute = self.flops_per_step / self.hardware.flops_per_s / self.num_devices
         if 0.9 * compute <= link <= 1.1 * compute:
             return "neither"
         return "link" if link > compute else "compute"
@@ -131,7 +136,15 @@ class Plan:
     def fits_host(self) -> bool | None:
         """Whether the host memory suffices for the process; `None` if it isn't known."""
         needed = self.host_process_bytes or self.host_peak_bytes
-        return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)
+        return _fits(needed, self.host_limit_bytes)
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """Host memory of the machine, or what is typical for so many devices; `None` if unknown."""
+        machine = self.hardware
+        if machine is None or machine.host_bytes is not None:
+            return machine and machine.host_bytes
+        return machine.typical_host_bytes and machine.typical_host_bytes * self.num_devices
 
     @property
     def fits_device(self) -> bool | None:
@@ -212,6 +225,7 @@ def _group_cells(plan: Plan) -> list[list[str]]:
 def _total_cells(plan: Plan) -> list[list[str]]:
     machine = plan.hardware
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
+    of_all = "" if plan.num_devices == 1 else " of all devices"
     known = plan.device_temporary_bytes
     guess = "estimate" if plan.device_temporary_estimated else ""
     temporaries = [["device memory, temporaries", sized(known or 0), guess]]
@@ -227,11 +241,14 @@ def _total_cells(plan: Plan) -> list[list[str]]:
         frozen = [["parameters not trained", _short(plan.num_frozen), saved]]
     else:
         frozen = []
+    shared = "each has a share of the state and of the batch; what follows is one's"
+    devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
     cells = [
         *frozen,
         ["host memory at rest", sized(plan.host_bytes), ""],
         ["host memory at peak", sized(plan.host_peak_bytes), "" if taken else fits],
         *process,
+        *devices,
         ["device memory, state and activations", sized(plan.device_state_bytes), ""],
         ["device memory, other values", sized(plan.device_other_bytes), "estimate"],
         *(temporaries if known is not None else []),
@@ -239,7 +256,7 @@ def _total_cells(plan: Plan) -> list[list[str]]:
         ["to the device, a step", sized(plan.bytes_in), _seconds(plan.seconds_in)],
         ["to the host, a step", sized(plan.bytes_out), _seconds(plan.seconds_out)],
         [
-            f"arithmetic, a step{batches}",
+            f"arithmetic{of_all}, a step{batches}",
             _short(plan.flops_per_step, flops=True),
             _seconds(plan.seconds_compute),
         ],
@@ -252,7 +269,8 @@ def _total_cells(plan: Plan) -> list[list[str]]:
         )
         limit = {"link": "the link", "compute": "arithmetic", "neither": "neither: balanced"}
         cells.append(["a step, estimate", _seconds(plan.seconds_per_step), ""])
-        cells += [["on", machine.name, rates], ["bound by", limit[plan.bound], ""]]
+        number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
+        cells += [["on", f"{number}{machine.name}", rates], ["bound by", limit[plan.bound], ""]]
     return cells
 
 
@@ -260,7 +278,7 @@ def _host_verdict(plan: Plan) -> str:
     machine = plan.hardware
     if machine is None:
         return ""
-    if (limit := machine.assumed_host_bytes) is None:
+    if (limit := plan.host_limit_bytes) is None:
         return "unknown: the hardware has no `host_bytes`"
     typical = "" if machine.host_bytes is not None else ", a typical host"
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"

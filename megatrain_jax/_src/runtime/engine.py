@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.build.bound_step import BoundStep
-from megatrain_jax._src.build.step_kernels import group_kernel, stage_kernel
+from megatrain_jax._src.build.step_kernels import begin_kernel, group_kernel, stage_kernel
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels import steps, updates
 from megatrain_jax._src.kernels.bound_stage import BoundStage
@@ -145,10 +145,7 @@ class Engine:
     def _begin(
         self, step: BoundStep, batch: Sequence[jax.Array]
     ) -> tuple[_Live, jax.Array, list[jax.Array]]:
-        begin = self._find(
-            ("begin", step),
-            lambda: steps.begin(step.key, step.program, step.microbatches, len(step.metrics)),
-        )
+        begin = self._find(("begin", step), lambda: begin_kernel(step, self.store.placement))
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step
         )
@@ -224,12 +221,13 @@ class Engine:
         return self._found[key]
 
     def _of_stage(self, op: Op, number: int, step: BoundStep) -> Callable:
-        return self._find((op, number, step), lambda: stage_kernel(step, op, number))
+        key, placement = (op, number, step), self.store.placement
+        return self._find(key, lambda: stage_kernel(step, op, number, placement))
 
     def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
-        cut, layouts = self.optimizer, self.store.layouts
-        key = op, number, gradient
-        return self._find(key, lambda: group_kernel(op, number, cut, layouts, gradient))
+        key, store = (op, number, gradient), self.store
+        what = self.optimizer, store.layouts, gradient, store.placement
+        return self._find(key, lambda: group_kernel(op, number, *what))
 
     def _masters(self, bound: BoundStage) -> list[Slabs]:
         return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
@@ -290,8 +288,8 @@ class Engine:
         return gradient
 
     def _zeros(self, group: int) -> None:
-        layout, sharding = self.store.layouts[group].master, self.store.placement.slabs_on_device
-        make = self._find((Op.ZEROS, group), lambda: steps.zeros(layout, sharding))
+        layout, placement = self.store.layouts[group].master, self.store.placement
+        make = self._find((Op.ZEROS, group), lambda: steps.zeros(layout, placement))
         self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
     def _reduce(self, live: _Live, group: int, task: int) -> None:
@@ -317,7 +315,7 @@ class Engine:
 
     def _combine(self, live: _Live) -> None:
         store = self.store
-        run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer))
+        run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer, store.placement))
         scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
         loss = self._means(live)["loss"]
         self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)

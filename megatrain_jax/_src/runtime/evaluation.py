@@ -35,6 +35,8 @@ def evaluate_batches(
             return rows, sizes
         step = bind(batch)
         with deferred_interrupt():
-            arrays = jax.device_put(jax.tree.leaves(batch), engine.store.placement.batches)
+            leaves = jax.tree.leaves(batch)
+            part = leaves[0].shape[0] // step.microbatches
+            arrays = jax.device_put(leaves, engine.store.placement.batch(part))
             rows.append(engine.evaluate(step, arrays))
             sizes.append(arrays[0].shape[0])

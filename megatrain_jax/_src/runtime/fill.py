@@ -64,10 +64,10 @@ def _fill_group(
     spec: RunSpec, store: Store, kernels: KernelCache, g: int, leaves: list[jax.Array]
 ) -> None:
     layout, part = spec.layouts[g], spec.optimizer.initial_state[g]
-    masters = kernels.get(pack(layout.master))(leaves)
+    masters = kernels.get(pack(layout.master, store.placement))(leaves)
     resting = [store.append(Key(Kind.MASTERS, g), masters)]
     if layout.state.layouts:
-        state = kernels.get(initial_state(part, layout))(masters)
+        state = kernels.get(initial_state(part, layout, store.placement))(masters)
         resting.append(store.append(Key(Kind.OPTIMIZER_STATE, g), state))
     # Waited for, so that the next group's arrays don't join this one's on the device.
     jax.block_until_ready(resting)

@@ -61,7 +61,7 @@ class GroupLayout:
         return (self.master, *self.state.layouts)
 
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
-        """Bytes of each kind of part that travels.
+        """Bytes of each kind of part that travels to and from each device.
 
         Args:
             gradient: Dtype of the gradient; None if the group has none.
@@ -71,9 +71,9 @@ class GroupLayout:
         """
         itemsize = jnp.dtype(gradient).itemsize if gradient is not None else 0
         return {
-            Kind.MASTERS: self.master.num_bytes,
-            Kind.OPTIMIZER_STATE: self.state.num_bytes,
-            Kind.GRADIENT: self.master.size * itemsize,
+            Kind.MASTERS: self.master.num_bytes // self.master.num_shards,
+            Kind.OPTIMIZER_STATE: self.state.num_bytes // self.master.num_shards,
+            Kind.GRADIENT: self.master.size // self.master.num_shards * itemsize,
         }
 
 
@@ -119,7 +119,11 @@ def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
 
 
 def layout_group(
-    leaves: Sequence[Leaf], rows: Sequence[int], state: Sequence[jax.ShapeDtypeStruct], master
+    leaves: Sequence[Leaf],
+    rows: Sequence[int],
+    state: Sequence[jax.ShapeDtypeStruct],
+    master: jax.typing.DTypeLike,
+    num_shards: int = 1,
 ) -> GroupLayout:
     """Lays out one group's leaves and its optimizer state.
 
@@ -128,9 +132,10 @@ def layout_group(
         rows: Numbers of the group's leaves.
         state: Shapes and dtypes of its optimizer state's leaves.
         master: Dtype of the masters.
+        num_shards: Number of equal parts that slabs are divided into, one a device.
     """
     shapes = [leaves[i].shape for i in rows]
     return GroupLayout(
-        master=layout_of(shapes, master),
-        state=mixed_layout_of(state, shapes),
+        master=layout_of(shapes, master, num_shards),
+        state=mixed_layout_of(state, shapes, num_shards),
     )

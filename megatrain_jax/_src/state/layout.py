@@ -4,6 +4,9 @@ A slab is one flat array of a group's leaves of one dtype. One array per group i
 arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a
 reshape.
 
+Over several devices a slab is divided evenly, and so is each leaf in it: a device's shard holds its
+share of every leaf, so that updates need nobody else's.
+
 A layout also says what arrays stand for a slab wherever no kernel computes on it (`at_rest`), as a
 narrower dtype or codes with scales would: kernels `decode` what they take and `encode` what they
 give, and nobody else looks inside. Today it is the slab itself.
@@ -11,8 +14,8 @@ give, and nobody else looks inside. Today it is the slab itself.
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 import jax
@@ -22,7 +25,16 @@ import numpy as np
 Array = Any
 """An array of numpy's or JAX's, traced or not."""
 
+Spread = Callable[[jax.Array], jax.Array]
+"""Lays an array over the devices in some way, inside jit."""
+
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
+# Most padding of a leaf's shares, of its size.
+_PADDING = 1 / 16
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,21 +50,31 @@ class Layout:
         layout.unpack(slab, 1)      # slab[64:69]
         layout.pack([None, bias])   # zeros, with the bias at 64
 
+    and over two devices, each with two of four rows and three of five elements::
+
+        layout_of([(4, 2), (5,)], "float32", num_shards=2)
+        # shares (4, 3), offsets (0, 64), size 256: slab[:128] is the first device's shard
+        layout.unpack(slab, 1)      # slab[64:67] and slab[192:194]; slab[194] is padding
+
     Attributes:
         dtype: Name of the slab's dtype.
         shapes: Shape of each leaf.
-        offsets: First element of each leaf.
+        shares: Elements of each leaf in every shard; the last shards' may be padding.
+        offsets: First element of each leaf in every shard.
         size: Elements of the slab, padding included.
+        num_shards: Number of equal parts that the slab is divided into, one a device.
     """
 
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
+    shares: tuple[int, ...]
     offsets: tuple[int, ...]
     size: int
+    num_shards: int = 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slab at rest: what is stored and sent."""
+        """Bytes of the slab at rest, all shards together: what is stored and sent."""
         return sum(aval.size * aval.dtype.itemsize for aval in self.at_rest)
 
     @property
@@ -61,11 +83,11 @@ class Layout:
         return (jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.dtype)),)
 
     def encode(self, slab: Array) -> tuple[Array, ...]:
-        """The arrays at rest that stand for a slab, traced in a kernel or of numpy's."""
+        """The arrays at rest that stand for a slab or a shard, traced in a kernel or of numpy's."""
         return (slab,)
 
     def decode(self, arrays: Sequence[Array]) -> Array:
-        """The slab that these arrays at rest stand for; see `encode`."""
+        """The slab or shard that these arrays at rest stand for; see `encode`."""
         (slab,) = arrays
         return slab
 
@@ -75,54 +97,143 @@ class Layout:
 
     def unpack(self, slab: jax.Array, i: int) -> jax.Array:
         """Leaf `i` of a slab, in the slab's dtype; for use inside jit."""
-        start = self.offsets[i]
-        flat = jax.lax.slice_in_dim(slab, start, start + math.prod(self.shapes[i]))
-        return flat.reshape(self.shapes[i])
+        return self._leaf(slab.reshape(*self._rows, -1), i, self.offsets[i])
 
-    def pack(self, leaves: Sequence[jax.Array | None]) -> jax.Array:
-        """The slab of these leaves, cast to its dtype; None stands for zeros."""
-        parts, end = [], 0
+    def unpack_whole(
+        self, slab: jax.Array, leaves: Sequence[int], dtype: jax.typing.DTypeLike, whole: Spread
+    ) -> list[jax.Array]:
+        """Some leaves of a slab, whole on every device; for use inside jit.
+
+        Cast first, so that devices send each other no more than is computed on, and all together,
+        so that they do it once.
+
+        Args:
+            slab: The slab.
+            leaves: Which leaves.
+            dtype: Dtype of the leaves.
+            whole: Makes an array whole on every device.
+        """
+        if self.num_shards == 1:
+            return [self.unpack(slab, i).astype(dtype) for i in leaves]
+        rows = slab.astype(dtype).reshape(self.num_shards, -1)
+        parts = [rows[:, self.offsets[i] : self.offsets[i] + self.shares[i]] for i in leaves]
+        starts = accumulate((part.shape[1] for part in parts), initial=0)
+        gathered = whole(jnp.concatenate(parts, axis=1))
+        return [self._leaf(gathered, i, at) for i, at in zip(leaves, starts, strict=False)]
+
+    def pack(self, leaves: Sequence[jax.Array | None], spread: Spread = _as_it_is) -> jax.Array:
+        """The slab of these leaves, cast to its dtype; None stands for zeros.
+
+        Args:
+            leaves: The leaves.
+            spread: Divides an array over the devices along its first axis.
+        """
+        shards, end = self._rows, 0
         dtype = jnp.dtype(self.dtype)
-        for leaf, shape, offset in zip(leaves, self.shapes, self.offsets, strict=True):
+        parts = []
+        rows = zip(leaves, self.shapes, self.shares, self.offsets, strict=True)
+        for leaf, shape, share, offset in rows:
             if offset > end:
-                parts.append(jnp.zeros(offset - end, dtype))
-            size = math.prod(shape)
-            parts.append(jnp.zeros(size, dtype) if leaf is None else leaf.reshape(-1).astype(dtype))
-            end = offset + size
-        if self.size > end:
-            parts.append(jnp.zeros(self.size - end, dtype))
-        return jnp.concatenate(parts)
+                parts.append(jnp.zeros((*shards, offset - end), dtype))
+            if leaf is None:
+                parts.append(jnp.zeros((*shards, share), dtype))
+            else:
+                flat = leaf.reshape(-1).astype(dtype)
+                if missing := self.num_shards * share - math.prod(shape):
+                    flat = jnp.pad(flat, (0, missing))
+                parts.append(spread(flat.reshape(*shards, share)))
+            end = offset + share
+        if left := self.size // self.num_shards - end:
+            parts.append(jnp.zeros((*shards, left), dtype))
+        return jnp.concatenate(parts, axis=-1).reshape(-1)
 
-    def view(self, slab: np.ndarray, i: int) -> np.ndarray:
-        """Leaf `i` of a slab, as an array that shares its memory."""
-        shape, start = self.shapes[i], self.offsets[i]
-        return slab[start : start + math.prod(shape)].reshape(shape)
-
-    def views(self, slab: np.ndarray) -> list[np.ndarray]:
-        """All leaves of a slab; see `view`."""
-        return [self.view(slab, i) for i in range(len(self.shapes))]
-
-    def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    def read(self, arrays: Sequence[Array]) -> list[np.ndarray]:
         """The leaves of arrays at rest in host memory; read-only, and views where they can be."""
-        return self.views(self.decode([np.asarray(x) for x in arrays]))
+        shards = self._shards(arrays)
+        return [self._read(shards, i) for i in range(len(self.shapes))]
 
-    def read_leaf(self, arrays: Sequence[jax.Array], i: int) -> np.ndarray:
+    def read_leaf(self, arrays: Sequence[Array], i: int) -> np.ndarray:
         """Leaf `i` of arrays at rest in host memory; see `read`."""
-        return self.view(self.decode([np.asarray(x) for x in arrays]), i)
+        return self._read(self._shards(arrays), i)
+
+    def fill(self, slab: np.ndarray, i: int, leaf: np.ndarray) -> None:
+        """Writes leaf `i` into a slab of numpy's."""
+        start, share = self.offsets[i], self.shares[i]
+        for shard, part in zip(
+            slab.reshape(self.num_shards, -1), _cut(leaf.reshape(-1), share), strict=False
+        ):
+            shard[start : start + part.size] = part
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        """Leading axes of a slab whose shards are rows; one shard needs none."""
+        return (self.num_shards,) if self.num_shards > 1 else ()
+
+    def _leaf(self, rows: Array, i: int, start: int) -> Array:
+        """Leaf `i`, whose shares begin at `start` of each row."""
+        shape, share = self.shapes[i], self.shares[i]
+        flat = jax.lax.slice_in_dim(rows, start, start + share, axis=-1).reshape(-1)
+        return flat[: math.prod(shape)].reshape(shape)
+
+    def _shards(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+        """The shards of a slab, in order."""
+        rows = (_shards_of(array, self.num_shards) for array in arrays)
+        return [self.decode(shard) for shard in zip(*rows, strict=True)]
+
+    def _read(self, shards: Sequence[np.ndarray], i: int) -> np.ndarray:
+        shape, start = self.shapes[i], self.offsets[i]
+        parts = [shard[start : start + self.shares[i]] for shard in shards]
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return flat[: math.prod(shape)].reshape(shape)
 
 
-def layout_of(shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) -> Layout:
-    """Lays leaves of one dtype back to back, each aligned."""
+def _shards_of(array: Array, num_shards: int) -> list[np.ndarray]:
+    """What each device has of an array in host memory, in order and without copies."""
+    if isinstance(array, np.ndarray) or num_shards == 1:
+        return list(np.asarray(array).reshape(num_shards, -1))
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [np.asarray(shard.data) for shard in shards]
+
+
+def _cut(flat: np.ndarray, share: int) -> list[np.ndarray]:
+    return [flat[start : start + share] for start in range(0, flat.size, max(share, 1))]
+
+
+def layout_of(
+    shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike, num_shards: int = 1
+) -> Layout:
+    """Lays leaves of one dtype back to back, each aligned, in each of so many shards."""
+    shares = tuple(_share(tuple(shape), num_shards) for shape in shapes)
     offsets, end = [], 0
-    for shape in shapes:
+    for share in shares:
         offsets.append(end)
-        end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        end += -(-share // ALIGNMENT) * ALIGNMENT
     return Layout(
         dtype=jnp.dtype(dtype).name,
         shapes=tuple(tuple(s) for s in shapes),
+        shares=shares,
         offsets=tuple(offsets),
-        size=end,
+        size=end * num_shards,
+        num_shards=num_shards,
     )
+
+
+def _share(shape: tuple[int, ...], num_shards: int) -> int:
+    """Elements of a leaf in each of so many shards.
+
+    They are whole rows along its first axis, so that a shard of the leaf is a box of it. Where too
+    much of that would be padding, more leading axes count as one: (8, 3, 64) over 4 shards gives
+    each two rows of 192 elements, but (3, 3, 64) would have three rows for four shards, and nine of
+    64 elements are no better; so each gets 144 of its 576 elements.
+    """
+    size = inner = math.prod(shape)
+    share = size
+    for axis in shape:
+        inner //= max(axis, 1)
+        share = -(-size // (inner * num_shards)) * inner if inner else 0
+        if share * num_shards <= size * (1 + _PADDING):
+            break
+    return share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,13 +286,15 @@ class MixedLayout:
 
     def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
         """All leaves of arrays at rest in host memory; see `Layout.read`."""
-        slabs = self.decode([np.asarray(x) for x in arrays])
-        rows = [layout.views(slab) for layout, slab in zip(self.layouts, slabs, strict=True)]
+        pairs = zip(self.layouts, self.by_slab(arrays), strict=True)
+        rows = [layout.read(own) for layout, own in pairs]
         return [rows[s][i] for s, i in self.places]
 
 
 def mixed_layout_of(
-    avals: Sequence[jax.ShapeDtypeStruct], mirrored: Sequence[tuple[int, ...]]
+    avals: Sequence[jax.ShapeDtypeStruct],
+    mirrored: Sequence[tuple[int, ...]],
+    num_shards: int = 1,
 ) -> MixedLayout:
     """Lays leaves of any dtypes out: AdamW's moments as the masters lie, other state together.
 
@@ -197,6 +310,7 @@ def mixed_layout_of(
     Args:
         avals: Shape and dtype of each leaf.
         mirrored: Shapes of the parameters, in the order of their slab.
+        num_shards: Number of equal parts that each slab is divided into.
     """
     kinds: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     places, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
@@ -211,5 +325,5 @@ def mixed_layout_of(
             places.append((list(kinds).index(kind), len(rows)))
             rows.append(tuple(aval.shape))
         at += len(row)
-    layouts = tuple(layout_of(shapes, dtype) for (dtype, _), shapes in kinds.items())
+    layouts = tuple(layout_of(shapes, dtype, num_shards) for (dtype, _), shapes in kinds.items())
     return MixedLayout(layouts=layouts, places=tuple(places))

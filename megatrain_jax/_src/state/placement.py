@@ -5,54 +5,114 @@ Nothing else asks JAX which devices there are.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+
+_AXIS = "data"
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+_NO_LIMIT = str(2**40)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """The devices of a run and the sharding of each kind of array.
 
-    Slabs are flat; with them travel, along the same shardings, activations, whose first axis is of
-    examples. Small arrays are the same on every device: variables, scalars, keys, and the leaves
-    that a slab is made of before they are packed.
+    Slabs are flat and divided evenly; along the same shardings travel batches, and activations
+    whose first axis is of examples. Small arrays are the same on every device: variables, scalars,
+    keys, and the leaves that a slab is made of before they are packed.
 
     Attributes:
-        devices: The devices.
-        platform: JAX's name of their platform: "cpu", "gpu", ...
+        devices: The devices; none in a plan.
+        num_devices: Number of devices.
+        platform: JAX's name of their platform: "cpu", "gpu", ...; "" in a plan.
         slabs_at_rest: Sharding of slabs in pinned host memory.
         slabs_on_device: Sharding of slabs in the devices' own memory.
-        batches: Sharding of batches on the devices.
         small_at_rest: Sharding of small arrays in pinned host memory.
         small_on_device: Sharding of small arrays in the devices' own memory.
     """
 
     devices: tuple[Any, ...]
+    num_devices: int
     platform: str
     slabs_at_rest: Sharding
     slabs_on_device: Sharding
-    batches: Sharding
     small_at_rest: Sharding
     small_on_device: Sharding
 
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """Options of XLA's for kernels that compute here.
+
+        XLA joins collectives of one kind up to a size of its own choice; a kernel's gradients, each
+        of which is summed over the devices where it is made, are to travel together.
+        """
+        if self.platform != "gpu" or self.num_devices == 1:
+            return {}
+        return {f"xla_gpu_{kind}_combine_threshold_bytes": _NO_LIMIT for kind in _COLLECTIVES}
+
+    def values(self, batched: bool) -> Sharding:
+        """The sharding of an activation, divided along its first axis if that is of examples."""
+        return self.slabs_on_device if batched else self.small_on_device
+
+    def batch(self, num_examples: int) -> Sharding:
+        """The sharding of a batch; one that doesn't divide is whole on every device."""
+        return self.values(num_examples % self.num_devices == 0)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """An array divided along its first axis; for use inside jit."""
+        return self._constrained(x, self.slabs_on_device)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """An array whole on every device; for use inside jit."""
+        return self._constrained(x, self.small_on_device)
+
+    def _constrained(self, x: jax.Array, sharding: Sharding) -> jax.Array:
+        return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
+
 
 def default_device() -> Any:
-    """JAX's first device, which runs use; starts JAX's backend."""
+    """JAX's first device; starts JAX's backend."""
     return jax.devices()[0]
 
 
-def on_one_device(device: Any) -> Placement:
-    """The placement of a run on one device, where every array is whole."""
-    at_rest = SingleDeviceSharding(device, memory_kind="pinned_host")
-    on_device = SingleDeviceSharding(device, memory_kind="device")
+def default_mesh() -> Mesh:
+    """JAX's first device alone; starts JAX's backend."""
+    return Mesh([default_device()], _AXIS)
+
+
+def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
+    """The placement of a run on the devices of a mesh, taken as one row."""
+    devices = () if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
+    if mesh.size > 1:
+        automatic = {"axis_types": (AxisType.Auto,)}
+        row = (
+            Mesh(devices, _AXIS, **automatic)
+            if devices
+            else AbstractMesh((mesh.size,), (_AXIS,), **automatic)
+        )
+        divided, whole = (
+            functools.partial(NamedSharding, row, spec)
+            for spec in (PartitionSpec(_AXIS), PartitionSpec())
+        )
+    else:  # no mesh of ours, since a loss may enter one of its own
+        divided = whole = functools.partial(SingleDeviceSharding, *devices or (default_device(),))
     return Placement(
-        devices=(device,),
-        platform=device.platform,
-        slabs_at_rest=at_rest,
-        slabs_on_device=on_device,
-        batches=on_device,
-        small_at_rest=at_rest,
-        small_on_device=on_device,
+        devices=devices,
+        num_devices=mesh.size,
+        platform=devices[0].platform if devices else "",
+        slabs_at_rest=divided(memory_kind="pinned_host"),
+        slabs_on_device=divided(memory_kind="device"),
+        small_at_rest=whole(memory_kind="pinned_host"),
+        small_on_device=whole(memory_kind="device"),
     )

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.placement import Placement
@@ -278,10 +279,12 @@ def _check(num_bytes: int, growth: int) -> None:
 
 def _take(placement: Placement, pieces: list[int], num_bytes: int) -> None:
     held = []
+    # All devices of a process share one pool.
+    target = SingleDeviceSharding(placement.devices[0], memory_kind="pinned_host")
     try:
         for size in pieces:
             # Pages of zeros that were never written cost no memory of their own.
-            held.append(jax.device_put(np.zeros(size, np.uint8), placement.slabs_at_rest))
+            held.append(jax.device_put(np.zeros(size, np.uint8), target))
             held[-1].block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -22,9 +22,11 @@ from jax.extend import core as jex
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
-from megatrain_jax._src.program.effects import answers, fires
+from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.loss.alike import Alike, substitute, with_literals_outside
 from megatrain_jax._src.program.loss.assign import assign
+from megatrain_jax._src.program.loss.examples import find_examples
+from megatrain_jax._src.program.loss.gradients import refuse_answers
 from megatrain_jax._src.program.loss.partition import (
     CONST,
     DATA,
@@ -57,21 +59,8 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
         raise ValueError(
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
-    _refuse_answers(flow)
+    refuse_answers(flow)
     return _Builder(flow, find_stretches(flow)).program(num_variables)
-
-
-def _refuse_answers(flow: Dataflow) -> None:
-    """Refuses callbacks whose results a stage reads: its backward would call them again."""
-    for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
-        direct = not jx.inner_jaxprs(eqn)
-        if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
-            raise ValueError(
-                "loss_fn reads the result of a callback with side effects (io_callback) on what "
-                "depends on parameters: backward, which computes stages again, would call it "
-                "again. Use jax.pure_callback if calling it twice does no harm, or call it on "
-                "values of the batch alone"
-            )
 
 
 class _Builder:
@@ -122,6 +111,7 @@ class _Builder:
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
         stages = self._activate([b.stage() for b in bodies], outputs)
         prologue, consts, ids = self._prologue()
+        data = self.flow.data
         return Program(
             stages=tuple(stages),
             prologue=prologue,
@@ -129,7 +119,8 @@ class _Builder:
             prologue_values=ids,
             values=tuple(jx.shape_of(v.aval) for v in self.ids),
             outputs=outputs,
-            state=find_state_use(self.flow.jaxpr, self.flow.data, num_variables),
+            examples=find_examples(self.flow.jaxpr, data[num_variables:-1], self.ids.items()),
+            state=find_state_use(self.flow.jaxpr, data, num_variables),
             warnings=find_warnings(self.flow, self.stretches, self.rows),
         )
 

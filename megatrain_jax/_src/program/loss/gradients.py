@@ -12,6 +12,8 @@ import jax
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.effects import answers, fires
+from megatrain_jax._src.program.loss.partition import MAIN, Dataflow
 from megatrain_jax._src.program.loss.stages import Program, Stage
 
 _SHOWN = 6
@@ -129,3 +131,16 @@ def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[b
     depends = jx.dependent(traced.jaxpr, traced.jaxpr.invars[first : first + len(cotangents)])
     flags = [not jx.is_literal(a) and a in depends for a in traced.jaxpr.outvars]
     return flags[: sum(stage.is_trainable)], flags[sum(stage.is_trainable) :]
+
+
+def refuse_answers(flow: Dataflow) -> None:
+    """Refuses callbacks whose results a stage reads: its backward would call them again."""
+    for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
+        direct = not jx.inner_jaxprs(eqn)
+        if kind == MAIN and fires(eqn) and (direct or answers(eqn)):
+            raise ValueError(
+                "loss_fn reads the result of a callback with side effects (io_callback) on what "
+                "depends on parameters: backward, which computes stages again, would call it "
+                "again. Use jax.pure_callback if calling it twice does no harm, or call it on "
+                "values of the batch alone"
+            )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.loss.examples import Examples
 from megatrain_jax._src.program.loss.state import StateUse
 
 
@@ -70,6 +71,7 @@ class Program:
         prologue_values: Ids of the prologue's outputs.
         values: Shape and dtype of each value by id.
         outputs: Ids of the traced function's outputs; the first is the loss.
+        examples: The values with rows for the batch's examples.
         state: What the model's variables depend on.
         warnings: What could not be cut, in words.
     """
@@ -80,8 +82,14 @@ class Program:
     prologue_values: tuple[int, ...]
     values: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[int, ...]
+    examples: Examples
     state: StateUse
     warnings: tuple[str, ...]
+
+    def num_bytes(self, i: int, num_devices: int) -> int:
+        """Bytes of a value on each of so many devices."""
+        num_bytes = jx.num_bytes(self.values[i])
+        return num_bytes // num_devices if i in self.examples.values else num_bytes
 
     def warning(self, text: str) -> "Program":
         """The same program with one more warning."""

@@ -52,11 +52,12 @@ def trace_loss(
     parameters: Sequence[jax.ShapeDtypeStruct],
     variables: Sequence[jax.ShapeDtypeStruct],
     batch: Any,
+    num_devices: int = 1,
 ) -> TracedLoss:
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
     Raises:
-        ValueError: It computes in a mesh of several devices.
+        ValueError: It computes in a mesh of its own, and there or in the run are several devices.
     """
     names: tuple[str, ...] = ()
 
@@ -70,11 +71,12 @@ def trace_loss(
     rng = jax.eval_shape(lambda: jax.random.key(0))
     traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     mesh = jx.largest_mesh(traced.jaxpr)
-    if mesh is not None and mesh.size > 1:
+    if mesh is not None and max(mesh.size, num_devices) > 1:
         raise ValueError(
             f"loss_fn computes in a mesh of {mesh.size} devices, with the axes "
-            f"{', '.join(map(str, mesh.axis_names))}, but training uses one device. Call it "
-            "outside of `jax.set_mesh` and `shard_map`, or in a mesh of one device"
+            f"{', '.join(map(str, mesh.axis_names))}, but only training on one device allows that, "
+            "for a mesh of one. Call it outside of `jax.set_mesh` and `shard_map`: several devices "
+            "share its work without its help"
         )
     return TracedLoss(
         traced=jx.without_dead_code(traced),

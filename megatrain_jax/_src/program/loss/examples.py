@@ -1,0 +1,51 @@
+"""Which values have a row for each example of the batch: those that devices can divide."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatrain_jax._src.program import jaxpr as jx
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The values along the batch: they depend on it, and their first axis is of examples.
+
+    A first axis counts as one of examples where a whole number of entries belongs to each: of 8
+    examples of 16 tokens, (8, 16, 64) and (128, 64) do, a mask (16, 16) does as well if it depends
+    on the batch. How a value is divided over devices changes nothing but what they send each other.
+
+    Attributes:
+        number: Number of examples in a microbatch.
+        values: Ids of the values.
+    """
+
+    number: int
+    values: frozenset[int]
+
+    def along(self, aval: Any) -> bool:
+        """Whether an array of this shape that depends on the batch has rows for examples."""
+        return bool(aval.shape) and not aval.shape[0] % self.number
+
+    def num_bytes(self, avals: Iterable[Any], num_devices: int) -> int:
+        """Bytes on each of so many devices of arrays that depend on the batch."""
+        return sum(jx.num_bytes(x) // (num_devices if self.along(x) else 1) for x in avals)
+
+    def undivided(self) -> "Examples":
+        """The same batch, where nothing is to be divided."""
+        return dataclasses.replace(self, values=frozenset())
+
+
+def find_examples(jaxpr: Any, batch: Sequence[Any], ids: Iterable[tuple[Any, int]]) -> Examples:
+    """Finds the values along the batch of a flat traced loss.
+
+    Args:
+        jaxpr: The loss.
+        batch: Its inputs that are arrays of the batch.
+        ids: Variables of the jaxpr with the ids of their values.
+    """
+    of_batch = jx.dependent(jaxpr, batch)
+    number = batch[0].aval.shape[0]
+    found = Examples(number=number, values=frozenset())
+    values = frozenset(i for v, i in ids if v in of_batch and found.along(v.aval))
+    return dataclasses.replace(found, values=values)
