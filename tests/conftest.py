@@ -12,9 +12,12 @@ from importlib import metadata
 import pytest
 
 # Concern the CPU's code generator only; a GPU's programs are compiled as ever.
-FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# For meshes; without one, runs use the first device alone.
-FLAGS.append("--xla_force_host_platform_device_count=4")
+FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # For meshes; without one, runs use the first device alone.
+    "--xla_force_host_platform_device_count=4",
+]
 if metadata.version("jaxlib").startswith("0.10."):
     # Its fusions take two thirds of compiling tiny programs; later versions don't know the flag.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")

@@ -21,6 +21,7 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.warnings import find_warnings, warn_of
 from megatrain_jax._src.run_state import RunState
+from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.runtime.evaluation import evaluate_batches
 from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
@@ -139,9 +140,7 @@ class Trainer(RunState):
         self._training.wait_for_room()
         with deferred_interrupt():
             self._training.check_whole()
-            leaves = jax.tree.leaves(batch)
-            sharding = self._engine.store.placement.batch(leaves[0].shape[0])
-            arrays = jax.device_put(leaves, sharding)
+            arrays = put_batch(batch, step, self._engine.store.placement)
             return self._training.dispatch(step, arrays)
 
     def check_batch(self, batch: Any) -> None:

@@ -36,12 +36,12 @@ def fit_to_device(
         placement: Placement of the run, to compile for; where it has no devices, what functions
             need is estimated.
     """
+    estimated = not placement.devices
 
     def needed_by(step: BoundStep) -> int:
         ahead = estimate_ahead if estimated else compile_ahead
         return ahead(kernels, step, spec.layouts, spec.optimizer, placement)
 
-    estimated = not placement.devices
     needed = needed_by(spec.first)
     fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
     if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions

@@ -87,8 +87,7 @@ class RunSpec:
         # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
             microbatches = 1
-        devices, adapted = self.options.num_devices, self.adapted
-        traced = _trace(adapted, loss_fn, self.precision, batch, microbatches, devices, train)
+        traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
         cut = Cut(
             leaves=self.leaves,
             program=cut_loss(traced, self.leaves),
@@ -128,12 +127,11 @@ def make_run_spec(
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
     """
-    microbatches, precision = options.microbatches, options.precision
+    microbatches = options.microbatches
     budget = None if isinstance(options.device_budget, str) else options.device_budget
-    devices = options.num_devices
-    traced = _trace(adapted, loss_fn, precision, sample_batch, microbatches, devices, True)
+    traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
     cut = cut_run(adapted, traced, optimizer, options)
-    layouts = _layouts(cut, precision, options.num_devices)
+    layouts = _layouts(cut, options)
     first = _bind(
         (batch_key(sample_batch), True, loss_fn),
         traced,
@@ -181,10 +179,9 @@ def _scheduled_for(options: Options) -> Hardware:
 def _trace(
     adapted: AdaptedModel,
     loss_fn: Callable[..., Any],
-    precision: Precision,
+    options: Options,
     batch: Any,
     microbatches: int,
-    num_devices: int,
     train: bool,
 ) -> TracedLoss:
     """Traces the loss of one microbatch."""
@@ -194,23 +191,23 @@ def _trace(
         ),
         batch,
     )
-    compute = [jax.ShapeDtypeStruct(s.shape, precision.compute) for s in adapted.shapes]
+    compute = [jax.ShapeDtypeStruct(s.shape, options.precision.compute) for s in adapted.shapes]
 
     def loss(parameters, variables, batch, rng):
         return adapted.loss(loss_fn, parameters, variables, batch, rng, train)
 
-    return trace_loss(loss, compute, adapted.variable_shapes, part, num_devices)
+    return trace_loss(loss, compute, adapted.variable_shapes, part, options.num_devices)
 
 
-def _layouts(cut: Cut, precision: Precision, num_devices: int) -> tuple[GroupLayout, ...]:
+def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
     return tuple(
         layout_group(
             cut.leaves,
             rows,
             [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
-            precision.stored(g not in cut.grouping.frozen),
-            num_devices,
+            options.precision.stored(g not in cut.grouping.frozen),
+            options.num_devices,
         )
         for g, (rows, state) in enumerate(
             zip(cut.grouping.leaves, cut.optimizer.state, strict=True)

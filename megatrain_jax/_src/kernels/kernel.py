@@ -43,7 +43,11 @@ class Kernel:
     gives: Any = dataclasses.field(default=None, compare=False)
 
 
-def placed(aval: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """An argument of a kernel, as a shape that has a sharding."""
-    weak = getattr(aval, "weak_type", False)  # without it, a call would compile again
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+def placed(avals: Any, sharding: Sharding) -> Any:
+    """Arguments of a kernel, a tree of shapes and dtypes, as shapes that have a sharding."""
+
+    def shape(aval: Any) -> jax.ShapeDtypeStruct:
+        weak = getattr(aval, "weak_type", False)  # without it, a call would compile again
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(shape, avals)

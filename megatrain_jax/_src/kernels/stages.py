@@ -50,7 +50,7 @@ def forward(bound: BoundStage, program: Program, placement: Placement) -> Kernel
         key=bound.key,
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
-        gives=_shardings(program, placement, stage.outputs),
+        gives=shardings(program, placement, stage.outputs),
     )
 
 
@@ -68,7 +68,7 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
         gives=(
-            _shardings(program, placement, stage.outputs),
+            shardings(program, placement, stage.outputs),
             [x.sharding for x in _residuals(residuals, program, placement)],
         ),
     )
@@ -118,9 +118,9 @@ def backward(
             _values(program, placement, bound.sent),
         ),
         gives=(
-            _shardings(program, placement, stage.outputs if mode.give_outputs else ()),
+            shardings(program, placement, stage.outputs if mode.give_outputs else ()),
             placement.slabs_on_device,
-            _shardings(program, placement, bound.leaving),
+            shardings(program, placement, bound.leaving),
         ),
         donated=(3, 4),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
@@ -154,13 +154,13 @@ def backward_of_kept(
             _accumulated(binding, mode, placement),
             _values(program, placement, bound.sent),
         ),
-        gives=([], placement.slabs_on_device, _shardings(program, placement, bound.leaving)),
+        gives=([], placement.slabs_on_device, shardings(program, placement, bound.leaving)),
         donated=(4, 5),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
 
 
-def _shardings(program: Program, placement: Placement, ids: Iterable[int]) -> list[Sharding]:
+def shardings(program: Program, placement: Placement, ids: Iterable[int]) -> list[Sharding]:
     """Shardings of values, by their ids."""
     return [placement.values(i in program.examples.values) for i in ids]
 
@@ -169,7 +169,7 @@ def _values(
     program: Program, placement: Placement, ids: Sequence[int]
 ) -> list[jax.ShapeDtypeStruct]:
     """Values that a kernel takes, by their ids."""
-    rows = zip(ids, _shardings(program, placement, ids), strict=True)
+    rows = zip(ids, shardings(program, placement, ids), strict=True)
     return [placed(program.values[i], sharding) for i, sharding in rows]
 
 
@@ -182,7 +182,7 @@ def _residuals(
 
 def _masters(binding: Binding, placement: Placement) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     sharding = placement.slabs_on_device
-    return [tuple(placed(x, sharding) for x in layout.at_rest) for layout in binding.layouts]
+    return [placed(layout.at_rest, sharding) for layout in binding.layouts]
 
 
 def _accumulated(
@@ -191,7 +191,7 @@ def _accumulated(
     """The gradients that a backward takes: it adds to them."""
     rows = zip(binding.layouts, mode.gradients, mode.accumulate, strict=True)
     avals = [layout.gradient_aval(dtype) for layout, dtype, adds in rows if adds and dtype]
-    return [placed(x, placement.slabs_on_device) for x in avals]
+    return placed(avals, placement.slabs_on_device)
 
 
 def _cotangent_bytes(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.stages import shardings
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.state.layout import Layout
@@ -29,7 +30,7 @@ def begin(
         num_metrics: Number of metrics that the loss returns.
         placement: Placement of its arrays.
     """
-    row = [placement.values(i in program.examples.values) for i in program.prologue_values]
+    row = shardings(program, placement, program.prologue_values)
     small = placement.small_on_device
     place = {v: i for i, v in enumerate(program.prologue_values)}
     new_ids = program.outputs[1 + num_metrics :]

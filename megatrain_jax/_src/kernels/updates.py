@@ -8,12 +8,11 @@ A worked example, clipping by a global norm of 1 with two groups, whose gradient
 what its update reads of that; the updates then take (0.6, 0) and (0, 0.8) for gradients.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -78,18 +77,14 @@ def reduce(
         build=lambda: reduce_group,
         takes=(
             placed(layout.master.gradient_aval(gradient), slabs),
-            _placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
-            _placed(layout.state.at_rest, slabs) if Kind.OPTIMIZER_STATE in reads else None,
+            placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
+            placed(layout.state.at_rest, slabs) if Kind.OPTIMIZER_STATE in reads else None,
             placed(_LOSS, small),
-            list(_placed(cut.globals, small)),
+            placed(list(cut.globals), small),
             placed(_OK, small),
         ),
         gives=small,
     )
-
-
-def _placed(avals: Iterable[Any], sharding: Sharding) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(placed(aval, sharding) for aval in avals)
 
 
 def _measured(
@@ -168,10 +163,10 @@ def update(
         key=(fragment.key, layout, jnp.dtype(gradient)),
         build=lambda: build(fragment, layout, cut.guarded),
         takes=(
-            _placed(layout.master.at_rest, slabs),
-            _placed(layout.state.at_rest, slabs),
+            placed(layout.master.at_rest, slabs),
+            placed(layout.state.at_rest, slabs),
             placed(layout.master.gradient_aval(gradient), slabs),
-            list(_placed((cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]), small)),
+            placed([cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]], small),
             placed(_OK, small),
         ),
         gives=(slabs, slabs) if cut.deferred else (slabs, slabs, small, small),

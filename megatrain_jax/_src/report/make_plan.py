@@ -24,12 +24,12 @@ def make_plan(spec: RunSpec) -> Plan:
 
     Times and limits are those of the hardware in the run's options; without it there are none.
     """
-    step, grouping, hardware = spec.first, spec.grouping, spec.options.hardware
+    step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
+    hardware = spec.options.hardware and spec.options.hardware.times(devices)
     workload, schedule = step.workload, step.schedule
     bytes_in, bytes_out, waiting_bytes = moved_bytes(
         schedule.steady, workload.sizes, workload.activations
     )
-    devices = step.num_devices
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     peak = sum(state) + devices * (waiting_bytes + _in_flight_bytes(step))
     process = hardware and pool.process_bytes(

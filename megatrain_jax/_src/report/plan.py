@@ -136,15 +136,7 @@ class Plan:
     def fits_host(self) -> bool | None:
         """Whether the host memory suffices for the process; `None` if it isn't known."""
         needed = self.host_process_bytes or self.host_peak_bytes
-        return _fits(needed, self.host_limit_bytes)
-
-    @property
-    def host_limit_bytes(self) -> int | None:
-        """Host memory of the machine, or what is typical for so many devices; `None` if unknown."""
-        machine = self.hardware
-        if machine is None or machine.host_bytes is not None:
-            return machine and machine.host_bytes
-        return machine.typical_host_bytes and machine.typical_host_bytes * self.num_devices
+        return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)
 
     @property
     def fits_device(self) -> bool | None:
@@ -278,7 +270,7 @@ def _host_verdict(plan: Plan) -> str:
     machine = plan.hardware
     if machine is None:
         return ""
-    if (limit := plan.host_limit_bytes) is None:
+    if (limit := machine.assumed_host_bytes) is None:
         return "unknown: the hardware has no `host_bytes`"
     typical = "" if machine.host_bytes is not None else ", a typical host"
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 
@@ -35,8 +36,6 @@ def evaluate_batches(
             return rows, sizes
         step = bind(batch)
         with deferred_interrupt():
-            leaves = jax.tree.leaves(batch)
-            part = leaves[0].shape[0] // step.microbatches
-            arrays = jax.device_put(leaves, engine.store.placement.batch(part))
+            arrays = put_batch(batch, step, engine.store.placement)
             rows.append(engine.evaluate(step, arrays))
             sizes.append(arrays[0].shape[0])

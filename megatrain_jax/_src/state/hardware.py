@@ -79,6 +79,11 @@ class Hardware:
         share = allocator.fraction() if self.device_share is None else self.device_share
         return int(share * self.device_bytes)
 
+    def times(self, num_devices: int) -> "Hardware":
+        """The same machine with so many of its accelerators, for which a host is typically made."""
+        typical = self.typical_host_bytes
+        return replace(self, typical_host_bytes=typical and typical * num_devices)
+
     @property
     def assumed_host_bytes(self) -> int | None:
         """Host memory, or else the typical amount; `None` if unknown."""
