@@ -19,6 +19,7 @@ from megatrain_jax._src.report.warnings import PlanWarning  # noqa: E402
 from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
 from megatrain_jax._src.state.hardware import (  # noqa: E402
     A100_80GB,
+    H100,
     H200,
     RTX_3080,
     RTX_4090,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "A100_80GB",
+    "H100",
     "H200",
     "RTX_3080",
     "RTX_4090",

@@ -15,8 +15,9 @@ from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_flops, moved_bytes
-from megatrain_jax._src.report.plan import GroupRow, Plan, check_device
+from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.state import hardware
 from megatrain_jax._src.state.hardware import Hardware

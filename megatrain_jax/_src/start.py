@@ -7,8 +7,8 @@ from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.budget import fit_to_device
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
-from megatrain_jax._src.report.plan import check_device
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.store import Store

@@ -23,19 +23,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.build.costs import collective_bytes, find_costs
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
-from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
-from megatrain_jax._src.schedule.workload import Costs, Link, Workload
+from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
 
-# What Python needs for one instruction, measured on the host of an H200.
-_SECONDS_PER_RECORD = 1.5e-4
 # Fewest bytes of an activation that is worth a transfer; smaller ones stay, not counted.
 _SMALL = 256
 
@@ -50,6 +48,8 @@ class BoundStep:
         stages: The program's stages, bound to groups.
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
+        collectives: For each stage, bytes that each device receives from the others in its forward
+            and in its backward, of all microbatches.
         metrics: Names of the metrics that the loss returns.
         workload: The workload that the schedule was made for.
         schedule: The step's instructions: what moves and is computed when.
@@ -61,6 +61,7 @@ class BoundStep:
     stages: tuple[BoundStage, ...]
     microbatches: int
     num_devices: int
+    collectives: tuple[tuple[int, int], ...]
     metrics: tuple[str, ...]
     workload: Workload
     schedule: Schedule
@@ -140,6 +141,7 @@ def bind_step(
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
+    collectives = collective_bytes(bound, microbatches, num_devices)
     activations, makes, reads = _counted_activations(program, microbatches, num_devices)
     kept = [b.residuals.avals if b.residuals else () for b in bound]
     residuals = (program.examples.num_bytes(avals, num_devices) for avals in kept)
@@ -156,7 +158,7 @@ def bind_step(
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
-        costs=_costs(bound, sizes, microbatches, num_devices, hardware),
+        costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
     )
     schedule = find_schedule(workload, device_budget)
     instructions = schedule.cold if training else schedule.evaluation
@@ -166,6 +168,7 @@ def bind_step(
         stages=bound,
         microbatches=microbatches,
         num_devices=num_devices,
+        collectives=collectives,
         metrics=metrics,
         workload=workload,
         schedule=schedule,
@@ -227,51 +230,6 @@ def _counted_activations(
 
     makes = tuple(counted(stage.outputs) for stage in program.stages)
     return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
-
-
-def _costs(
-    bound: Sequence[BoundStage],
-    sizes: Sequence[Mapping[Kind, int]],
-    microbatches: int,
-    num_devices: int,
-    hardware: Hardware,
-) -> Costs:
-    """Estimates the seconds that stages, updates and transfers take.
-
-    Stages by their floating-point operations, for all microbatches; updates by the bytes that they
-    read and write in the device's memory.
-    """
-    stages = [b.stage for b in bound]
-    flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
-    rate = hardware.flops_per_s * hardware.sustained * num_devices / microbatches
-    forward = [flops[stage.key] / rate for stage in stages]
-    # A backward computes its stage once more, and a product has two factors to differentiate, of
-    # which one may be frozen.
-    backward = [
-        (2 + stage.trainable_share) * seconds
-        for stage, seconds in zip(stages, forward, strict=True)
-    ]
-    saved = [_seconds_saved(b.residuals, hardware) * microbatches / num_devices for b in bound]
-    # An update reads and writes masters and optimizer state, and reads the gradient.
-    moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
-    seconds_per_byte = 1 / hardware.link_bytes_per_s
-    return Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
-        update=tuple(num_bytes / hardware.memory_bytes_per_s for num_bytes in moved),
-        recompute=tuple(saved),
-        link=Link(name="host", inward=seconds_per_byte, outward=seconds_per_byte),
-        dispatch=_SECONDS_PER_RECORD,
-    )
-
-
-def _seconds_saved(residuals: Residuals | None, hardware: Hardware) -> float:
-    """The seconds that a backward saves in one microbatch where its forward keeps residuals."""
-    if residuals is None:
-        return 0.0
-    # Products run near the device's rate, and what they give is written and read once more.
-    moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
-    return max(0.0, residuals.saved_flops / hardware.flops_per_s - moved)
 
 
 def _bind(

@@ -1,7 +1,8 @@
 """A stage bound to slabs: where its leaves lie, and what its backward takes and gives."""
 
 import dataclasses
-from collections.abc import Hashable
+import functools
+from collections.abc import Hashable, Sequence
 
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program.loss.stages import Stage
@@ -87,6 +88,22 @@ class BoundStage:
     def key(self) -> Hashable:
         """Key of the stage's forward: equal for bound stages that share a compiled one."""
         return self.stage.key, self.binding
+
+    @functools.cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The stage's leaves by slab and dtype, as their positions: those that travel together."""
+        rows: dict[Hashable, list[int]] = {}
+        for i, slot in enumerate(self.binding.slots):
+            rows.setdefault((slot.slab, self.stage.leaf_dtypes[i]), []).append(i)
+        return tuple(map(tuple, rows.values()))
+
+    def share_bytes(self, positions: Sequence[int]) -> int:
+        """Bytes of some of its leaves that one device has, in the dtypes of the equations."""
+        slots, dtypes = self.binding.slots, self.stage.leaf_dtypes
+        return sum(
+            self.binding.layouts[slots[i].slab].shares[slots[i].leaf] * dtypes[i].itemsize
+            for i in positions
+        )
 
     @property
     def trained(self) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Sharding
 
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
@@ -42,7 +41,7 @@ def forward(bound: BoundStage, program: Program, placement: Placement) -> Kernel
     stage, binding = bound.stage, bound.binding
 
     def forward_stage(masters, inputs):
-        leaves = _unpack(stage, binding, placement, masters)
+        leaves = _unpack(bound, placement, masters)
         return jx.evaluate(stage.jaxpr, [*stage.consts, *leaves, *inputs])
 
     return Kernel(
@@ -60,7 +59,7 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
     assert residuals is not None
 
     def forward_stage(masters, inputs):
-        return residuals.forward([*_unpack(stage, binding, placement, masters), *inputs])
+        return residuals.forward([*_unpack(bound, placement, masters), *inputs])
 
     return Kernel(
         name="forward keeping",
@@ -94,7 +93,7 @@ def backward(
     assert mode is not None
 
     def backward_stage(masters, inputs, cotangents, gradients, sent):
-        leaves = _unpack(stage, binding, placement, masters)
+        leaves = _unpack(bound, placement, masters)
         outputs, pull = differentiated(stage, mode.arriving, leaves, inputs)
         new, summed = _finish(
             stage, binding, placement, mode, pull(list(cotangents)), gradients, sent
@@ -138,7 +137,7 @@ def backward_of_kept(
     assert mode is not None and residuals is not None and not mode.give_outputs
 
     def backward_stage(masters, inputs, kept, cotangents, gradients, sent):
-        leaves = _unpack(stage, binding, placement, masters)
+        leaves = _unpack(bound, placement, masters)
         pulled = residuals.backward([*leaves, *inputs], kept, cotangents)
         return [], *_finish(stage, binding, placement, mode, pulled, gradients, sent)
 
@@ -222,20 +221,17 @@ def _finish(
 
 
 def _unpack(
-    stage: Stage, binding: Binding, placement: Placement, masters: Sequence[Sequence[jax.Array]]
+    bound: BoundStage, placement: Placement, masters: Sequence[Sequence[jax.Array]]
 ) -> list[jax.Array]:
     """The leaves that a stage reads, whole, in the dtypes that its equations were traced with."""
-    first = len(stage.consts)
-    dtypes = [v.aval.dtype for v in stage.jaxpr.invars[first : first + len(stage.leaves)]]
-    alike: dict[tuple[int, np.dtype], list[int]] = {}
-    for slot, dtype in zip(binding.slots, dtypes, strict=True):
-        alike.setdefault((slot.slab, dtype), []).append(slot.leaf)
-    leaves = {}
-    for (slab, dtype), rows in alike.items():
-        layout = binding.layouts[slab]
+    binding, dtypes = bound.binding, bound.stage.leaf_dtypes
+    leaves: dict[int, jax.Array] = {}
+    for positions in bound.alike:
+        slab, dtype = binding.slots[positions[0]].slab, dtypes[positions[0]]
+        layout, rows = binding.layouts[slab], [binding.slots[i].leaf for i in positions]
         values = layout.unpack_whole(layout.decode(masters[slab]), rows, dtype, placement.whole)
-        leaves.update({(slab, leaf): x for leaf, x in zip(rows, values, strict=True)})
-    return [leaves[slot.slab, slot.leaf] for slot in binding.slots]
+        leaves.update(zip(positions, values, strict=True))
+    return [leaves[i] for i in range(len(leaves))]
 
 
 def _pack_gradients(

@@ -205,6 +205,12 @@ def without_dead_code(traced: Traced) -> Traced:
     return dataclasses.replace(traced, jaxpr=jaxpr)
 
 
+def used_inputs(traced: Traced) -> list[bool]:
+    """Tells for each input, constants first, whether an output depends on it."""
+    used = [True] * len(traced.jaxpr.outvars)
+    return list(partial_eval.dce_jaxpr(traced.jaxpr, used)[1])
+
+
 def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -> Any:
     """A jaxpr made of some equations of another, with no constants but among its inputs."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()

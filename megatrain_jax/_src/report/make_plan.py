@@ -60,6 +60,7 @@ def make_plan(spec: RunSpec) -> Plan:
         num_kept=len(schedule.kept),
         num_templates=num_templates,
         num_devices=devices,
+        collective_bytes=_collective_bytes(step),
         warnings=find_warnings(spec),
         hardware=hardware,
     )
@@ -91,6 +92,16 @@ def moved_bytes(
             if op is Op.OFFLOAD and key.kind not in LASTING:
                 waiting[key] = size
     return moved[Op.FETCH], moved[Op.OFFLOAD], sum(waiting.values())
+
+
+def _collective_bytes(step: BoundStep) -> int:
+    """The bytes that each device receives from the others in one steady step."""
+    received = 0
+    for instruction in step.schedule.steady:
+        if instruction.stage is not None:
+            forward, backward = step.collectives[instruction.stage]
+            received += {Op.FORWARD: forward, Op.BACKWARD: backward}.get(instruction.op, 0)
+    return received
 
 
 def microbatch_flops(step: BoundStep) -> int:

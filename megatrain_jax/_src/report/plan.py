@@ -5,14 +5,23 @@ isn't here, or a model that fits none, costs seconds; it prints as a table.
 """
 
 import html
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.report.bound import Bound, find_bound
+from megatrain_jax._src.report.table import aligned, html_row, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
 
 _SHOWN_ROWS = 12
+_BOUNDS: dict[Bound, str] = {
+    "link": "the link",
+    "host": "the host's memory",
+    "compute": "arithmetic",
+    "collectives": "what devices send each other",
+    "neither": "neither: balanced",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +52,7 @@ class Plan:
         num_frozen: Parameters of the model that are not trained.
         frozen_bytes: Host memory of the frozen parameters.
         groups: The parameter groups, consecutive equal ones as one row.
-        host_bytes: Host memory of the state at rest.
+        host_bytes: Host memory of the state at rest, of all devices' shares.
         host_peak_bytes: That with waiting gradients, activations and arrays in flight.
         host_process_bytes: Host memory that the process takes in all, with the pool's unused
             ends; None without a GPU.
@@ -67,6 +76,8 @@ class Plan:
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
         num_devices: Devices that share the state and the batch.
+        collective_bytes: Bytes that each device receives from the others in a step: gathered
+            parameters, and gradients to be summed.
         warnings: Sentences on what could not be done well.
         hardware: The machine that times and limits refer to.
     """
@@ -92,8 +103,24 @@ class Plan:
     num_kept: int
     num_templates: int
     num_devices: int = 1
+    collective_bytes: int = 0
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
+
+    @property
+    def host_share_bytes(self) -> int:
+        """Host memory of one device's share of the state at rest."""
+        return self.host_bytes // self.num_devices
+
+    @property
+    def bytes_through_host(self) -> int:
+        """Bytes that a step moves through the host's memory, of all devices, both ways.
+
+        Without a connection of their own, devices write and read there what they send each other.
+        """
+        apart = self.hardware is None or self.hardware.peer_bytes_per_s is not None
+        exchanged = 0 if apart else 2 * self.collective_bytes
+        return self.num_devices * (self.bytes_in + self.bytes_out + exchanged)
 
     @property
     def device_bytes(self) -> int:
@@ -104,12 +131,12 @@ class Plan:
     @property
     def seconds_in(self) -> float | None:
         """Seconds a step's transfers to the device take alone; `None` without hardware."""
-        return self.hardware and self.bytes_in / self.hardware.link_bytes_per_s
+        return self._seconds_alone(self.bytes_in)
 
     @property
     def seconds_out(self) -> float | None:
         """Seconds a step's transfers to the host take alone; `None` without hardware."""
-        return self.hardware and self.bytes_out / self.hardware.link_bytes_per_s
+        return self._seconds_alone(self.bytes_out)
 
     @property
     def seconds_compute(self) -> float | None:
@@ -118,19 +145,39 @@ class Plan:
         return rate and self.flops_per_step / rate
 
     @property
-    def bound(self) -> Literal["link", "compute", "neither"]:
-        """The bound of a perfectly overlapped step: what it would wait for.
+    def seconds_collectives(self) -> float | None:
+        """Seconds a step's exchange between devices takes alone; `None` without hardware."""
+        if self.hardware is None:
+            return None
+        return self.collective_bytes / self.hardware.collective_bytes_per_s(self.num_devices)
 
-        The link is full duplex, so its slower direction counts. "neither" if that and the
-        arithmetic are within 10% of each other, or no hardware is given.
+    @property
+    def seconds_host(self) -> float | None:
+        """Seconds the host's memory takes for what passes through; `None` without hardware."""
+        return self.hardware and self.bytes_through_host / self.hardware.host_bytes_per_s
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of a perfectly overlapped step: what it would wait for, by `find_bound`.
+
+        "link" is each device's own link, "host" the host's memory, which all of them share,
+        "collectives" what devices send each other. "neither" if two of them are within 10% of each
+        other, or no hardware is given.
         """
         if self.hardware is None:
             return "neither"
-        link = max(self.bytes_in, self.bytes_out) / self.hardware.link_bytes_per_s
-        compute = self.flops_per_step / self.hardware.flops_per_s / self.num_devices
-        if 0.9 * compute <= link <= 1.1 * compute:
-            return "neither"
-        return "link" if link > compute else "compute"
+        return find_bound(
+            hardware=self.hardware,
+            num_devices=self.num_devices,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            collective_bytes=self.collective_bytes,
+            flops=self.flops_per_step,
+        )
+
+    def _seconds_alone(self, num_bytes: int) -> float | None:
+        """Seconds for a step's transfers one way, of all devices at once."""
+        return self.hardware and num_bytes / self.hardware.transfer_bytes_per_s(self.num_devices)
 
     @property
     def fits_host(self) -> bool | None:
@@ -145,7 +192,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns the plan as a table of plain text."""
-        blocks = [_aligned(_group_cells(self)), _aligned(_total_cells(self))]
+        blocks = [aligned(_group_cells(self)), aligned(_total_cells(self))]
         if self.warnings:
             blocks.append("\n".join(f"warning: {warning}" for warning in self.warnings))
         return f"{_title(self)}\n\n" + "\n\n".join(blocks)
@@ -155,30 +202,9 @@ class Plan:
         header, *rows = _group_cells(self)
         return (
             f"<p>{html.escape(_title(self))}</p>"
-            f"<table>{_html_row(header, 'th')}{''.join(map(_html_row, rows))}</table>"
-            f"<table>{''.join(map(_html_row, _total_cells(self)))}</table>{warnings}"
+            f"<table>{html_row(header, 'th')}{''.join(map(html_row, rows))}</table>"
+            f"<table>{''.join(map(html_row, _total_cells(self)))}</table>{warnings}"
         )
-
-
-def check_device(plan: Plan, free_bytes: int | None) -> None:
-    """Refuses what can't fit the device, before anything is allocated.
-
-    Args:
-        plan: A plan whose functions have been compiled for the device.
-        free_bytes: Device memory that there is; None if unknown.
-
-    Raises:
-        MemoryError: If the plan needs more.
-    """
-    if free_bytes is None or plan.device_bytes <= free_bytes:
-        return
-    raise MemoryError(
-        f"Training needs {sized(plan.device_bytes)} of device memory, {sized(free_bytes)} "
-        f"available: {sized(plan.device_state_bytes)} for state and activations (least with "
-        f'device_budget="least"), {sized(plan.device_temporary_bytes or 0)} for what one '
-        "compiled function needs. Nothing was allocated. Use more `microbatches`, smaller batches "
-        "or a loss that makes fewer logits at a time."
-    )
 
 
 def _fits(need: int, limit: int | None) -> bool | None:
@@ -187,9 +213,10 @@ def _fits(need: int, limit: int | None) -> bool | None:
 
 def _title(plan: Plan) -> str:
     groups = sum(row.count for row in plan.groups)
+    devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
     return (
-        f"{_short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
-        f"from {plan.num_templates} templates; {plan.update_mode} update"
+        f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
+        f"from {plan.num_templates} templates; {plan.update_mode} update{devices}"
     )
 
 
@@ -200,7 +227,7 @@ def _group_cells(plan: Plan) -> list[list[str]]:
             [
                 row.name,
                 str(row.count),
-                _short(row.num_parameters),
+                short(row.num_parameters),
                 sized(row.host_bytes),
                 sized(row.count * row.host_bytes),
                 str(row.template),
@@ -217,7 +244,9 @@ def _group_cells(plan: Plan) -> list[list[str]]:
 def _total_cells(plan: Plan) -> list[list[str]]:
     machine = plan.hardware
     batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
-    of_all = "" if plan.num_devices == 1 else " of all devices"
+    of_all, share = "", ""
+    if plan.num_devices > 1:
+        of_all, share = " of all devices", f"{sized(plan.host_share_bytes)} of each device"
     known = plan.device_temporary_bytes
     guess = "estimate" if plan.device_temporary_estimated else ""
     temporaries = [["device memory, temporaries", sized(known or 0), guess]]
@@ -230,14 +259,14 @@ def _total_cells(plan: Plan) -> list[list[str]]:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
         saved = f"{sized(plan.frozen_bytes)}; at rest all trained takes {sized(whole)}"
-        frozen = [["parameters not trained", _short(plan.num_frozen), saved]]
+        frozen = [["parameters not trained", short(plan.num_frozen), saved]]
     else:
         frozen = []
     shared = "each has a share of the state and of the batch; what follows is one's"
     devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
     cells = [
         *frozen,
-        ["host memory at rest", sized(plan.host_bytes), ""],
+        ["host memory at rest", sized(plan.host_bytes), share],
         ["host memory at peak", sized(plan.host_peak_bytes), "" if taken else fits],
         *process,
         *devices,
@@ -245,25 +274,46 @@ def _total_cells(plan: Plan) -> list[list[str]]:
         ["device memory, other values", sized(plan.device_other_bytes), "estimate"],
         *(temporaries if known is not None else []),
         ["device memory, in all", sized(plan.device_bytes), _device_verdict(plan)],
-        ["to the device, a step", sized(plan.bytes_in), _seconds(plan.seconds_in)],
-        ["to the host, a step", sized(plan.bytes_out), _seconds(plan.seconds_out)],
+        ["to the device, a step", sized(plan.bytes_in), seconds(plan.seconds_in)],
+        ["to the host, a step", sized(plan.bytes_out), seconds(plan.seconds_out)],
+        *_shared_cells(plan),
         [
             f"arithmetic{of_all}, a step{batches}",
-            _short(plan.flops_per_step, flops=True),
-            _seconds(plan.seconds_compute),
+            short(plan.flops_per_step, flops=True),
+            seconds(plan.seconds_compute),
         ],
         *recompute,
     ]
     if machine is not None:
-        rates = (
-            f"{machine.link_bytes_per_s / 1e9:g} GB/s each way, "
-            f"{machine.flops_per_s / 1e12:g} TFLOP/s, {machine.source}"
-        )
-        limit = {"link": "the link", "compute": "arithmetic", "neither": "neither: balanced"}
-        cells.append(["a step, estimate", _seconds(plan.seconds_per_step), ""])
         number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
-        cells += [["on", f"{number}{machine.name}", rates], ["bound by", limit[plan.bound], ""]]
+        cells += [
+            ["a step, estimate", seconds(plan.seconds_per_step), ""],
+            ["on", f"{number}{machine.name}", _rates(plan, machine)],
+            ["bound by", _BOUNDS[plan.bound], ""],
+        ]
     return cells
+
+
+def _shared_cells(plan: Plan) -> list[list[str]]:
+    """What passes between several devices, and through the host's memory for all of them."""
+    if plan.num_devices == 1:
+        return []
+    exchanged = sized(plan.collective_bytes)
+    cells = [["from other devices, a step", exchanged, seconds(plan.seconds_collectives)]]
+    if plan.seconds_host:
+        passed = sized(plan.bytes_through_host)
+        cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])
+    return cells
+
+
+def _rates(plan: Plan, machine: Hardware) -> str:
+    rates = [f"{machine.link_bytes_per_s / 1e9:g} GB/s each way"]
+    if plan.num_devices > 1:
+        if machine.host_bytes_per_s != math.inf:
+            rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")
+        if machine.peer_bytes_per_s is not None:
+            rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
+    return ", ".join([*rates, f"{machine.flops_per_s / 1e12:g} TFLOP/s", machine.source])
 
 
 def _host_verdict(plan: Plan) -> str:
@@ -289,29 +339,3 @@ def _device_verdict(plan: Plan) -> str:
 
 def _verdict(fits: bool | None) -> str:
     return "fits" if fits else "DOES NOT FIT"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g} s"
-
-
-def _short(value: int, flops: bool = False) -> str:
-    steps = ("", "K", "M", "G" if flops else "B", "T", "P", "E")
-    size = float(value)
-    while size >= 999.5 and len(steps) > 1:
-        size, steps = size / 1000, steps[1:]
-    return f"{size:.3g} {steps[0]}FLOP" if flops else f"{size:.3g}{steps[0]}"
-
-
-def _aligned(cells: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        first = row[0].ljust(widths[0])
-        middle = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
-        lines.append("  ".join([first, *middle, row[-1]]).rstrip())
-    return "\n".join(lines)
-
-
-def _html_row(cells: Sequence[str], tag: str = "td") -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -3,7 +3,8 @@
 Several things work side by side: the driver, which dispatches; the device, which computes in order;
 and the two lanes of each link, inward and outward. A copy to the device starts no earlier than what
 was dispatched to the device before it, since its memory is allocated in the order of the
-computations; a copy to the host follows what was computed last.
+computations; a copy to the host follows what was computed last. What both lanes share, the host's
+memory, serves copies in the order in which they were dispatched.
 
 With parts of 4 bytes, a second for a byte, 6 seconds for a forward and none for a dispatch:
 
@@ -16,13 +17,16 @@ With parts of 4 bytes, a second for a byte, 6 seconds for a forward and none for
     FETCH M2      16 – 20                                  the device has been given work until 16
     WAIT 0                                      10         task 0 has been computed
     LAND M0                                     14         its copy is there
+
+If a byte took a second and a half of the host's memory, M0 would be there at 6 and M1 at 12. The
+offload of M0, at 12 then, would take 4 seconds of its lane but 6 of the memory: until 18.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from megatrain_jax._src.common.keys import Key
-from megatrain_jax._src.schedule.workload import Costs
+from megatrain_jax._src.schedule.workload import Costs, Link
 
 
 @dataclass(kw_only=True)
@@ -35,6 +39,7 @@ class Clock:
         device: When the device has computed everything.
         inward: By a link's name, when everything has arrived over it.
         outward: By a link's name, when everything has left over it.
+        shared: By a link's name, when what its two ways share has carried everything.
         arrived: When each part that was fetched is there.
         computed: When each task has been computed.
         landed: When each part that a task offloaded is in the host.
@@ -45,6 +50,7 @@ class Clock:
     device: float = 0.0
     inward: dict[str, float] = field(default_factory=dict)
     outward: dict[str, float] = field(default_factory=dict)
+    shared: dict[str, float] = field(default_factory=dict)
     arrived: dict[Key, float] = field(default_factory=dict)
     computed: dict[int, float] = field(default_factory=dict)
     landed: dict[tuple[int, Key], float] = field(default_factory=dict)
@@ -53,17 +59,22 @@ class Clock:
         """Copies a part to the device."""
         self._dispatch()
         link = self.costs.link_of(key)
-        start = max(self.driver, self.inward_until(key), self.device)
-        self.inward[link.name] = self.arrived[key] = start + size * link.inward
+        self.arrived[key] = self._carry(link, self.inward, size * link.inward, size)
 
     def inward_until(self, key: Key) -> float:
         """When the lane to the device over which a part would come has nothing left to do."""
         return self.inward.get(self.costs.link_of(key).name, 0.0)
 
-    def compute(self, touches: tuple[Key, ...], seconds: float, task: int) -> None:
-        """Computes on parts."""
+    def compute(
+        self, touches: tuple[Key, ...], seconds: float, task: int, on_link: float = 0.0
+    ) -> None:
+        """Computes on parts; for `on_link` seconds, the link to the host does nothing else."""
         self._dispatch()
-        self.device = self.computed[task] = self.over(touches, seconds)
+        self.device = self.computed[task] = over = self.over(touches, seconds)
+        if on_link:
+            for lane in (self.inward, self.outward, self.shared):
+                name = self.costs.link.name
+                lane[name] = max(lane.get(name, 0.0), over - seconds) + on_link
         for key in touches:
             self.arrived.pop(key, None)
 
@@ -76,8 +87,7 @@ class Clock:
         """Copies a part from the device, after what was computed last."""
         self._dispatch()
         link = self.costs.link_of(key)
-        start = max(self.driver, self.outward.get(link.name, 0.0), self.device)
-        self.outward[link.name] = self.landed[task, key] = start + size * link.outward
+        self.landed[task, key] = self._carry(link, self.outward, size * link.outward, size)
 
     def wait(self, task: int) -> None:
         """Has the driver wait until a task has been computed."""
@@ -96,10 +106,19 @@ class Clock:
             self,
             inward=dict(self.inward),
             outward=dict(self.outward),
+            shared=dict(self.shared),
             arrived=dict(self.arrived),
             computed={task - num_tasks: at for task, at in self.computed.items()},
             landed={(task - num_tasks, key): at for (task, key), at in self.landed.items()},
         )
+
+    def _carry(self, link: Link, lane: dict[str, float], seconds: float, size: int) -> float:
+        """Copies a part over one lane of a link; returns when that is done."""
+        ready = max(self.driver, self.device)
+        self.shared[link.name] = max(ready, self.shared.get(link.name, 0.0)) + size * link.shared
+        own = max(ready, lane.get(link.name, 0.0)) + seconds
+        lane[link.name] = max(own, self.shared[link.name])
+        return lane[link.name]
 
     def _dispatch(self) -> None:
         self.driver += self.costs.dispatch

@@ -158,7 +158,8 @@ class Residency:
             self.dirty.discard(key)
             # Its memory is free once the device has got there, which only a WAIT tells.
             self.used[task] = self.used.get(task, 0) + self.workload.size(key)
-        self.clock.compute(computation.touches, computation.seconds, task)
+        seconds, on_link = computation.seconds, computation.seconds_on_link
+        self.clock.compute(computation.touches, seconds, task, on_link)
         self._emit(computation.instruction)
 
     def evict(self, key: Key, task: int) -> None:

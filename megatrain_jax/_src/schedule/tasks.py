@@ -53,6 +53,7 @@ class Computation:
         dirties: Parts that it creates or changes, so that a copy in the host isn't current.
         kills: Parts that don't exist after it.
         seconds: Estimate of its time.
+        seconds_on_link: Seconds of it that devices exchange values over their links.
     """
 
     instruction: Instruction
@@ -61,6 +62,7 @@ class Computation:
     dirties: tuple[Key, ...]
     kills: tuple[Key, ...]
     seconds: float
+    seconds_on_link: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,7 @@ def _as_computation(
             *taken,
         ),
         seconds=_seconds(workload, instruction),
+        seconds_on_link=_seconds_on_link(workload, instruction),
     )
 
 
@@ -321,3 +324,12 @@ def _seconds(workload: Workload, instruction: Instruction) -> float:
     if instruction.op is Op.UPDATE and instruction.group is not None:
         return costs.update[instruction.group]
     return 0.0
+
+
+def _seconds_on_link(workload: Workload, instruction: Instruction) -> float:
+    if instruction.stage is None:
+        return 0.0
+    costs = workload.costs
+    forward = instruction.op is Op.FORWARD
+    seconds = costs.forward_on_link if forward else costs.backward_on_link
+    return seconds[instruction.stage] if seconds else 0.0

@@ -8,17 +8,20 @@ from megatrain_jax._src.common.keys import LASTING, Key, Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A connection between the device and a place where parts rest; its two ways are independent.
+    """A connection between the device and a place where parts rest; its two ways work side by side.
 
     Attributes:
         name: The link's name, by which it is told from others.
         inward: Seconds that one byte takes to the device.
         outward: Seconds that one byte takes from the device.
+        shared: Seconds that one byte takes, whichever way, of what both ways share, such as the
+            host's memory; 0 where that never makes a byte wait.
     """
 
     name: str
     inward: float
     outward: float
+    shared: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,9 @@ class Costs:
         update: For each group, its update.
         recompute: For each stage, by how much its backward is shorter if its residuals are kept;
             nothing unless given.
+        forward_on_link: For each stage, seconds of its forward that devices exchange values over
+            their links, which then carry nothing else; none unless given.
+        backward_on_link: The same of its backward.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
     """
@@ -39,6 +45,8 @@ class Costs:
     backward: tuple[float, ...]
     update: tuple[float, ...]
     recompute: tuple[float, ...] = ()
+    forward_on_link: tuple[float, ...] = ()
+    backward_on_link: tuple[float, ...] = ()
     link: Link
     dispatch: float = 0.0
 
@@ -117,7 +125,7 @@ class Workload:
         for key in keys:
             link = self.costs.link_of(key)
             sizes[link.name] = sizes.get(link.name, 0) + self.size(key)
-            rates[link.name] = link.inward
+            rates[link.name] = max(link.inward, link.shared)
         return max((size * rates[name] for name, size in sizes.items()), default=0.0)
 
     @property

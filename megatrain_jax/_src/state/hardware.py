@@ -13,7 +13,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator and its host, as far as a plan is concerned.
+    """An accelerator and its host, as far as a plan is concerned.
+
+    Rates are of one accelerator, except for the host's memory, which all of them share.
 
     Attributes:
         name: The machine's name in plans.
@@ -23,6 +25,10 @@ class Hardware:
         device_share: Share of it that JAX may allocate; `None` for what `XLA_CLIENT_MEM_FRACTION`
             says, which importing this library sets to 0.85.
         link_bytes_per_s: Bytes a second between host and device, each way.
+        host_bytes_per_s: Bytes a second that the host's memory carries, to and from all devices
+            together; without it, only the links bound what they carry.
+        peer_bytes_per_s: Bytes a second that each device receives from the others in collectives;
+            `None` if only the links connect them. Collectives then pass through the host's memory.
         flops_per_s: Floating-point operations a second in bfloat16 matrix products.
         memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
             without it, what only moves bytes there counts as free.
@@ -48,6 +54,8 @@ class Hardware:
     device_bytes: int | None = None
     device_share: float | None = None
     link_bytes_per_s: float
+    host_bytes_per_s: float = math.inf
+    peer_bytes_per_s: float | None = None
     flops_per_s: float
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
@@ -63,10 +71,14 @@ class Hardware:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
         for name in ("link_bytes_per_s", "flops_per_s", "sustained"):
             checks.number(name, getattr(self, name), above=0)
-        if self.memory_bytes_per_s != math.inf:
-            checks.number("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
-        if self.device_share is not None:
-            checks.number("device_share", self.device_share, above=0)
+        for name, unknown in (
+            ("memory_bytes_per_s", math.inf),
+            ("host_bytes_per_s", math.inf),
+            ("peer_bytes_per_s", None),
+            ("device_share", None),
+        ):
+            if (value := getattr(self, name)) != unknown:
+                checks.number(name, value, above=0)
         for name in ("sustained", "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))
@@ -84,56 +96,100 @@ class Hardware:
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
 
+    def transfer_bytes_per_s(self, num_devices: int) -> float:
+        """Bytes a second between the host and each of so many devices, all of them, one way."""
+        return min(self.link_bytes_per_s, self.host_bytes_per_s / num_devices)
+
+    def collective_bytes_per_s(self, num_devices: int) -> float:
+        """Bytes a second that each of so many devices receives from the others in collectives.
+
+        Where only links connect them, a byte comes over the receiver's link, leaves over the
+        sender's at the same time, and is written to and read from the host's memory on its way. On
+        eight devices with links of 31.5 GB/s and a host's memory of 204.8 GB/s, each receives
+        min(31.5, 204.8 / (2 · 8)) = 12.8 GB/s.
+        """
+        if self.peer_bytes_per_s is not None:
+            return self.peer_bytes_per_s
+        return min(self.link_bytes_per_s, self.host_bytes_per_s / (2 * num_devices))
+
     @property
     def assumed_host_bytes(self) -> int | None:
         """Host memory, or else the typical amount; `None` if unknown."""
         return self.typical_host_bytes if self.host_bytes is None else self.host_bytes
 
 
-# Typical hosts: an eighth of a server with eight cards and 2 TiB (H200) or 1 TiB (A100), and a
-# desktop computer of the card's time.
+# Typical hosts: an eighth of a server with eight cards and 2 TiB (H200, H100) or 1 TiB (A100), and
+# a desktop computer of the card's time.
 #
 # Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few
 # GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
-# reports 143771 MiB.
+# reports 143771 MiB. With four cards, on one NUMA node: copies both ways at once of all of them
+# 156 GiB/s in all (157 to the devices alone, 123 from them alone; of two cards both ways 135), and
+# 246 GiB/s into each for a cast to bfloat16 with an all-gather.
 H200 = Hardware(
     name="NVIDIA H200",
     typical_host_bytes=256 * _GIB,
     device_bytes=143771 * 2**20,
     link_bytes_per_s=47e9,
+    host_bytes_per_s=156 * _GIB,
+    peer_bytes_per_s=246 * _GIB,
     flops_per_s=730e12,
     memory_bytes_per_s=4.8e12,
     sustained=0.75,
     source="measured",
 )
+# The same link, host and NVLink as an H200's. Measured: a bfloat16 matrix product of 8192 x 8192 x
+# 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU data sheet (SXM): 3.35 TB/s; the card
+# reports 81559 MiB.
+H100 = Hardware(
+    name="NVIDIA H100 80GB",
+    typical_host_bytes=256 * _GIB,
+    device_bytes=81559 * 2**20,
+    link_bytes_per_s=47e9,
+    host_bytes_per_s=156 * _GIB,
+    peer_bytes_per_s=246 * _GIB,
+    flops_per_s=778e12,
+    memory_bytes_per_s=3.35e12,
+    sustained=0.75,
+    source="measured, but for a link as an H200's",
+)
 # The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
-# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way.
-# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s.
+# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way. A host that has several of them: AMD
+# EPYC 7003 (128 lanes of PCIe 4.0), 8 channels x 8 bytes x 3200 MT/s = 204.8 GB/s a socket.
+_EPYC_SOCKET = 204.8e9
+# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s; NVLink 600 GB/s, half each way.
+# NVIDIA DGX A100 data sheet: two sockets of AMD EPYC 7742, whose memory is that of the 7003.
 A100_80GB = Hardware(
     name="NVIDIA A100 80GB",
     typical_host_bytes=128 * _GIB,
     device_bytes=80 * _GIB,
     link_bytes_per_s=31.5e9,
+    host_bytes_per_s=2 * _EPYC_SOCKET,
+    peer_bytes_per_s=300e9,
     flops_per_s=312e12,
     memory_bytes_per_s=2.0e12,
     source="vendor peak",
 )
-# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s.
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s, no
+# NVLink.
 RTX_3080 = Hardware(
     name="NVIDIA GeForce RTX 3080",
     typical_host_bytes=32 * _GIB,
     device_bytes=10 * _GIB,
     link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
     flops_per_s=59.5e12,
     memory_bytes_per_s=760e9,
     source="vendor peak",
 )
-# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s.
+# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s, no NVLink; its driver
+# has cards exchange nothing without the host.
 RTX_4090 = Hardware(
     name="NVIDIA GeForce RTX 4090",
     typical_host_bytes=64 * _GIB,
     device_bytes=24 * _GIB,
     link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
     flops_per_s=165.2e12,
     memory_bytes_per_s=1008e9,
     source="vendor peak",
@@ -142,6 +198,7 @@ RTX_4090 = Hardware(
 _ASSUMED = "assumed, those of an A100"
 _BY_DEVICE_KIND = {
     "NVIDIA H200": H200,
+    "NVIDIA H100 80GB HBM3": H100,
     "NVIDIA A100-SXM4-80GB": A100_80GB,
     "NVIDIA A100 80GB PCIe": A100_80GB,
     "NVIDIA GeForce RTX 3080": RTX_3080,

@@ -112,25 +112,44 @@ def _reached_leaves(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
+def leaves_read(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> tuple[bool, ...]:
+    """Tells for each leaf whether a stage's backward needs its values.
+
+    An embedding's gradient, for example, is the same whatever the embedding is.
+
+    Args:
+        stage: The stage.
+        arriving: For each output, whether a cotangent arrives.
+        give_outputs: Whether the backward computes the outputs, too.
+    """
+    traced = _traced_pullback(stage, arriving, give_outputs)
+    used = jx.used_inputs(traced)[len(traced.consts) + sum(arriving) :]
+    return tuple(used[: len(stage.leaves)])
+
+
 def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[bool]]:
     """Tells for trainable leaves and active inputs whether a cotangent that arrives reaches them.
 
     A pullback is linear: what does not depend on its arguments is zero.
     """
-    shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[len(stage.consts) :]]
-    leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
-    outputs = [jx.shape_of(a.aval) for a in stage.jaxpr.outvars]
-
-    def pulled(cotangents, leaves, inputs):
-        _, pull = differentiated(stage, arriving, leaves, inputs)
-        return pull(cotangents)
-
-    cotangents, _ = jx.split(arriving, outputs)
-    traced = jx.trace(pulled, cotangents, leaves, inputs)
+    traced = _traced_pullback(stage, arriving, give_outputs=False)
     first = len(traced.consts)
-    depends = jx.dependent(traced.jaxpr, traced.jaxpr.invars[first : first + len(cotangents)])
+    depends = jx.dependent(traced.jaxpr, traced.jaxpr.invars[first : first + sum(arriving)])
     flags = [not jx.is_literal(a) and a in depends for a in traced.jaxpr.outvars]
     return flags[: sum(stage.is_trainable)], flags[sum(stage.is_trainable) :]
+
+
+def _traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> jx.Traced:
+    """A stage's backward, `(cotangents, leaves, inputs) -> (of leaves, of inputs, outputs)`."""
+    shapes = [jx.shape_of(v.aval) for v in stage.jaxpr.invars[len(stage.consts) :]]
+    leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
+    cotangents, _ = jx.split(arriving, [jx.shape_of(a.aval) for a in stage.jaxpr.outvars])
+
+    def pulled(cotangents, leaves, inputs):
+        outputs, pull = differentiated(stage, arriving, leaves, inputs)
+        return *pull(cotangents), outputs if give_outputs else []
+
+    return jx.trace(pulled, cotangents, leaves, inputs)
 
 
 def refuse_answers(flow: Dataflow) -> None:

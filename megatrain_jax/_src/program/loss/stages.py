@@ -51,6 +51,12 @@ class Stage:
         return any(self.has_cotangent)
 
     @property
+    def leaf_dtypes(self) -> tuple[Any, ...]:
+        """The dtype of each leaf, as the equations read it."""
+        first = len(self.consts)
+        return tuple(v.aval.dtype for v in self.jaxpr.invars[first : first + len(self.leaves)])
+
+    @property
     def trainable_share(self) -> float:
         """Share of the stage's parameters that get gradients, by elements; 1 if it has none."""
         first = len(self.consts)

@@ -1,0 +1,136 @@
+"""The costs of a step, which its schedule is made for: seconds of computations and of transfers.
+
+A worked example: four devices whose links carry 50 GB/s each way, a host's memory of 160 GB/s,
+250 GB/s into each device from the others, and a stage of 268M parameters, fp32 in the host (1 GiB)
+and bf16 where it computes (512 MiB), in one microbatch::
+
+    fetch       each device's 256 MiB take 5.4 ms over its link alone; all four, which fetch at
+                once, 4 * 256 MiB / 160 GB/s = 6.7 ms of the host's memory
+    gather      of 512 MiB, 384 MiB come from the others: 1.6 ms, in the stage's forward and again
+                in its backward
+    gradient    of 512 MiB, each device receives 384 MiB to sum up: 1.6 ms of the backward
+
+Where only links connect the devices, these 384 MiB take 20 ms, at min(50, 160 / (2 * 4)) GB/s, in
+which nothing else passes over the links. A forward of f operations, at g operations a second on one
+device, takes f / 4g + 20 ms then.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.residuals import Residuals
+from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.loss.gradients import leaves_read
+from megatrain_jax._src.schedule.workload import Costs, Link
+from megatrain_jax._src.state.hardware import Hardware
+
+# What Python needs for one instruction, measured on the host of an H200.
+_SECONDS_PER_RECORD = 1.5e-4
+
+
+def collective_bytes(
+    bound: Sequence[BoundStage], microbatches: int, num_devices: int
+) -> tuple[tuple[int, int], ...]:
+    """Counts what devices send each other for parameters: gathered, and summed as gradients.
+
+    Gradients travel in the dtype of the equations that make them. What XLA adds by itself is not
+    counted: for examples that a loss compares, for an optimizer that needs whole leaves, scalars.
+
+    Args:
+        bound: The stages.
+        microbatches: Number of parts that the batch is split into; each gathers and sums anew.
+        num_devices: Number of devices.
+
+    Returns:
+        For each stage, bytes that each device receives in its forward and in its backward.
+    """
+    if num_devices == 1:
+        return ((0, 0),) * len(bound)
+    received = microbatches * (num_devices - 1)
+    known: dict[Hashable, tuple[bool, ...]] = {}
+    found = []
+    for b in bound:
+        gathered = {positions: b.share_bytes(positions) for positions in b.alike}
+        forward, backward = sum(gathered.values()), 0
+        if b.mode is not None:
+            like = b.stage.key, b.stage.is_trainable, b.stage.active, b.mode
+            if like not in known:  # tracing takes long; stages of one template share it
+                known[like] = leaves_read(b.stage, b.mode.arriving, b.mode.give_outputs)
+            read = known[like]
+            backward = sum(n for row, n in gathered.items() if any(read[i] for i in row))
+            trained = (i for i, yes in enumerate(b.stage.is_trainable) if yes)
+            backward += sum(b.share_bytes((i,)) for i in trained)
+        found.append((received * forward, received * backward))
+    return tuple(found)
+
+
+def find_costs(
+    bound: Sequence[BoundStage],
+    sizes: Sequence[Mapping[Kind, int]],
+    collectives: Sequence[tuple[int, int]],
+    microbatches: int,
+    num_devices: int,
+    hardware: Hardware,
+) -> Costs:
+    """Estimates the seconds that stages, updates and transfers take.
+
+    Stages by their floating-point operations, for all microbatches, and by what devices send each
+    other within; updates by the bytes that they read and write in the device's memory.
+
+    Args:
+        bound: The stages.
+        sizes: For each group, bytes of its parts on one device.
+        collectives: See `collective_bytes`.
+        microbatches: Number of parts that the batch is split into.
+        num_devices: Number of devices that share the step.
+        hardware: The rates.
+    """
+    stages = [b.stage for b in bound]
+    flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
+    rate = hardware.flops_per_s * hardware.sustained * num_devices / microbatches
+    forward = [flops[stage.key] / rate for stage in stages]
+    # A backward computes its stage once more, and a product has two factors to differentiate, of
+    # which one may be frozen.
+    backward = [
+        (2 + stage.trainable_share) * seconds
+        for stage, seconds in zip(stages, forward, strict=True)
+    ]
+    per_second = hardware.collective_bytes_per_s(num_devices)
+    exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
+    over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
+    on_link = exchanged if over_links else [(), ()]
+    saved = [_seconds_saved(b.residuals, hardware) * microbatches / num_devices for b in bound]
+    # An update reads and writes masters and optimizer state, and reads the gradient.
+    moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
+    return Costs(
+        forward=_sums(forward, exchanged[0]),
+        backward=_sums(backward, exchanged[1]),
+        update=tuple(num_bytes / hardware.memory_bytes_per_s for num_bytes in moved),
+        recompute=tuple(saved),
+        forward_on_link=tuple(on_link[0]),
+        backward_on_link=tuple(on_link[1]),
+        link=_link(hardware, num_devices),
+        dispatch=_SECONDS_PER_RECORD,
+    )
+
+
+def _link(hardware: Hardware, num_devices: int) -> Link:
+    """One device's link to the host, with its part of the host's memory if that is too slow."""
+    own = 1 / hardware.link_bytes_per_s
+    of_host = num_devices / hardware.host_bytes_per_s
+    # All links, both ways: where the host's memory carries these, no byte waits for it.
+    return Link(name="host", inward=own, outward=own, shared=of_host if 2 * of_host > own else 0.0)
+
+
+def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip(xs, ys, strict=True))
+
+
+def _seconds_saved(residuals: Residuals | None, hardware: Hardware) -> float:
+    """The seconds that a backward saves in one microbatch where its forward keeps residuals."""
+    if residuals is None:
+        return 0.0
+    # Products run near the device's rate, and what they give is written and read once more.
+    moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
+    return max(0.0, residuals.saved_flops / hardware.flops_per_s - moved)
