@@ -256,6 +256,10 @@ def test_a_plan_divides_what_the_devices_share():
     assert one.seconds_compute is not None and four.seconds_compute is not None
     assert one.seconds_compute == pytest.approx(4 * four.seconds_compute)
     assert (four.bytes_in, four.bytes_out) == (one.bytes_in // 4, one.bytes_out // 4)
+    assert one.host_share_bytes == one.host_bytes == 4 * four.host_share_bytes
+    # Seven forwards and eight backwards gather a layer in bf16, which gives eight gradients.
+    assert four.collective_bytes == (7 + 8 + 8) * 3 * (256 * 1024 * 2) // 4
+    assert one.collective_bytes == 0
     assert one.hardware == mt.H200
     assert four.hardware == mt.H200.times(4)
     assert "4 × NVIDIA H200" in str(four) and "×" not in str(one)

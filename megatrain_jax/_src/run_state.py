@@ -63,6 +63,11 @@ class RunState:
         return self._training.num_steps
 
     @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that share the run."""
+        return self._store.placement.devices
+
+    @property
     def num_skipped(self) -> int:
         """Steps that were skipped, of those whose metrics were read."""
         return self._training.num_skipped
@@ -188,7 +193,8 @@ class RunState:
         if training.lost is None:
             training.settle_all()
             self.flush()
-        with deferred_interrupt(), group_bar("restoring", self._spec, self._progress) as bar:
+        what = "restoring", self._spec, self._store.placement, self._progress
+        with deferred_interrupt(), group_bar(*what) as bar:
             training.lose(f"{path} could not be restored to its end")
             self._engine.abandon()
             load(path, facts.get("arrays"), self._spec, self._store, entries, bar.update)

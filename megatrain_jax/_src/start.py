@@ -13,7 +13,7 @@ from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.placement import Placement
+from megatrain_jax._src.state.placement import Placement, on_several
 
 
 def start(
@@ -35,7 +35,7 @@ def start(
         MemoryError: If host memory or the device's is too small.
     """
     kernels = KernelCache(placement.compiler_options)
-    with group_bar("compiling", spec, progress) as bar:
+    with group_bar("compiling", spec, placement, progress) as bar:
         free = pool.free_device_bytes(placement) if has_gpu else None
         if has_gpu:
             spec = fit_to_device(spec, kernels, free, placement)
@@ -49,7 +49,7 @@ def start(
     return spec, Engine(store, spec.optimizer, kernels)
 
 
-def group_bar(what: str, spec: RunSpec, progress: bool) -> tqdm:
+def group_bar(what: str, spec: RunSpec, placement: Placement, progress: bool) -> tqdm:
     """A progress bar over a run's groups, if one is to be shown."""
-    num_groups = len(spec.layouts)
-    return tqdm(desc=what, total=num_groups, unit="group", disable=not progress, leave=False)
+    desc, num_groups = f"{what}{on_several(placement.devices)}", len(spec.layouts)
+    return tqdm(desc=desc, total=num_groups, unit="group", disable=not progress, leave=False)

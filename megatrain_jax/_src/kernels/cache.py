@@ -11,6 +11,7 @@ import jax
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
+from megatrain_jax._src.program import jaxpr as jx
 
 
 class KernelCache:
@@ -59,10 +60,18 @@ class KernelCache:
 
     def estimate(self, kernels: Iterable[Kernel]) -> int:
         """Estimates what `compile` would return, on shapes alone: for a device not here."""
-        return max(
-            temporary_bytes(self.get(k).trace(*k.takes or ()).jaxpr) + k.beside_bytes
-            for k in _different(kernels)
-        )
+        return max(_estimated_bytes(self.get(k), k) for k in _different(kernels))
+
+
+def _estimated_bytes(function: Any, kernel: Kernel) -> int:
+    """Estimates the bytes that a kernel needs on each device besides arguments and results."""
+    takes = kernel.takes or ()
+    jaxpr = jx.opened(function.trace(*takes).jaxpr)
+    shardings = [x.sharding for x in jax.tree.leaves(takes)]
+    rows = zip(jaxpr.invars, shardings, strict=True)
+    divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
+    num_devices = max((sharding.num_devices for sharding in shardings), default=1)
+    return temporary_bytes(jaxpr, divided, num_devices) + kernel.beside_bytes
 
 
 def _different(kernels: Iterable[Kernel]) -> list[Kernel]:

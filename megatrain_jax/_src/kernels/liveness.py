@@ -8,6 +8,13 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
+from megatrain_jax._src.kernels.division import (
+    Axes,
+    divided_axes,
+    divided_within,
+    gathered_operands,
+    makes_whole,
+)
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
@@ -27,7 +34,7 @@ _ADDITIONS = ("add", "add_any")
 _FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate"}
 
 
-def temporary_bytes(jaxpr: Any) -> int:
+def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) -> int:
     """Estimates the bytes that a jaxpr's own values take at most at one time.
 
     Its equations are gone through in order. A value takes its bytes from the equation that makes
@@ -47,8 +54,19 @@ def temporary_bytes(jaxpr: Any) -> int:
 
     Args:
         jaxpr: A jaxpr, open or closed.
+        axes: By input that devices divide, the axis along which they do.
+        num_devices: Number of devices; the bytes are of each.
     """
     jaxpr = jx.opened(jaxpr)
+    axes = divided_axes(jaxpr, axes or {})
+
+    # What is gathered is cut into leaves, which lie in arrays of their own.
+    twice = {eqn.outvars[0] for eqn in jaxpr.eqns if makes_whole(eqn)}
+
+    def size(v: Any) -> int:
+        num_bytes = jx.num_bytes(v.aval) // (num_devices if v in axes else 1)
+        return 2 * num_bytes if v in twice else num_bytes
+
     results = set(jx.variables(jaxpr.outvars))
     readers: dict[Any, list[bool]] = {}  # whether each can be one with what makes the value
     added: set[Any] = set()  # what an addition reads
@@ -78,8 +96,10 @@ def temporary_bytes(jaxpr: Any) -> int:
     live = most = 0
     for eqn in jaxpr.eqns:
         made = [v for v in eqn.outvars if v in roots[v]]
-        live += sum(jx.num_bytes(v.aval) for v in made)
-        within = max(map(temporary_bytes, jx.inner_jaxprs(eqn)), default=0)
+        live += sum(map(size, made))
+        inner = divided_within(eqn, axes)
+        within = max((temporary_bytes(*body, num_devices) for body in inner), default=0)
+        within += sum(jx.num_bytes(v.aval) for v in gathered_operands(eqn, axes))
         most = max(most, live + within)
         dead = {v for v in made if not uses[v]}
         for v in jx.variables(eqn.invars):
@@ -87,7 +107,7 @@ def temporary_bytes(jaxpr: Any) -> int:
                 uses[root] -= 1
                 if not uses[root]:
                     dead.add(root)
-        live -= sum(jx.num_bytes(v.aval) for v in dead)
+        live -= sum(map(size, dead))
     return most
 
 

@@ -262,6 +262,8 @@ def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array])
         kind_of: For each leaf, which function of those found computes it.
         kinds: The slab as each of these functions computes it.
     """
+    if len(kinds) == 1:
+        return kinds[0]
     chosen, at = kinds[0], jnp.arange(layout.size)
     if layout.num_shards > 1:
         at = at % (layout.size // layout.num_shards)  # in its shard

@@ -6,6 +6,7 @@ Nothing else asks JAX which devices there are.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -79,6 +80,11 @@ class Placement:
 
     def _constrained(self, x: jax.Array, sharding: Sharding) -> jax.Array:
         return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def on_several(devices: Sequence[Any]) -> str:
+    """The devices as progress bars say what they work on: " on 4 GPUs"; nothing for one."""
+    return f" on {len(devices)} {devices[0].platform.upper()}s" if len(devices) > 1 else ""
 
 
 def default_device() -> Any:

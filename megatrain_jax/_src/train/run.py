@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals
+from megatrain_jax._src.state.placement import on_several
 from megatrain_jax._src.train.loop import Loop, Save
 from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult
 from megatrain_jax._src.train.series import Checkpoints
@@ -54,7 +55,10 @@ class Run:
         if left == 0:
             return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
         error: BaseException | None = None
-        with Signals() as signals, tqdm(total=left, unit="step", disable=not progress) as bar:
+        several = on_several(trainer.devices)
+        doing = f"training{several}" if several else None
+        shown = {"desc": doing, "unit": "step", "disable": not progress}
+        with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
@@ -68,7 +72,7 @@ class Run:
                 if series is not None:
                     bar.set_description("saving")
                 error = _saved(save, error, trained=trainer.num_steps > before)
-                bar.set_description()
+                bar.set_description(doing)
             except KeyboardInterrupt as third:
                 insisted = third
         if interrupted := signals.came or isinstance(error, KeyboardInterrupt):

@@ -1,0 +1,139 @@
+"""Which arrays of a function several devices divide, read off its equations.
+
+XLA's partitioner decides that when it compiles; where nothing is compiled, this foretells it: an
+array is divided along the axis that its operands are, until an equation sums over that axis or is
+told to make the array whole.
+
+A worked example, the backward of `y = x @ w` with x and dy divided along their examples::
+
+    w_slab   f32[n]     divided: a shard on each device
+    w        bf16[d,f]  whole, as a sharding constraint says
+    dx       dy @ w.T   divided: its first axis is dy's
+    dw       x.T @ dy   whole: examples are summed over, so each device has a term of all of it
+    d_slab   bf16[n]    divided again, by a constraint
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.primitives import ARG_REDUCTIONS, REDUCTIONS
+
+Axes = Mapping[Any, int]
+"""By variable of a jaxpr, the axis along which it is divided; the others are whole."""
+
+
+def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
+    """Finds the arrays of an open jaxpr that devices divide, from its inputs that they do."""
+    axes = dict(given)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            if not makes_whole(eqn):
+                axes[eqn.outvars[0]] = 0
+            continue
+        if inner := divided_within(eqn, axes):
+            for body, within in inner:
+                row = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
+                axes |= {v: within[r] for v, r in row if not jx.is_literal(r) and r in within}
+            continue
+        for v in eqn.outvars:
+            axis = _axis_of_result(eqn, v, axes)
+            if axis is not None:
+                axes[v] = axis
+    return axes
+
+
+def divided_within(eqn: Any, axes: Axes) -> list[tuple[Any, dict[Any, int]]]:
+    """The jaxprs within an equation, each with its own arrays that are divided.
+
+    What a loop takes element by element is whole there: devices gather what they divide.
+    """
+    found = []
+    for body in jx.inner_jaxprs(eqn):
+        given = {
+            inner: axes[v]
+            for inner, v in zip(body.invars, _operands(eqn, body), strict=False)
+            if not jx.is_literal(v) and v in axes
+        }
+        found.append((body, divided_axes(body, given)))
+    return found
+
+
+def makes_whole(eqn: Any) -> bool:
+    """Whether an equation is a constraint that its result is whole on every device."""
+    if eqn.primitive.name != "sharding_constraint":
+        return False
+    return eqn.params["sharding"].is_fully_replicated
+
+
+def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
+    """The divided arrays that a loop takes element by element, which each device needs whole."""
+    if eqn.primitive.name != "scan":
+        return []
+    rows = eqn.invars[sum(jx.scan_parts(eqn)) :]
+    return [v for v in dict.fromkeys(jx.variables(rows)) if v in axes]
+
+
+def _operands(eqn: Any, body: Any) -> Sequence[Any]:
+    """The operands that a jaxpr within an equation takes, in its order; none if unknown."""
+    name = eqn.primitive.name
+    if name == "scan":
+        return eqn.invars[: sum(jx.scan_parts(eqn))]
+    if name == "cond":
+        return eqn.invars[1:]
+    if name == "while":
+        conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        is_cond = body is jx.opened(eqn.params["cond_jaxpr"])
+        own = eqn.invars[:conds] if is_cond else eqn.invars[conds : conds + bodies]
+        return [*own, *eqn.invars[conds + bodies :]]
+    return eqn.invars if len(body.invars) == len(eqn.invars) else ()
+
+
+def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
+    """The axis along which a result is divided; None if it is whole."""
+    name, found = eqn.primitive.name, None
+    for at, v in enumerate(eqn.invars):
+        if jx.is_literal(v) or v not in axes:
+            continue
+        axis, shape = axes[v], v.aval.shape
+        if name == "dot_general":
+            found = _axis_of_product(eqn, at, axis)
+        elif name in REDUCTIONS or name in ARG_REDUCTIONS:
+            summed = eqn.params["axes"]
+            found = None if axis in summed else axis - sum(other < axis for other in summed)
+        elif name == "conv_general_dilated":
+            found = axis if at == 0 and eqn.invars[1] not in axes else None
+        elif name.startswith("scatter") or name == "dynamic_update_slice":
+            found = axis if at == 0 else None
+        elif name == "transpose":
+            found = eqn.params["permutation"].index(axis)
+        elif name == "broadcast_in_dim":
+            found = eqn.params["broadcast_dimensions"][axis]
+        elif name in ("reshape", "squeeze", "expand_dims"):
+            found = _axis_of_reshaped(shape, axis, result.aval.shape)
+        else:
+            found = min(axis, result.aval.ndim - 1) if result.aval.shape else None
+        if found is not None or name in ("dot_general", "conv_general_dilated"):
+            break
+    return found
+
+
+def _axis_of_product(eqn: Any, at: int, axis: int) -> int | None:
+    contracted, batch = eqn.params["dimension_numbers"]
+    if axis in contracted[at]:
+        return None
+    if axis in batch[at]:
+        return batch[at].index(axis)
+    taken = {*contracted[at], *batch[at]}
+    before = sum(other not in taken for other in range(axis))
+    if at == 1:
+        before += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
+    return len(batch[0]) + before
+
+
+def _axis_of_reshaped(shape: Iterable[int], axis: int, new: Sequence[int]) -> int:
+    """The axis of a new shape that begins where one of the old shape did; the first if none."""
+    outer = math.prod(list(shape)[:axis])
+    begins = [i for i, n in enumerate(new) if n > 1 and math.prod(new[:i]) == outer]
+    return begins[0] if begins else 0

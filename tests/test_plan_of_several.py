@@ -1,0 +1,249 @@
+"""What a plan of several devices says: what each has and moves, what they send each other."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import megatrain_jax as mt
+from inside import spec_of
+from megatrain_jax._src.build.costs import find_costs
+from megatrain_jax._src.build.step_kernels import estimate_ahead, stage_kernel, step_kernels
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.kernels.division import divided_axes
+from megatrain_jax._src.kernels.liveness import temporary_bytes
+from megatrain_jax._src.report.bound import find_bound
+from megatrain_jax._src.schedule.clock import Clock
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.workload import Costs, Link
+from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.placement import placed_on
+from optimizers import OPTIMIZERS
+from runs import make_trainer
+from zoo import CASES
+
+NUM_DEVICES = 4
+FOUR = AbstractMesh((NUM_DEVICES,), ("data",))
+# Four devices divide all its leaves by rows, so that they send each other no padding.
+CASE = CASES["nnx_tied"]
+MACHINE = Hardware(
+    name="Made up",
+    host_bytes=10**9,
+    device_bytes=10**9,
+    link_bytes_per_s=10.0,
+    host_bytes_per_s=40.0,
+    peer_bytes_per_s=10.0,
+    flops_per_s=100.0,
+)
+
+
+def plan_of(mesh: Any, **options: Any) -> mt.Plan:
+    options = {"precision": mt.Precision(compute=jnp.float32), "hardware": mt.H200, **options}
+    return mt.plan(CASE.build, CASE.loss_fn, optax.adam(1e-3), CASE.batch(0), mesh=mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A run of two microbatches on four simulated devices, and each different kernel, compiled."""
+    mesh = Mesh(jax.devices()[:NUM_DEVICES], "data")
+    trainer = make_trainer(CASE, OPTIMIZERS["adam"], mesh=mesh, microbatches=2)
+    spec, cache = spec_of(trainer), KernelCache()
+    kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, placed_on(mesh))
+    different = {(kernel.name, kernel.key): kernel for kernel in kernels}
+    return trainer, {
+        key: (kernel, cache.get(kernel).lower(*kernel.takes or ()).compile())
+        for key, kernel in different.items()
+    }
+
+
+def received_bytes(text: str) -> int:
+    """Bytes that a device receives in the collectives of a compiled program of four devices."""
+    found = 0
+    for results in re.findall(r" = (.*) (?:all-gather|all-reduce|reduce-scatter)\(", text):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", results):  # scalars aside
+            size = math.prod(map(int, shape.split(",")))
+            found += size * jnp.dtype({"f32": "float32", "s32": "int32"}[dtype]).itemsize
+    return found * (NUM_DEVICES - 1) // NUM_DEVICES
+
+
+def test_collectives_are_those_of_the_compiled_programs(compiled):
+    trainer, programs = compiled
+    step, placement = spec_of(trainer).first, placed_on(Mesh(jax.devices()[:NUM_DEVICES], "data"))
+    received = 0
+    for instruction in step.schedule.steady:
+        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:
+            kernel = stage_kernel(step, instruction.op, instruction.stage, placement)
+            _, program = programs[kernel.name, kernel.key]
+            received += step.microbatches * received_bytes(program.as_text())
+    assert trainer.plan.collective_bytes == received > 0
+
+
+def test_temporaries_are_near_what_compiled_programs_need(compiled):
+    trainer, programs = compiled
+    rows = [(k.beside_bytes, c.memory_analysis()) for k, c in programs.values()]
+    needed = max(beside + stats.temp_size_in_bytes for beside, stats in rows)
+    estimated = estimate_ahead(
+        KernelCache(),
+        spec_of(trainer).first,
+        spec_of(trainer).layouts,
+        spec_of(trainer).optimizer,
+        placed_on(FOUR),
+    )
+    assert 1.0 <= estimated / needed <= 2.0
+
+
+def test_axes_that_devices_divide_are_followed():
+    rows = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec("data"))
+    whole = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec())
+
+    def function(x, w, slab):
+        w = w + jax.lax.with_sharding_constraint(slab, whole).reshape(8, 8)
+        y = jnp.einsum("btd,df->bft", x, w)
+        return (
+            y.transpose(2, 0, 1),
+            jnp.einsum("btd,bft->df", x, y),
+            y.max(axis=1),
+            y.sum(axis=0),
+            y.reshape(-1, 8, 2, 4),
+            jax.lax.with_sharding_constraint(w.reshape(-1), rows),
+            jax.lax.scan(lambda carry, row: (carry + row, 2 * row), jnp.zeros((8, 8)), y)[1],
+            jax.lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, y),
+            jnp.zeros((8, 8)).at[jnp.arange(4)].add(y[:, 0]),
+            jax.jit(jnp.tanh)(y),
+        )
+
+    x, w, slab = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8, 8), (8, 8), (64,)))
+    jaxpr = jax.make_jaxpr(function)(x, w, slab).jaxpr
+    axes = divided_axes(jaxpr, {jaxpr.invars[0]: 0, jaxpr.invars[2]: 0})
+    found = [axes.get(v) for v in jaxpr.outvars]
+    assert found == [1, None, 0, None, 0, 0, None, 0, None, 0]
+
+
+def test_a_loop_over_chunks_of_the_batch_gathers_it():
+    def function(x):
+        return jax.lax.map(lambda row: jnp.sort(row), x.reshape(4, 16))
+
+    jaxpr = jax.make_jaxpr(function)(jnp.zeros(64)).jaxpr
+    one = temporary_bytes(jaxpr)
+    assert temporary_bytes(jaxpr, {jaxpr.invars[0]: 0}, 2) == one + 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        ({"flops_per_s": 10.0}, "compute"),
+        ({"link_bytes_per_s": 1.0, "host_bytes_per_s": 1e9}, "link"),
+        ({"host_bytes_per_s": 10.0}, "host"),
+        ({"peer_bytes_per_s": 1.0}, "collectives"),
+        ({"peer_bytes_per_s": None}, "host"),  # the worked example
+        ({"peer_bytes_per_s": None, "host_bytes_per_s": 1e9}, "link"),
+        ({"host_bytes_per_s": 1e9, "flops_per_s": 50.0, "peer_bytes_per_s": 1e9}, "neither"),
+    ],
+)
+def test_bounds_of_several_devices(changes, bound):
+    step = {"bytes_in": 20, "bytes_out": 16, "collective_bytes": 12, "flops": 400}
+    machine = replace(MACHINE, **changes)
+    assert find_bound(hardware=machine, num_devices=4, **step) == bound
+    # Without a connection of their own, collectives are most of what links and memory carry.
+    alone = replace(MACHINE, peer_bytes_per_s=None)
+    step |= {"collective_bytes": 1000}
+    assert find_bound(hardware=alone, num_devices=4, **step) == "collectives"
+
+
+def test_seconds_of_several_devices():
+    plan = plan_of(FOUR, hardware=replace(MACHINE, host_bytes_per_s=20.0))
+    # The links could carry 10 bytes a second each, but of the host's memory each has 5.
+    assert plan.seconds_in == pytest.approx(plan.bytes_in / 5)
+    assert plan.seconds_out == pytest.approx(plan.bytes_out / 5)
+    assert plan.seconds_host == pytest.approx(4 * (plan.bytes_in + plan.bytes_out) / 20)
+    assert plan.seconds_collectives == pytest.approx(plan.collective_bytes / 10)
+    alone = replace(plan, hardware=replace(MACHINE, peer_bytes_per_s=None))
+    assert alone.seconds_collectives == pytest.approx(plan.collective_bytes / min(10, 40 / 8))
+    through = 4 * (plan.bytes_in + plan.bytes_out + 2 * plan.collective_bytes)
+    assert alone.bytes_through_host == through
+
+
+@pytest.mark.parametrize("link", ["apart", "shared"])
+def test_the_clock_shares_the_host_s_memory(link):
+    shared = {"apart": 0.0, "shared": 1.5}[link]
+    costs = Costs(
+        forward=(),
+        backward=(),
+        update=(),
+        link=Link(name="host", inward=1, outward=1, shared=shared),
+    )
+    clock = Clock(costs=costs)
+    first, second = Key(Kind.MASTERS, 0), Key(Kind.MASTERS, 1)
+    clock.fetch(first, 4)
+    clock.fetch(second, 4)
+    clock.compute((first,), 6.0, 0)
+    clock.offload(first, 4, 0)
+    times = clock.arrived[second], clock.device, clock.landed[0, first]
+    assert times == {"apart": (8, 10, 14), "shared": (12, 12, 18)}[link]
+
+
+def test_collectives_over_the_link_hold_it():
+    link = Link(name="host", inward=1, outward=1)
+    clock = Clock(costs=Costs(forward=(), backward=(), update=(), link=link))
+    clock.fetch(Key(Kind.MASTERS, 0), 4)
+    clock.compute((), 10.0, 0, on_link=3.0)
+    clock.fetch(Key(Kind.MASTERS, 1), 4)
+    assert clock.arrived[Key(Kind.MASTERS, 1)] == 14  # when the device is done, not later
+    assert clock.inward["host"] == 14 and clock.outward["host"] == 3
+
+
+@pytest.mark.parametrize("peers", [10.0, None])
+def test_stages_take_the_time_of_their_collectives(compiled, peers):
+    trainer, _ = compiled
+    step = spec_of(trainer).first
+    machine = replace(MACHINE, peer_bytes_per_s=peers)
+    what = step.stages, step.workload.sizes
+    with_any, with_none = (
+        find_costs(*what, collectives, 2, NUM_DEVICES, machine)
+        for collectives in (step.collectives, [(0, 0)] * len(step.stages))
+    )
+    rate = peers or 40 / 8
+    for at, (forward, backward) in enumerate(step.collectives):
+        assert with_any.forward[at] - with_none.forward[at] == pytest.approx(forward / rate)
+        assert with_any.backward[at] - with_none.backward[at] == pytest.approx(backward / rate)
+    assert with_any.forward_on_link == (
+        () if peers else tuple(pytest.approx(forward / rate) for forward, _ in step.collectives)
+    )
+    assert with_any.link.shared == 4 / 40
+    assert find_costs(*what, step.collectives, 2, 1, machine).link.shared == 0
+
+
+def test_the_table_says_what_devices_share():
+    four = plan_of(FOUR, device_budget="least")
+    words = " ".join(str(four).split())
+    for said in (
+        "immediate update; 4 devices",
+        f"{four.host_share_bytes / 2**10:.2f} KiB of each device",
+        "from other devices, a step",
+        "host memory, all transfers, a step",
+        "on 4 × NVIDIA H200 47 GB/s each way, 167.5 of the host's memory, 264.1 from other devices",
+    ):
+        assert said in words
+    assert "of each device" in four._repr_html_() and "from other devices" in four._repr_html_()
+    one = str(plan_of(None))
+    assert not any(word in one for word in ("devices", "all transfers", "×"))
+
+
+def test_progress_bars_name_several_devices(capfd):
+    case = CASES["nnx_tied"]
+    for num_devices in (1, 2):
+        mesh = Mesh(jax.devices()[:num_devices], "data")
+        batches = [case.batch(seed) for seed in range(2)]
+        result = mt.fit(case.build(), case.loss_fn, batches, optax.sgd(0.1), mesh=mesh)
+        assert result.trainer.devices == tuple(mesh.devices.flat)
+        shown = capfd.readouterr().err
+        assert (
+            ("training on 2 CPUs" in shown) == ("compiling on 2 CPUs" in shown) == (num_devices > 1)
+        )
