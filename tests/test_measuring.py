@@ -118,7 +118,13 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
 
     monkeypatch.setattr(measure, "time_steps", timed)
     args = argparse.Namespace(
-        device_budget="least", clip=1.0, microbatches=1, steps=MIN_STEPS, profile=None
+        device_budget="least",
+        clip=1.0,
+        microbatches=1,
+        devices=1,
+        loss="own",
+        steps=MIN_STEPS,
+        profile=None,
     )
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=2, vocab_size=64, seq_len=8)
     found = measure.measure(args, shape)

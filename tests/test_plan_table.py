@@ -19,7 +19,7 @@ from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_flops, moved_bytes
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.state import hardware
+from megatrain_jax._src.state import hardware, pool
 from megatrain_jax._src.state.hardware import Hardware
 
 GIB = 2**30
@@ -365,14 +365,14 @@ def test_memory_units(num_bytes, text):
 
 def test_known_cards(monkeypatch):
     class Card:
-        device_kind, platform = "NVIDIA GeForce RTX 4090", "gpu"
+        device_kind, platform, process_index = "NVIDIA GeForce RTX 4090", "gpu", 0
 
         def memory_stats(self):
             return {"bytes_limit": 18 * GIB}
 
     placement = replace(on_one_device(), devices=(Card(),))
     monkeypatch.setattr(jax, "devices", lambda: [Card()])
-    monkeypatch.setattr(hardware.pool, "total_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(hardware.host_memory, "total_bytes", lambda: 64 * GIB)
     assert hardware.this_machine() == replace(
         hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
     )
@@ -383,7 +383,7 @@ def test_known_cards(monkeypatch):
     monkeypatch.setattr(Card, "memory_stats", lambda self: {"bytes_limit": 0, "bytes_in_use": 7})
     unlimited = hardware.this_machine()
     assert unlimited is not None and unlimited.device_bytes is None
-    assert hardware.pool.free_device_bytes(placement) is None
+    assert pool.free_device_bytes(placement) is None
     monkeypatch.setattr(Card, "platform", "cpu")
     assert hardware.this_machine() is None
 

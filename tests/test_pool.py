@@ -1,4 +1,4 @@
-"""The pool against made-up machines: control groups as files, a GPU's pool as a small class.
+"""The pool against made-up machines: a GPU's pool is a small class.
 
 Only the figures a real GPU gives are made up; what `reserve` decides with them is real.
 """
@@ -16,93 +16,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from inside import on_one_device
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.placement import placed_on
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
-
-
-def write_group(folder, *, limit, usage, cache, version):
-    folder.mkdir(parents=True, exist_ok=True)
-    limit_file, usage_file, cache_key = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("memory.max", "memory.current", "inactive_file"),
-    }[version]
-    (folder / limit_file).write_text(f"{limit}\n")
-    (folder / usage_file).write_text(f"{usage}\n")
-    (folder / "memory.stat").write_text(f"active_file 77\n{cache_key} {cache}\n")
-
-
-def machine(tmp_path, *, membership, total_gib=125, available_gib=120):
-    (tmp_path / "cgroup").write_text(membership)
-    (tmp_path / "meminfo").write_text(
-        f"MemTotal:       {total_gib * 2**20} kB\nMemFree:        12 kB\n"
-        f"MemAvailable:   {available_gib * 2**20} kB\n"
-    )
-    return {
-        "root": tmp_path / "fs",
-        "membership": tmp_path / "cgroup",
-        "meminfo": tmp_path / "meminfo",
-    }
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_limits_of_all_ancestors_bind(tmp_path, version):
-    base = tmp_path / "fs" / ("memory" if version == 1 else "")
-    membership = "5:cpu:/x\n4:cpuset,memory:/a/b\n" if version == 1 else "0::/a/b\n"
-    unlimited = 9223372036854771712 if version == 1 else "max"
-    write_group(base / "a/b", limit=40 * GIB, usage=9 * GIB, cache=4 * GIB, version=version)
-    write_group(base / "a", limit=30 * GIB, usage=10 * GIB, cache=1 * GIB, version=version)
-    write_group(base, limit=unlimited, usage=50 * GIB, cache=0, version=version)
-    where = machine(tmp_path, membership=membership)
-    groups = pool.cgroup_memory(where["root"], where["membership"])
-    assert groups == (
-        pool.CgroupMemory(limit_bytes=40 * GIB, used_bytes=5 * GIB),
-        pool.CgroupMemory(limit_bytes=30 * GIB, used_bytes=9 * GIB),
-    )
-    assert pool.total_bytes(**where) == 30 * GIB
-    assert pool.available_bytes(**where) == 21 * GIB
-
-
-def test_container_whose_path_is_not_mounted_finds_its_root(tmp_path):
-    write_group(tmp_path / "fs", limit=16 * GIB, usage=6 * GIB, cache=0, version=2)
-    where = machine(tmp_path, membership="0::/../../docker/123\n")
-    assert pool.available_bytes(**where) == 10 * GIB
-
-
-def test_without_limits_the_kernel_is_asked(tmp_path):
-    where = machine(tmp_path, membership="0::/\n", total_gib=64, available_gib=50)
-    assert pool.cgroup_memory(where["root"], where["membership"]) == ()
-    assert pool.total_bytes(**where) == 64 * GIB
-    assert pool.available_bytes(**where) == 50 * GIB
-
-
-def test_limit_near_the_machines_size_leaves_the_machine_its_say(tmp_path):
-    write_group(tmp_path / "fs", limit=128 * GIB, usage=GIB, cache=0, version=2)
-    where = machine(tmp_path, membership="0::/\n", total_gib=125, available_gib=90)
-    assert pool.total_bytes(**where) == 125 * GIB
-    assert pool.available_bytes(**where) == 90 * GIB
-
-
-def test_limit_wins_where_memory_comes_on_demand(tmp_path):
-    write_group(tmp_path / "fs", limit=128 * GIB, usage=8 * GIB, cache=0, version=2)
-    where = machine(tmp_path, membership="0::/\n", total_gib=16, available_gib=7)
-    assert pool.total_bytes(**where) == 128 * GIB
-    assert pool.available_bytes(**where) == 120 * GIB
-
-
-def test_system_that_tells_nothing(tmp_path):
-    where = {key: tmp_path / "none" for key in ("root", "membership", "meminfo")}
-    assert pool.total_bytes(**where) is None
-    assert pool.available_bytes(**where) == sys.maxsize
-
-
-def test_this_machine_has_memory():
-    total = pool.total_bytes()
-    assert total is not None
-    assert 0 < pool.available_bytes() <= total
 
 
 @pytest.mark.parametrize(("total_gib", "limit"), [(125, "115"), (3, "1")])
@@ -189,7 +110,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB)
         monkeypatch.setattr(pool, "available_bytes", lambda: fake.available)
         monkeypatch.setattr(pool, "_pools", {})
-        monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda: fake.live)
+        monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda ds: dict.fromkeys(ds, fake.live))
         monkeypatch.setattr(jax, "device_put", device_put)
         return fake
 
@@ -270,6 +191,41 @@ def test_gpu_passes_other_errors_on(gpu, monkeypatch):
     monkeypatch.setattr(jax, "device_put", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="fell off"):
         fake.reserve(GIB)
+
+
+def test_each_device_s_pool_takes_its_share(gpu, monkeypatch):
+    gpu(limit_gib=115, available_gib=90)
+    taken, live = [], {}
+
+    def device_put(zeros, sharding):
+        taken.append((*sharding.device_set, zeros.nbytes // GIB))
+        return SimpleNamespace(block_until_ready=lambda: None, delete=lambda: None)
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    monkeypatch.setattr(
+        pool, "_pinned_bytes_in_use", lambda devices: {d: live.get(d, 0) for d in devices}
+    )
+    _, second = devices = jax.devices()[:2]
+    placement = dataclasses.replace(placed_on(Mesh(devices, "data")), platform="gpu")
+    pool.reserve(placement, 72 * GIB, 4 * GIB)
+    expected = [(d, gib) for d in devices for gib in (4, 8, 32)]
+    assert sorted(taken, key=str) == sorted(expected, key=str)
+    assert sum(gib for _, gib in taken) * GIB + pool._PROCESS_BYTES == pool.process_bytes(
+        72 * GIB, 4 * GIB, 125 * GIB, num_devices=2
+    )
+    taken.clear()
+    pool.reserve(placement, 72 * GIB, 4 * GIB)
+    assert not taken
+    live[second] = 36 * GIB  # another run's arrays, in one pool alone
+    pool.reserve(placement, 48 * GIB)
+    assert taken == [(second, 24)]
+
+
+def test_several_devices_pools_are_refused_before_any_is_taken(gpu):
+    gpu(limit_gib=115, available_gib=80)
+    placement = dataclasses.replace(placed_on(Mesh(jax.devices()[:2], "data")), platform="gpu")
+    with pytest.raises(MemoryError, match=rf"take 88\.00 GiB.*{pool.LIMIT_VARIABLE}=36 "):
+        pool.reserve(placement, 72 * GIB, 4 * GIB)
 
 
 @pytest.mark.gpu

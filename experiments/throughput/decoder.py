@@ -9,6 +9,8 @@ import optax
 from flax import nnx
 from shapes import Shape
 
+from megatrain_jax import losses
+
 Batch = dict[str, np.ndarray]
 
 
@@ -115,6 +117,18 @@ def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
     size = math.gcd(targets.size, model.shape.loss_tokens)
     chunks = (x.reshape(-1, size, x.shape[-1]), targets.reshape(-1, size))
     return jax.lax.map(chunk_loss, chunks).mean()
+
+
+def library_loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
+    """Returns the same loss by `losses.next_token`, whose chunks each device has of its own tokens.
+
+    The chunks of `loss_fn` are of neighbouring sequences: several devices, each with sequences of
+    its own, would exchange them, and the logits, chunk by chunk.
+    """
+    return losses.next_token(model(batch["inputs"]), model.head.kernel[...].T, batch["targets"])
+
+
+LOSSES = {"own": loss_fn, "library": library_loss_fn}
 
 
 def random_batch(shape: Shape, seed: int) -> Batch:

@@ -22,7 +22,7 @@ from flax import nnx
 from shapes import SHAPES, Shape
 
 import megatrain_jax as mt
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import host_memory
 
 _GIB = 2**30
 
@@ -85,7 +85,7 @@ def main() -> None:
     if layers is None:
         # This process only plans, and the GPU's memory belongs to those that measure.
         jax.config.update("jax_platforms", "cpu")
-        total = pool.total_bytes()
+        total = host_memory.total_bytes()
         if total is None:
             sys.exit("this system does not tell how much memory it has: give --layers")
         layers = most_layers(SHAPES[args.shape], total - int(args.reserve * _GIB))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import host_memory
 
 GIB = 2**30
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -22,9 +22,10 @@ def hardware() -> dict[str, Any]:
     """Returns the device, the device memory JAX may use, host memory in GiB, and cores."""
     device = jax.devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    host = pool.total_bytes()
+    host = host_memory.total_bytes()
     return {
         "device": device.device_kind,
+        "num_devices": len(jax.devices()),
         "device_limit_gib": None if limit is None else limit / GIB,
         # What JAX was given of the device; the library sets one of them unless it is set.
         "device_fraction": os.environ.get(allocator.FRACTION)
@@ -44,9 +45,10 @@ def versions() -> dict[str, str]:
 
 
 def peak_device_gib() -> float | None:
-    """Returns the most device memory this process has ever used; None where JAX doesn't tell."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats["peak_bytes_in_use"] / GIB if "peak_bytes_in_use" in stats else None
+    """Returns the most memory of one device this process has used; None where JAX can't tell."""
+    stats = [device.memory_stats() or {} for device in jax.devices()]
+    peaks = [device["peak_bytes_in_use"] for device in stats if "peak_bytes_in_use" in device]
+    return max(peaks) / GIB if peaks else None
 
 
 def peak_host_gib() -> float:

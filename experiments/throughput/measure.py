@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from decoder import Decoder, loss_fn, random_batch
+from decoder import LOSSES, Decoder, random_batch
 from dispatch import dispatch_seconds
 from flax import nnx
 from machine import (
@@ -89,12 +89,13 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
     compute = compute_dtype()
     return mt.Trainer(
         lambda: Decoder(shape, compute, nnx.Rngs(0)),
-        loss_fn,
+        LOSSES[args.loss],
         chosen_optimizer(args),
         random_batch(shape, 0),
         microbatches=args.microbatches,
         precision=mt.Precision(compute=compute),
         device_budget=budget(args.device_budget),
+        mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
     )
 
 
@@ -127,6 +128,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "stages_that_keep_residuals": plan.num_kept,
         "num_stages": plan.num_stages,
         "planned_tflop_per_step": plan.flops_per_step / 1e12,
+        "num_devices": plan.num_devices,
     }
 
 
@@ -204,6 +206,8 @@ def parse_arguments() -> argparse.Namespace:
         help="device memory for state and activations: least, auto, GiB, or all (everything "
         "resident, and every stage computed again in backward as with least)",
     )
+    parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/measure.json"))

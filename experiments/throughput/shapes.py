@@ -66,6 +66,30 @@ SHAPES = {
         batch_size=16,
         seq_len=2048,
     ),
+    # https://huggingface.co/Qwen/Qwen2.5-14B: 14.8B parameters, a head of its own.
+    "qwen2.5-14b": Shape(
+        dim=5120,
+        num_layers=48,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=13824,
+        vocab_size=152064,
+        batch_size=16,
+        seq_len=2048,
+    ),
+    # https://huggingface.co/Qwen/Qwen2.5-32B: 32.8B parameters, a head of its own.
+    "qwen2.5-32b": Shape(
+        dim=5120,
+        num_layers=64,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=27648,
+        vocab_size=152064,
+        batch_size=16,
+        seq_len=2048,
+    ),
     # ViT-G/14 (https://arxiv.org/abs/2106.04560): 256 patches of an image, 1,000 classes.
     "vit-g": Shape(
         dim=1664,

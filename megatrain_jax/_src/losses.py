@@ -5,6 +5,7 @@ one chunk of tokens at a time, and their gradient is taken while they exist: not
 twice.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.sharing import num_sharing
 
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
@@ -24,6 +26,7 @@ class _Options(NamedTuple):
     chunk: int
     z_loss: float
     softcap: float | None
+    parts: int
 
 
 def next_token(
@@ -56,8 +59,8 @@ def next_token(
         z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
             logits from drifting (PaLM, arXiv 2204.02311, section 5).
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
-        chunk: Number of tokens whose logits exist at once. More are faster: each chunk reads and
-            writes the head's gradient.
+        chunk: Number of tokens whose logits exist at once, on each device. More are faster: each
+            chunk reads and writes the head's gradient.
 
     Returns:
         The loss in fp32; 0 if nothing counts. It can be differentiated once, by `hidden`
@@ -101,6 +104,7 @@ def next_token(
         checks.integer("chunk", chunk),
         checks.number("z_loss", z_loss, least=0),
         None if softcap is None else checks.number("softcap", softcap, above=0),
+        parts=num_sharing() if labels.size % num_sharing() == 0 else 1,
     )
     weights = _weights(labels, mask)
     # Without a logit such a label would be learned as a loss without its second half.
@@ -163,12 +167,14 @@ def _sum(
 ) -> Float[Array, ""]:
     """Sums the weighted losses of all tokens, chunk by chunk."""
 
-    def add(total, rows):
-        loss, _ = _chunk(options, head, *rows)
-        return total + loss, None
+    def sum_part(*arrays):
+        def add(total, rows):
+            loss, _ = _chunk(options, head, *rows)
+            return total + loss, None
 
-    chunks = _chunks(options.chunk, hidden, labels, weights)
-    return jax.lax.scan(add, jnp.float32(0), chunks)[0]
+        return jax.lax.scan(add, jnp.float32(0), _chunks(options.chunk, *arrays))[0]
+
+    return _of_parts(options.parts, sum_part, hidden, labels, weights).sum()
 
 
 def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
@@ -183,20 +189,39 @@ def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
         head_gradient += logits_gradient.T @ hidden
     """
 
-    def add(carry, rows):
-        total, head_gradient = carry
-        loss, logits_gradient = _chunk(options, head, *rows)
-        logits_gradient = logits_gradient.astype(hidden.dtype)
-        head_gradient += _product(logits_gradient, rows[0], 0, 0)
-        return (total + loss, head_gradient), _product(logits_gradient, head, 1, 0).astype(
-            hidden.dtype
-        )
+    def sum_part(*arrays):
+        def add(carry, rows):
+            total, head_gradient = carry
+            loss, logits_gradient = _chunk(options, head, *rows)
+            logits_gradient = logits_gradient.astype(hidden.dtype)
+            head_gradient += _product(logits_gradient, rows[0], 0, 0)
+            hidden_gradient = _product(logits_gradient, head, 1, 0).astype(hidden.dtype)
+            return (total + loss, head_gradient), hidden_gradient
 
-    start = jnp.float32(0), jnp.zeros(head.shape, jnp.float32)
-    chunks = _chunks(options.chunk, hidden, labels, weights)
-    (total, head_gradient), hidden_gradient = jax.lax.scan(add, start, chunks)
-    hidden_gradient = hidden_gradient.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    return total, (hidden_gradient, head_gradient.astype(head.dtype), labels)
+        start = jnp.float32(0), jnp.zeros(head.shape, jnp.float32)
+        sums, gradient = jax.lax.scan(add, start, _chunks(options.chunk, *arrays))
+        return *sums, gradient.reshape(-1, hidden.shape[1])[: arrays[0].shape[0]]
+
+    found = _of_parts(options.parts, sum_part, hidden, labels, weights)
+    total, head_gradient, hidden_gradient = found
+    # Cast first, so that devices send each other no more than other gradients have.
+    head_gradient = jax.lax.reduce_sum(head_gradient.astype(head.dtype), axes=(0,))
+    return total.sum(), (hidden_gradient.reshape(hidden.shape), head_gradient, labels)
+
+
+def _of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
+    """Results of a function of tokens for equal parts of them, stacked: one for each device.
+
+    A device that has a part's tokens computes its loop alone, and has sums of its own until they
+    are added up once. With 8 tokens on 2 devices, in chunks of 2:
+
+        step    first device     second device
+        0       tokens 0, 1      tokens 4, 5
+        1       tokens 2, 3      tokens 6, 7
+    """
+    if parts == 1:
+        return jax.tree.map(lambda x: x[None], function(*arrays))
+    return jax.vmap(function)(*(x.reshape(parts, -1, *x.shape[1:]) for x in arrays))
 
 
 def _backward(_: _Options, gradients, cotangent):

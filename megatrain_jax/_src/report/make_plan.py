@@ -33,7 +33,7 @@ def make_plan(spec: RunSpec) -> Plan:
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     peak = sum(state) + devices * (waiting_bytes + _in_flight_bytes(step))
     process = hardware and pool.process_bytes(
-        peak, spec.largest_slab_bytes, hardware.assumed_host_bytes
+        peak, spec.largest_slab_bytes, hardware.assumed_host_bytes, devices
     )
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import host_memory
 from megatrain_jax._src.state.placement import default_device
 
 _GIB = 2**30
@@ -222,4 +222,6 @@ def this_machine() -> Hardware | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else card.device_share
     limit = limit or card.device_bytes
-    return replace(card, host_bytes=pool.total_bytes(), device_bytes=limit, device_share=share)
+    return replace(
+        card, host_bytes=host_memory.total_bytes(), device_bytes=limit, device_share=share
+    )

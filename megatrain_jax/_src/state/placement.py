@@ -52,6 +52,12 @@ class Placement:
     small_on_device: Sharding
 
     @property
+    def local_devices(self) -> tuple[Any, ...]:
+        """The devices that this process computes on; none in a plan."""
+        here = jax.process_index() if self.devices else None
+        return tuple(device for device in self.devices if device.process_index == here)
+
+    @property
     def compiler_options(self) -> dict[str, str]:
         """Options of XLA's for kernels that compute here.
 

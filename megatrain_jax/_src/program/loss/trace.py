@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.model_path import ModelPath
+from megatrain_jax._src.common.sharing import shared_by
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, assemble, find_leaves
 from megatrain_jax._src.program.inline import Inliner
@@ -69,7 +70,8 @@ def trace_loss(
         return value, [jnp.copy(metrics[k]) for k in names], list(new)
 
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
+    with shared_by(num_devices):
+        traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     mesh = jx.largest_mesh(traced.jaxpr)
     if mesh is not None and max(mesh.size, num_devices) > 1:
         raise ValueError(

@@ -1,0 +1,139 @@
+"""Host memory: how much this process may use, by its control groups and the kernel's table."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+# Version 1 control groups write "no limit" as the largest multiple of a page below 2**63.
+_UNLIMITED_BYTES = 2**60
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CgroupMemory:
+    """One control group's memory: its limit, and what of it can't be reclaimed, in bytes."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
+def cgroup_memory(
+    root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP
+) -> tuple[CgroupMemory, ...]:
+    """Finds the finite memory limits of this process's control groups, version 1 and 2.
+
+    Args:
+        root: Where the control groups are mounted.
+        membership: The file that names this process's groups.
+
+    Returns:
+        One entry for each group that has a limit, from the process's own up to the root, as
+        each of them binds. Inside a container the named path may not be visible; then only
+        the root, which is the container's own group, is found.
+    """
+    found = []
+    for line in (_read(membership) or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(parts), -1, -1):
+            group = _group_memory(base.joinpath(*parts[:depth]), *names)
+            found += [] if group is None else [group]
+    return tuple(found)
+
+
+def total_bytes(
+    *,
+    root: Path = _CGROUP_ROOT,
+    membership: Path = _CGROUP_MEMBERSHIP,
+    meminfo: Path = _MEMINFO,
+) -> int | None:
+    """Returns the host memory this process may use in all, in bytes.
+
+    A control group's limit counts even where the kernel reports much less than that: virtual
+    machines that get their memory on demand start with little of it.
+
+    Args:
+        root: Where the control groups are mounted.
+        membership: The file that names this process's groups.
+        meminfo: The kernel's memory table.
+
+    Returns:
+        The tightest limit or the machine's memory; `None` where the system tells neither.
+    """
+    limits = [group.limit_bytes for group in cgroup_memory(root, membership)]
+    total = _meminfo_bytes(meminfo, "MemTotal")
+    if not limits:
+        return total
+    return min(limits) if _grows(total, min(limits)) else min([*limits, total or 0])
+
+
+def available_bytes(
+    *,
+    root: Path = _CGROUP_ROOT,
+    membership: Path = _CGROUP_MEMBERSHIP,
+    meminfo: Path = _MEMINFO,
+) -> int:
+    """Returns the host memory that can still be taken, in bytes.
+
+    Args:
+        root: Where the control groups are mounted.
+        membership: The file that names this process's groups.
+        meminfo: The kernel's memory table.
+
+    Returns:
+        The least of what each control group with a limit has left, not counting file cache
+        that the kernel gives back, and, unless the machine's memory grows on demand, of what
+        the kernel calls available; `sys.maxsize` where the system tells neither.
+    """
+    groups = cgroup_memory(root, membership)
+    left = [group.limit_bytes - group.used_bytes for group in groups]
+    limit = min((group.limit_bytes for group in groups), default=0)
+    available = _meminfo_bytes(meminfo, "MemAvailable")
+    if available is not None and not _grows(_meminfo_bytes(meminfo, "MemTotal"), limit):
+        left.append(available)
+    return max(0, min(left, default=sys.maxsize))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _grows(total: int | None, limit: int) -> bool:
+    # A machine made to fit its limit reports a little less than it, for the kernel keeps some;
+    # one that reports far less is not at its full size yet.
+    return total is None or total < 0.9 * limit
+
+
+def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> CgroupMemory | None:
+    limit_text, usage_text = _read(folder / limit), _read(folder / usage)
+    if limit_text is None or usage_text is None or limit_text.strip() == "max":
+        return None
+    if int(limit_text) >= _UNLIMITED_BYTES:
+        return None
+    stat = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
+    reclaimable = int(stat.get(cache, 0))
+    return CgroupMemory(
+        limit_bytes=int(limit_text), used_bytes=max(0, int(usage_text) - reclaimable)
+    )
+
+
+def _meminfo_bytes(meminfo: Path, key: str) -> int | None:
+    for line in (_read(meminfo) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    return None

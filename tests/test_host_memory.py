@@ -1,0 +1,90 @@
+"""Host memory as control groups and the kernel tell it, from files of made-up machines."""
+
+import sys
+
+import pytest
+
+from megatrain_jax._src.state import host_memory
+
+GIB = 2**30
+
+
+def write_group(folder, *, limit, usage, cache, version):
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_file, usage_file, cache_key = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / usage_file).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"active_file 77\n{cache_key} {cache}\n")
+
+
+def machine(tmp_path, *, membership, total_gib=125, available_gib=120):
+    (tmp_path / "cgroup").write_text(membership)
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal:       {total_gib * 2**20} kB\nMemFree:        12 kB\n"
+        f"MemAvailable:   {available_gib * 2**20} kB\n"
+    )
+    return {
+        "root": tmp_path / "fs",
+        "membership": tmp_path / "cgroup",
+        "meminfo": tmp_path / "meminfo",
+    }
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_all_ancestors_bind(tmp_path, version):
+    base = tmp_path / "fs" / ("memory" if version == 1 else "")
+    membership = "5:cpu:/x\n4:cpuset,memory:/a/b\n" if version == 1 else "0::/a/b\n"
+    unlimited = 9223372036854771712 if version == 1 else "max"
+    write_group(base / "a/b", limit=40 * GIB, usage=9 * GIB, cache=4 * GIB, version=version)
+    write_group(base / "a", limit=30 * GIB, usage=10 * GIB, cache=1 * GIB, version=version)
+    write_group(base, limit=unlimited, usage=50 * GIB, cache=0, version=version)
+    where = machine(tmp_path, membership=membership)
+    groups = host_memory.cgroup_memory(where["root"], where["membership"])
+    assert groups == (
+        host_memory.CgroupMemory(limit_bytes=40 * GIB, used_bytes=5 * GIB),
+        host_memory.CgroupMemory(limit_bytes=30 * GIB, used_bytes=9 * GIB),
+    )
+    assert host_memory.total_bytes(**where) == 30 * GIB
+    assert host_memory.available_bytes(**where) == 21 * GIB
+
+
+def test_container_whose_path_is_not_mounted_finds_its_root(tmp_path):
+    write_group(tmp_path / "fs", limit=16 * GIB, usage=6 * GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/../../docker/123\n")
+    assert host_memory.available_bytes(**where) == 10 * GIB
+
+
+def test_without_limits_the_kernel_is_asked(tmp_path):
+    where = machine(tmp_path, membership="0::/\n", total_gib=64, available_gib=50)
+    assert host_memory.cgroup_memory(where["root"], where["membership"]) == ()
+    assert host_memory.total_bytes(**where) == 64 * GIB
+    assert host_memory.available_bytes(**where) == 50 * GIB
+
+
+def test_limit_near_the_machines_size_leaves_the_machine_its_say(tmp_path):
+    write_group(tmp_path / "fs", limit=128 * GIB, usage=GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/\n", total_gib=125, available_gib=90)
+    assert host_memory.total_bytes(**where) == 125 * GIB
+    assert host_memory.available_bytes(**where) == 90 * GIB
+
+
+def test_limit_wins_where_memory_comes_on_demand(tmp_path):
+    write_group(tmp_path / "fs", limit=128 * GIB, usage=8 * GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/\n", total_gib=16, available_gib=7)
+    assert host_memory.total_bytes(**where) == 128 * GIB
+    assert host_memory.available_bytes(**where) == 120 * GIB
+
+
+def test_system_that_tells_nothing(tmp_path):
+    where = {key: tmp_path / "none" for key in ("root", "membership", "meminfo")}
+    assert host_memory.total_bytes(**where) is None
+    assert host_memory.available_bytes(**where) == sys.maxsize
+
+
+def test_this_machine_has_memory():
+    total = host_memory.total_bytes()
+    assert total is not None
+    assert 0 < host_memory.available_bytes() <= total
