@@ -103,6 +103,9 @@ def test_axes_that_devices_divide_are_followed():
     rows = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec("data"))
     whole = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec())
 
+    def sums(y):
+        return jax.lax.scan(lambda carry, row: (carry + row, carry), jnp.zeros(8), y)[0]
+
     def function(x, w, slab):
         w = w + jax.lax.with_sharding_constraint(slab, whole).reshape(8, 8)
         y = jnp.einsum("btd,df->bft", x, w)
@@ -114,6 +117,7 @@ def test_axes_that_devices_divide_are_followed():
             y.reshape(-1, 8, 2, 4),
             jax.lax.with_sharding_constraint(w.reshape(-1), rows),
             jax.lax.scan(lambda carry, row: (carry + row, 2 * row), jnp.zeros((8, 8)), y)[1],
+            jax.vmap(sums)(y),
             jax.lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, y),
             jnp.zeros((8, 8)).at[jnp.arange(4)].add(y[:, 0]),
             jax.jit(jnp.tanh)(y),
@@ -123,7 +127,7 @@ def test_axes_that_devices_divide_are_followed():
     jaxpr = jax.make_jaxpr(function)(x, w, slab).jaxpr
     axes = divided_axes(jaxpr, {jaxpr.invars[0]: 0, jaxpr.invars[2]: 0})
     found = [axes.get(v) for v in jaxpr.outvars]
-    assert found == [1, None, 0, None, 0, 0, None, 0, None, 0]
+    assert found == [1, None, 0, None, 0, 0, None, 0, 0, None, 0]
 
 
 def test_a_loop_over_chunks_of_the_batch_gathers_it():

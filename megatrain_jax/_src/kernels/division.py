@@ -34,8 +34,7 @@ def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
             continue
         if inner := divided_within(eqn, axes):
             for body, within in inner:
-                row = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
-                axes |= {v: within[r] for v, r in row if not jx.is_literal(r) and r in within}
+                axes |= _around(eqn, body, within)
             continue
         for v in eqn.outvars:
             axis = _axis_of_result(eqn, v, axes)
@@ -45,16 +44,15 @@ def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
 
 
 def divided_within(eqn: Any, axes: Axes) -> list[tuple[Any, dict[Any, int]]]:
-    """The jaxprs within an equation, each with its own arrays that are divided.
-
-    What a loop takes element by element is whole there: devices gather what they divide.
-    """
+    """The jaxprs within an equation, each with its own arrays that are divided."""
+    if eqn.primitive.name == "scan":
+        return [_divided_in_scan(eqn, axes)]
     found = []
     for body in jx.inner_jaxprs(eqn):
         given = {
             inner: axes[v]
             for inner, v in zip(body.invars, _operands(eqn, body), strict=False)
-            if not jx.is_literal(v) and v in axes
+            if _is_in(v, axes)
         }
         found.append((body, divided_axes(body, given)))
     return found
@@ -68,18 +66,57 @@ def makes_whole(eqn: Any) -> bool:
 
 
 def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
-    """The divided arrays that a loop takes element by element, which each device needs whole."""
+    """The arrays that a loop goes along as they are divided: each device needs them whole."""
     if eqn.primitive.name != "scan":
         return []
     rows = eqn.invars[sum(jx.scan_parts(eqn)) :]
-    return [v for v in dict.fromkeys(jx.variables(rows)) if v in axes]
+    return [v for v in dict.fromkeys(jx.variables(rows)) if axes.get(v) == 0]
+
+
+def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
+    """The body of a loop, in which an element of an array has one axis less than that.
+
+    A carry is divided if any round makes it so.
+    """
+    (body,) = jx.inner_jaxprs(eqn)
+    num_consts, num_carry = jx.scan_parts(eqn)
+    carried = slice(num_consts, num_consts + num_carry)
+    given = {}
+    for at, (inner, v) in enumerate(zip(body.invars, eqn.invars, strict=True)):
+        if _is_in(v, axes):
+            axis = axes[v] - (at >= carried.stop)
+            if axis >= 0:
+                given[inner] = axis
+    while True:
+        found = divided_axes(body, given)
+        carry = zip(body.invars[carried], body.outvars[:num_carry], strict=True)
+        new = {v: found[r] for v, r in carry if v not in found and _is_in(r, found)}
+        if not new:
+            return body, found
+        given |= new
+
+
+def _around(eqn: Any, body: Any, within: Axes) -> dict[Any, int]:
+    """What the arrays divided within an equation say of those around it."""
+    pairs = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
+    if eqn.primitive.name != "scan":
+        return {v: within[r] for v, r in pairs if _is_in(r, within)}
+    num_consts, num_carry = jx.scan_parts(eqn)
+    carried = slice(num_consts, num_consts + num_carry)
+    stacked = set(eqn.outvars[num_carry:])
+    results = {v: within[r] + (v in stacked) for v, r in pairs if _is_in(r, within)}
+    # A carry starts where it stays: zeros, for example, are made in parts.
+    starts = zip(eqn.invars[carried], body.invars[carried], strict=True)
+    return results | {v: within[r] for v, r in starts if not jx.is_literal(v) and r in within}
+
+
+def _is_in(atom: Any, axes: Axes) -> bool:
+    return not jx.is_literal(atom) and atom in axes
 
 
 def _operands(eqn: Any, body: Any) -> Sequence[Any]:
     """The operands that a jaxpr within an equation takes, in its order; none if unknown."""
     name = eqn.primitive.name
-    if name == "scan":
-        return eqn.invars[: sum(jx.scan_parts(eqn))]
     if name == "cond":
         return eqn.invars[1:]
     if name == "while":
@@ -94,7 +131,7 @@ def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
     """The axis along which a result is divided; None if it is whole."""
     name, found = eqn.primitive.name, None
     for at, v in enumerate(eqn.invars):
-        if jx.is_literal(v) or v not in axes:
+        if not _is_in(v, axes):
             continue
         axis, shape = axes[v], v.aval.shape
         if name == "dot_general":
