@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from inside import spec_of
@@ -100,14 +100,13 @@ def test_temporaries_are_near_what_compiled_programs_need(compiled):
 
 
 def test_axes_that_devices_divide_are_followed():
-    rows = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec("data"))
-    whole = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec())
+    placement = placed_on(AbstractMesh((2,), ("data",)))
 
     def sums(y):
         return jax.lax.scan(lambda carry, row: (carry + row, carry), jnp.zeros(8), y)[0]
 
     def function(x, w, slab):
-        w = w + jax.lax.with_sharding_constraint(slab, whole).reshape(8, 8)
+        w = w + placement.whole(slab).reshape(8, 8)
         y = jnp.einsum("btd,df->bft", x, w)
         return (
             y.transpose(2, 0, 1),
@@ -115,7 +114,7 @@ def test_axes_that_devices_divide_are_followed():
             y.max(axis=1),
             y.sum(axis=0),
             y.reshape(-1, 8, 2, 4),
-            jax.lax.with_sharding_constraint(w.reshape(-1), rows),
+            placement.spread(w.reshape(-1)),
             jax.lax.scan(lambda carry, row: (carry + row, 2 * row), jnp.zeros((8, 8)), y)[1],
             jax.vmap(sums)(y),
             jax.lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, y),
