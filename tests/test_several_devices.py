@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from megatrain_jax import losses
 from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.state.layout import ALIGNMENT, layout_of
+from megatrain_jax._src.state.placement import default_mesh
 from optimizers import OPTIMIZERS, SIGN_LIKE
 from oracle import open_model, train_plain
 from runs import check_close, check_same_bits, make_trainer, recording, train, variables_of
@@ -139,6 +141,18 @@ def test_a_loss_that_couples_examples_stays_the_whole_batch_s():
     check_close(trainer.params, expected, TOLERANCE, "parameter")
 
 
+@dataclass(frozen=True)
+class Device:
+    platform: str
+    id: int
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("gpu", 4), ("cpu", 1)])
+def test_all_gpus_that_jax_sees_are_the_default(monkeypatch, platform, expected):
+    monkeypatch.setattr(jax, "devices", lambda: [Device(platform, i) for i in range(4)])
+    assert [device.id for device in default_mesh().devices.flat] == list(range(expected))
+
+
 def test_each_device_holds_an_equal_share_and_nothing_twice():
     trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], mesh=mesh_of(4))
     trainer.step(CASES["nnx_tied"].batch(0))
@@ -258,7 +272,7 @@ def test_an_evaluation_takes_batches_that_do_not_divide():
 
 def test_a_batch_that_devices_cannot_share_is_named():
     case = CASES["nnx_tied"]
-    with pytest.raises(ValueError, match=r"the 3 devices of `mesh` can't share the 8 examples"):
+    with pytest.raises(ValueError, match=r"the 3 devices can't share the 8 examples"):
         make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(3))
     with pytest.raises(ValueError, match=r"`microbatches`=4 parts.*Use a batch that 16 divides"):
         make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(4), microbatches=4)

@@ -233,6 +233,7 @@ RATIOS = {
     "of_resident": "all-state-resident.json",
     "of_ours": "megatrain-jax.json",
     "of_plain": "{model}-jax.jit-and-optax.json",
+    "of_one_gpu": "1-gpu-{update}.json",
     "of_zero_3": "../peers/deepspeed-zero-3-offload.json",
     "of_twin_flow": "../peers/deepspeed-zero-3-twin-flow.json",
 }
@@ -247,6 +248,7 @@ COLUMNS = {
     "of resident": _column("{:.3f}", "of_resident"),
     "of the first": _column("{:.2f}", "of_ours"),
     "of plain": _column("{:.2f}", "of_plain"),
+    "of one GPU": _column("{:.2f}", "of_one_gpu"),
     "parameters": _column("{:,d}", "num_parameters"),
     "tokens": _column("{:,d}", "tokens"),
     "temporaries": _column("{:.1f} GiB", "temporary_gib"),
@@ -283,7 +285,13 @@ def figure(path: Path, name: str, base: str = "", yardstick: Path | None = None)
     """
     result = part(read(path), base)
     if name in RATIOS:
-        beside = read(yardstick or (path.parent / RATIOS[name].format(**result)).resolve())
+        file = RATIOS[name].format(**result, update=_update(result))
+        beside = read(yardstick or (path.parent / file).resolve())
         ours, other = tokens_per_second(result), tokens_per_second(beside)
         return ours and other and ours / other
     return FIGURES[name](result) if name in FIGURES else part(result, name)
+
+
+def _update(result: Result) -> str:
+    """The update and the budget in a row's name, such as "2 GPUs, clip 1, least", as in files'."""
+    return "-".join(result.get("name", "").replace(" ", "-").split(",-")[1:3])

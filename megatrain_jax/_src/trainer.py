@@ -87,8 +87,8 @@ class Trainer(RunState):
             hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
                 this one, or an H200 where there is no GPU. How much memory there is, is found out.
             mesh: The devices to train on, each with its share of the state and of the batch: a
-                `jax.sharding.Mesh` of one process, whatever its axes; None for JAX's first device.
-                The loss is still of the whole batch.
+                `jax.sharding.Mesh` of one process, whatever its axes; None for all GPUs that JAX
+                sees, or else its first device. The loss is still of the whole batch.
 
         Raises:
             TypeError: If an argument is of another type than it should be.
@@ -99,8 +99,8 @@ class Trainer(RunState):
         """
         run = options_of(Trainer.__init__, Options, options)
         machine = this_machine()
-        check_mesh(run.mesh)
         mesh = run.mesh or default_mesh()
+        check_mesh(mesh)
         run = dataclasses.replace(run, hardware=run.hardware or machine, mesh=mesh)
         progress = checks.boolean("progress", progress)
         check_parts(model, loss_fn, optimizer, params)

@@ -51,9 +51,9 @@ def check_batch(
     if examples // microbatches % num_devices:
         parts = "" if microbatches == 1 else f" in each of `microbatches`={microbatches} parts"
         raise ValueError(
-            f"the {num_devices} devices of `mesh` can't share the {examples // microbatches} "
+            f"the {num_devices} devices can't share the {examples // microbatches} "
             f"examples{parts} of the batch evenly: {_name(first_path, name)} has shape "
-            f"{first.shape}. Use a batch that {num_devices * microbatches} divides, or fewer "
+            f"{first.shape}. Use a batch that {num_devices * microbatches} divides, or n of these "
             "devices: mesh=jax.make_mesh((n,), ('data',), devices=jax.devices()[:n])"
         )
 

@@ -40,7 +40,7 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
         _check_params(params)
 
 
-def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Checks that a run can use a mesh here, which only a plan need not.
 
     Raises:
@@ -48,7 +48,7 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError("`mesh` must have devices to train on; only `plan` takes an AbstractMesh")
-    if mesh is not None and len(mesh.local_devices) != mesh.size:
+    if len(mesh.local_devices) != mesh.size:
         raise ValueError(
             "`mesh` must have devices of this process alone: training with several processes is "
             "not supported"

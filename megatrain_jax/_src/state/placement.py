@@ -99,8 +99,9 @@ def default_device() -> Any:
 
 
 def default_mesh() -> Mesh:
-    """JAX's first device alone; starts JAX's backend."""
-    return Mesh([default_device()], _AXIS)
+    """All GPUs that JAX sees, or its first device where that is none; starts JAX's backend."""
+    first, *others = jax.devices()
+    return Mesh([first, *(others if first.platform == "gpu" else ())], _AXIS)
 
 
 def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
