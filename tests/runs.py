@@ -13,7 +13,6 @@ import optax
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from inside import engine_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.state.hardware import H200
@@ -66,15 +65,10 @@ def make_trainer(
     budget: DeviceBudget = None,
     compute: Any = jnp.float32,
     frozen: Any = None,
-    like: mt.Trainer | None = None,
     **options: Any,
 ) -> mt.Trainer:
-    """A trainer; the optimizer is made from the tree of the parameters' shapes.
-
-    Its steps run the functions that another one, of the same model and options, has compiled, if
-    that is given as `like`; their budgets may differ.
-    """
-    trainer = mt.Trainer(
+    """A trainer; the optimizer is made from the tree of the parameters' shapes."""
+    return mt.Trainer(
         case.build(),
         case.loss_fn,
         _made(case, optimizer),
@@ -84,9 +78,6 @@ def make_trainer(
         precision=mt.Precision(compute=compute, frozen=frozen),
         **options,
     )
-    if like is not None:
-        engine_of(trainer).kernels = engine_of(like).kernels
-    return trainer
 
 
 def train(trainer: mt.Trainer, batches: Sequence[Any], *, gradients: bool = True) -> Run:

@@ -87,6 +87,7 @@ BUDGETED = [
 ]
 
 
+@pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(("name", "optimizer", "microbatches"), BUDGETED)
 def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
     case = CASES[name]
@@ -97,7 +98,7 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
     low, high = first.schedule.smallest_bytes, all_resident_bytes(first.workload)
     for budget in (low, (low + max(low, high)) // 2, 10 * high):
         trainer = make_trainer(
-            case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget, like=smallest
+            case, OPTIMIZERS[optimizer], microbatches=microbatches, budget=budget
         )
         run = train(trainer, batches, gradients=False)
         assert run.losses == reference.losses
@@ -105,6 +106,7 @@ def test_every_budget_gives_the_same_bits(name, optimizer, microbatches):
         check_same_bits(run.opt_state, reference.opt_state)
 
 
+@pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(
     ("name", "optimizer", "microbatches"),
     [

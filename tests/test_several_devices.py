@@ -89,6 +89,7 @@ def test_four_devices_are_as_near_to_float64_as_plain_jax(name):
         assert np.abs(ours - true).max() <= off
 
 
+@pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(("optimizer", "microbatches"), [("clip_adamw", 2), ("muon", 1)])
 def test_budgets_do_not_change_a_bit(optimizer, microbatches):
     case = CASES["nnx_tied"]
