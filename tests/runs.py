@@ -14,7 +14,8 @@ from flax import linen, nnx
 
 import megatrain_jax as mt
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import DeviceBudget
+from megatrain_jax._src.build.options import DeviceBudget, Options
+from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.state.hardware import H200
 from oracle import PlainRun
 from zoo_case import Case
@@ -55,6 +56,13 @@ def _made(
     """An optimizer from the tree of the shapes of a model's parameters."""
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
     return optimizer(adapted.params_tree(adapted.shapes))
+
+
+def make_spec(case: Case, optimizer: Callable[[Any], optax.GradientTransformation]) -> RunSpec:
+    """The run spec of such a trainer, without arrays; see `make_trainer`."""
+    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    options = Options(precision=mt.Precision(compute=jnp.float32))
+    return make_run_spec(adapted, case.loss_fn, _made(case, optimizer), case.batch(0), options)
 
 
 def make_trainer(

@@ -28,14 +28,15 @@ from runs import check_same_bits, make_trainer
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("started_once")
+# Every kind of model and of optimizer state; what others cover, too, is long.
 ROUND_TRIPS = [
     ("nnx_tied", "clip_adamw", 2),
     ("dropout_nnx", "clip_adamw", 1),
     ("batchnorm_nnx", "adamw_schedule", 1),
-    ("nnx_scan", "clip_adamw", 1),
+    pytest.param("nnx_scan", "clip_adamw", 1, marks=pytest.mark.long),
     ("linen_scan_remat", "clip_adamw", 1),
     ("last_axis", "adafactor", 1),
-    ("moe", "adafactor", 1),
+    pytest.param("moe", "adafactor", 1, marks=pytest.mark.long),
     ("nnx_tied", "multi_steps", 1),
     ("nnx_tied", "add_noise", 1),
 ]
