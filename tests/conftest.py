@@ -49,8 +49,16 @@ def started_once() -> Iterator[None]:
     """Runs of one model, loss, optimizer and options are traced and compiled once in a file."""
     from started import Started  # imports JAX, which reads what is set above
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        Started().replace(monkeypatch)
+    with Started().replacing():
+        yield
+
+
+@pytest.fixture
+def started_once_in_test() -> Iterator[None]:
+    """As `started_once`, within one test: models of other tests may have shapes and loss alike."""
+    from started import Started
+
+    with Started().replacing():
         yield
 
 

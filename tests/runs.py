@@ -13,9 +13,9 @@ import optax
 from flax import linen, nnx
 
 import megatrain_jax as mt
-from inside import engine_of
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.options import DeviceBudget
+from megatrain_jax._src.build.options import DeviceBudget, Options
+from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.state.hardware import H200
 from oracle import PlainRun
 from zoo_case import Case
@@ -58,6 +58,13 @@ def _made(
     return optimizer(adapted.params_tree(adapted.shapes))
 
 
+def make_spec(case: Case, optimizer: Callable[[Any], optax.GradientTransformation]) -> RunSpec:
+    """The run spec of such a trainer, without arrays; see `make_trainer`."""
+    adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
+    options = Options(precision=mt.Precision(compute=jnp.float32))
+    return make_run_spec(adapted, case.loss_fn, _made(case, optimizer), case.batch(0), options)
+
+
 def make_trainer(
     case: Case,
     optimizer: Callable[[Any], optax.GradientTransformation],
@@ -66,15 +73,10 @@ def make_trainer(
     budget: DeviceBudget = None,
     compute: Any = jnp.float32,
     frozen: Any = None,
-    like: mt.Trainer | None = None,
     **options: Any,
 ) -> mt.Trainer:
-    """A trainer; the optimizer is made from the tree of the parameters' shapes.
-
-    Its steps run the functions that another one, of the same model and options, has compiled, if
-    that is given as `like`; their budgets may differ.
-    """
-    trainer = mt.Trainer(
+    """A trainer; the optimizer is made from the tree of the parameters' shapes."""
+    return mt.Trainer(
         case.build(),
         case.loss_fn,
         _made(case, optimizer),
@@ -84,9 +86,6 @@ def make_trainer(
         precision=mt.Precision(compute=compute, frozen=frozen),
         **options,
     )
-    if like is not None:
-        engine_of(trainer).kernels = engine_of(like).kernels
-    return trainer
 
 
 def train(trainer: mt.Trainer, batches: Sequence[Any], *, gradients: bool = True) -> Run:

@@ -1,7 +1,8 @@
-"""Runs of one model, loss, optimizer and options, traced and compiled once for a file of tests."""
+"""Runs of one model, loss, optimizer and options, traced and compiled once for several tests."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -13,16 +14,19 @@ from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec, batch_key, make_run_spec
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.schedule.search import find_schedule
 
 
 class Started:
-    """Run specs and compiled functions of the runs so far.
+    """Run specs and compiled functions of the runs so far, whatever their budgets and machines.
 
-    A run is known again by its loss and its optimizer themselves, not by what they compute.
+    A run is known again by its loss and its optimizer themselves, not by what they compute, and by
+    the shapes of its model.
     """
 
     def __init__(self):
-        self._known: dict[Hashable, tuple[RunSpec, KernelCache]] = {}
+        self._specs: dict[Hashable, RunSpec] = {}
+        self._kernels: dict[Hashable, KernelCache] = {}
         self._newest = KernelCache()
 
     def make_run_spec(
@@ -33,23 +37,37 @@ class Started:
         sample_batch: Any,
         options: Options,
     ) -> RunSpec:
-        """The run spec of an equal run, if there was one; or else a new one."""
+        """The run spec of an equal run, if there was one, for this budget; or else a new one."""
         model = adapted.params_tree(adapted.shapes), adapted.variable_shapes
         shapes = ((x.shape, x.dtype) for x in jax.tree.leaves(model))
-        run = loss_fn, optimizer, options, batch_key(sample_batch)
-        key = *run, jax.tree.structure(model), *shapes
-        if key not in self._known:
+        program = loss_fn, optimizer, batch_key(sample_batch), jax.tree.structure(model), *shapes
+        anywhere = dataclasses.replace(options, device_budget="least", hardware=None)
+        self._newest = self._kernels.setdefault((anywhere, *program), KernelCache())
+        key = (anywhere, options.hardware, *program)
+        if key not in self._specs:
             spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)
-            self._known[key] = spec, KernelCache()
-        spec, self._newest = self._known[key]
-        return dataclasses.replace(spec, adapted=adapted)
+            self._specs[key] = spec
+        return _with_budget(dataclasses.replace(self._specs[key], adapted=adapted), options)
 
     def kernels(self, compiler_options: Mapping[str, str]) -> KernelCache:
         """The compiled functions of the run whose spec was made last; a CPU has no options."""
         assert not compiler_options
         return self._newest
 
-    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
         """Has trainers start with what is known."""
-        monkeypatch.setattr(trainer, "make_run_spec", self.make_run_spec)
-        monkeypatch.setattr(start, "KernelCache", self.kernels)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(trainer, "make_run_spec", self.make_run_spec)
+            monkeypatch.setattr(start, "KernelCache", self.kernels)
+            yield
+
+
+def _with_budget(spec: RunSpec, options: Options) -> RunSpec:
+    """A run spec scheduled for the budget of some options, which are else its own."""
+    if options == spec.options:
+        return spec
+    budget = None if isinstance(options.device_budget, str) else options.device_budget
+    schedule = find_schedule(spec.first.workload, budget)
+    first = dataclasses.replace(spec.first, schedule=schedule)
+    return dataclasses.replace(spec, options=options, budget_bytes=budget, first=first)

@@ -1,10 +1,13 @@
-"""Where compiled programs are kept, seen from processes of their own."""
+"""Where compiled programs are kept, and that a second process finds them there."""
 
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from megatrain_jax._src.startup import compilation_cache
 
 PROGRAM = """
 import logging
@@ -22,10 +25,10 @@ print(jax.config.jax_compilation_cache_dir, *counts)
 """
 
 
-def run(tmp_path, program: str = PROGRAM, **variables: str) -> list[str]:
+def run(tmp_path) -> list[str]:
     env = {name: value for name, value in os.environ.items() if "CACHE" not in name}
-    env |= {"HOME": str(tmp_path), **variables}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    env |= {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -38,15 +41,29 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert again == folder and int(hits) > 5 and int(misses) == 0
 
 
+@pytest.fixture
+def chosen(monkeypatch):
+    """JAX's own setting, which a process reads from `JAX_COMPILATION_CACHE_DIR` when it starts."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    yield lambda folder: jax.config.update(names[0], folder)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.mark.parametrize(
-    ("variables", "folder"),
+    ("own", "variables", "folder"),
     [
-        ({"XDG_CACHE_HOME": "{}/xdg"}, "{}/xdg/megatrain_jax/compiled"),
-        ({"JAX_COMPILATION_CACHE_DIR": "{}/own"}, "{}/own"),
-        ({"HOME": "/dev/null"}, "None"),
+        (None, {"HOME": "{}"}, "{}/.cache/megatrain_jax/compiled"),
+        (None, {"XDG_CACHE_HOME": "{}/xdg"}, "{}/xdg/megatrain_jax/compiled"),
+        ("{}/own", {"HOME": "{}"}, "{}/own"),
+        (None, {"HOME": "/dev/null"}, "None"),
     ],
 )
-def test_the_folder(variables, folder, tmp_path):
-    variables = {name: value.format(tmp_path) for name, value in variables.items()}
-    program = "import jax, megatrain_jax; print(jax.config.jax_compilation_cache_dir)"
-    assert run(tmp_path, program, **variables) == [folder.format(tmp_path)]
+def test_the_folder(own, variables, folder, chosen, tmp_path, monkeypatch):
+    chosen(own and own.format(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    compilation_cache.enable()
+    assert str(jax.config.values["jax_compilation_cache_dir"]) == folder.format(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
 
@@ -62,7 +63,11 @@ def test_examples_of_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(n, marks=pytest.mark.long if n == FINETUNE else ()) for n in NOTEBOOKS],
+    ids=short,
+)
 def test_notebooks_run(notebook: Path, tmp_path: Path):
     content = nbformat.read(notebook, as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
@@ -70,6 +75,18 @@ def test_notebooks_run(notebook: Path, tmp_path: Path):
     texts = [o.get("text", "") for cell in content.cells for o in cell.get("outputs", ())]
     # What tqdm says where there is no ipywidgets is not about the notebook.
     assert not [text for text in texts if "Warning" in text and "ipywidgets" not in text]
+
+
+@pytest.mark.slow
+def test_cells_of_the_other_notebook_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Without a kernel, which would import Transformers and JAX again.
+    monkeypatch.chdir(tmp_path)
+    shell = InteractiveShell(ipython_dir=str(tmp_path))
+    try:
+        for code in cells(FINETUNE, "code"):
+            shell.run_cell(code).raise_error()
+    finally:
+        shell.reset()
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=short)

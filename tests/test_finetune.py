@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -89,15 +88,8 @@ def make_checkpoint(folder):
     return folder
 
 
-def run_alone(*arguments):
-    """Runs the script as a user does, in a process of its own."""
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run_here(monkeypatch, *arguments):
-    """Runs the script in this process, which has imported all that it needs."""
+def run(monkeypatch, *arguments):
+    """Runs the script as a user does, in this process, which has imported all that it needs."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
@@ -116,7 +108,7 @@ def test_the_script_trains_saves_resumes_and_exports(tmp_path, monkeypatch):
     common = ["--model", checkpoint, "--data", chats, "--length", 32, "--batch", 4]
     common += ["--learning-rate", 3e-3, "--held-out", 0.2, "--checkpoint-every", 3]
     common += ["--epochs", 40, "--microbatches", 2]
-    run_alone(*common, "--out", tmp_path / "out", "--steps", 30)
+    run(monkeypatch, *common, "--out", tmp_path / "out", "--steps", 30)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["steps"] == 30 and report["last_loss"] < 0.7 * report["first_loss"]
     exported = tmp_path / "out" / "model"
@@ -138,10 +130,10 @@ def test_the_script_trains_saves_resumes_and_exports(tmp_path, monkeypatch):
     ours = jax.tree.map(jnp.asarray, trainer.model)(tokens[:, :-1])
     np.testing.assert_allclose(ours, logits, atol=1e-4)
     with pytest.raises(SystemExit, match="exists"):
-        run_here(monkeypatch, *common, "--out", tmp_path / "out")
+        run(monkeypatch, *common, "--out", tmp_path / "out")
     # A part of the parameters: all others are as they were, to the bit.
     part = ["--out", tmp_path / "part", "--steps", 3, "--trainable", r"layers/.*/(q|v)_proj"]
-    run_here(monkeypatch, *common, *part)
+    run(monkeypatch, *common, *part)
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).state_dict()
         for f in (checkpoint, tmp_path / "part" / "model")

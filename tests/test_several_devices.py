@@ -47,7 +47,7 @@ def pairs():
 
 
 PAIRS = list(pairs())
-SAMPLE = {*random.Random(0).sample(PAIRS, 6), *(pair for pair in PAIRS if "batchnorm" in pair[0])}
+SAMPLE = {*random.Random(0).sample(PAIRS, 4), *(pair for pair in PAIRS if "batchnorm" in pair[0])}
 
 
 def test_pairs_cover_every_optimizer():
@@ -71,7 +71,13 @@ def test_four_devices_agree_with_plain_jax(name, optimizer):
     check_close(variables_of(trainer.model), plain.variables, TOLERANCE, "variable")
 
 
-@pytest.mark.parametrize("name", ILL_CONDITIONED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 2 else pytest.param(name, marks=pytest.mark.long)
+        for number, name in enumerate(ILL_CONDITIONED)
+    ],
+)
 def test_four_devices_are_as_near_to_float64_as_plain_jax(name):
     case, optimizer = CASES[name], recording(OPTIMIZERS["adam"])
     batch = case.batch(2)
@@ -92,6 +98,7 @@ def test_four_devices_are_as_near_to_float64_as_plain_jax(name):
         assert np.abs(ours - true).max() <= off
 
 
+@pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(("optimizer", "microbatches"), [("clip_adamw", 2), ("muon", 1)])
 def test_budgets_do_not_change_a_bit(optimizer, microbatches):
     case = CASES["nnx_tied"]

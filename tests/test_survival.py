@@ -114,7 +114,7 @@ def history(path: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "kills"),
     [
-        pytest.param("clipped", 4, marks=pytest.mark.slow),
+        pytest.param("clipped", 3, marks=pytest.mark.slow),
         pytest.param("plain", 25, marks=pytest.mark.long),
         pytest.param("clipped", 25, marks=pytest.mark.long),
     ],

@@ -83,21 +83,20 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer):
     case = CASES["nnx_tied"]
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
 
-    def make(budget, like=None, hardware=None):
+    def make(budget, hardware=None):
         return make_trainer(
             case,
             OPTIMIZERS[optimizer],
             budget=budget,
             trainable=r"blocks/\d/mlp/down",
             hardware=hardware,
-            like=like,
         )
 
     smallest = make("least")
     reference = train(smallest, batches, gradients=False)
     most = all_resident_bytes(spec_of(smallest).first.workload)
     for budget in ((smallest.schedule.smallest_bytes + most) // 2, 10**9):
-        run = train(make(budget, smallest), batches, gradients=False)
+        run = train(make(budget), batches, gradients=False)
         check_same_bits(run.params, reference.params)
     keeping = make(10**9, hardware=SLOW)
     assert keeping.schedule.kept
@@ -152,9 +151,7 @@ def test_frozen_parameters_can_be_kept_in_bf16(tmp_path):
     # A checkpoint has them as they are kept, and the run goes on from it to the bit.
     losses = [small.read(small.step(case.batch(s)))["loss"] for s in range(2)]
     small.save(tmp_path / "2")
-    other = make_trainer(
-        case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16, like=small
-    )
+    other = make_trainer(case, OPTIMIZERS["clip_adamw"], trainable=pattern, frozen=jnp.bfloat16)
     other.restore(tmp_path / "2")
     for seed in (2, 3):
         losses.append(small.read(small.step(case.batch(seed)))["loss"])

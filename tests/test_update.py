@@ -6,10 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from inside import spec_of
 from megatrain_jax._src.kernels import updates
 from optimizers import OPTIMIZERS
-from runs import make_trainer
+from runs import make_spec
 from zoo import CASES
 
 # For these no element of an update depends on another one, or on where it is.
@@ -23,7 +22,7 @@ NOT_ELEMENTWISE = {"adafactor", "lamb", "adaptive_grad_clip", "add_noise", "add_
 
 def parts_of(optimizer):
     """The updates that differ, each with a layout and a number of messages."""
-    spec = spec_of(make_trainer(CASES["nnx_tied"], optimizer))
+    spec = make_spec(CASES["nnx_tied"], optimizer)
     groups = zip(spec.optimizer.apply, spec.optimizer.messages, spec.layouts, strict=True)
     different = {part.key: (part, layout, len(messages)) for part, messages, layout in groups}
     assert 2 < len(different) < len(spec.layouts)

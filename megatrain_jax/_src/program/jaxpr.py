@@ -5,6 +5,7 @@ and `scan` has other parameters) while the rest of the package should not notice
 """
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 def num_elements(aval: Any) -> int:
     """Elements of an abstract value."""
-    return int(np.prod(getattr(aval, "shape", ()), dtype=np.int64))
+    return math.prod(getattr(aval, "shape", ()))
 
 
 def num_bytes(aval: Any) -> int:

@@ -10,6 +10,7 @@ Literals and constants count by their bytes, parameters of equations recursively
 jits not at all, and a custom derivative rule by what its VJP computes.
 """
 
+import functools
 import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -93,9 +94,13 @@ def variable_numbers(jaxpr: Any) -> dict[Any, int]:
 def _aval_key(aval):
     return (
         getattr(aval, "shape", None),
-        str(getattr(aval, "dtype", aval)),
+        _dtype_name(getattr(aval, "dtype", aval)),
         getattr(aval, "weak_type", False),
     )
+
+
+# NumPy composes a name anew each time it is asked, and every variable's is.
+_dtype_name = functools.lru_cache(maxsize=256)(str)
 
 
 def value_key(value: Any) -> tuple[Any, ...]:
@@ -128,7 +133,13 @@ def _says_nothing(value) -> bool:
     return automatic and all(name is None for name in value.spec)
 
 
+# Types of most parameters, and of the numbers in their tuples.
+_PLAIN = frozenset((int, bool, float, str, type(None)))
+
+
 def _param_key(value, level):
+    if type(value) in _PLAIN:
+        return (type(value).__name__, value)
     if hasattr(value, "eqns"):
         return _jaxpr_key(jx.opened(value), jx.constants(value), level)
     if isinstance(value, (tuple, list)):
