@@ -39,7 +39,7 @@ from megatrain_jax._src.schedule.instructions import Op
 # Bytes of a part, which Orbax gets at a time, at least: one part's end is not written beside the
 # next one's beginning, which costs up to a second each time.
 PART_BYTES = 8 << 30
-# Bytes that Orbax may copy of a part; a part that it would copy more of ends earlier.
+# Bytes of a part that may be copied; a part of which more would be ends earlier.
 _COPIED_BYTES = 1 << 30
 # Name of the unfinished checkpoint in the workspace, where only one is written at a time.
 _WRITTEN = "checkpoint"
@@ -202,7 +202,7 @@ def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_
     for g in dict.fromkeys([*replaced, *range(len(spec.layouts))]):
         whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]
         if whole:
-            copies = sum(map(_copied_bytes, whole))
+            copies = sum(_copied_bytes(entry, store.placement.num_devices) for entry in whole)
             if size >= PART_BYTES or (copies and copied + copies > _COPIED_BYTES):
                 parts.append(((), []))
                 size, copied = 0, 0
@@ -217,11 +217,14 @@ def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_
     return parts
 
 
-def _copied_bytes(entry: ArrayEntry) -> int:
-    """Bytes of an array that Orbax copies: its files' chunks, cut across its longest axis."""
+def _copied_bytes(entry: ArrayEntry, num_devices: int) -> int:
+    """Bytes of an array that are copied: by Orbax, or to join what several devices have of it.
+
+    Orbax copies the chunks of its files, which are cut across an array's longest axis.
+    """
     num_bytes = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
     cut = num_bytes > orbax.FILE_BYTES and entry.shape[0] < max(entry.shape)
-    return num_bytes if cut else 0
+    return num_bytes if cut or num_devices > 1 else 0
 
 
 def _give_way() -> None:
