@@ -14,7 +14,7 @@ import functools
 import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class StructuralKey:
 
 
 _keys: WeakValueDictionary[Hashable, StructuralKey] = WeakValueDictionary()
+# By jaxpr and by what is compared.
+_inner_keys: WeakKeyDictionary[Any, dict[int, StructuralKey]] = WeakKeyDictionary()
 
 
 def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> StructuralKey:
@@ -46,7 +48,11 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> StructuralKey:
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
     What an equation was traced in, such as a mesh, counts, too.
     """
-    return _keys.setdefault(_jaxpr_key(jaxpr, consts, _RULES), StructuralKey())
+    return _standing_for(_jaxpr_key(jaxpr, consts, _RULES))
+
+
+def _standing_for(key: Hashable) -> StructuralKey:
+    return _keys.setdefault(key, StructuralKey())
 
 
 def form(eqn: Any) -> Hashable:
@@ -83,6 +89,15 @@ def _jaxpr_key(jaxpr, consts, level):
     return (head, tuple(body), tail)
 
 
+def _inner_key(jaxpr, level):
+    """The key of a jaxpr within an equation; JAX gives all layers that call a function the same."""
+    known = _inner_keys.setdefault(jaxpr, {})
+    if level not in known:
+        key = _jaxpr_key(jx.opened(jaxpr), jx.constants(jaxpr), level)
+        known[level] = _standing_for(key)
+    return known[level]
+
+
 def variable_numbers(jaxpr: Any) -> dict[Any, int]:
     """The number `structural_key` gives to each variable."""
     numbers: dict[Any, int] = {}
@@ -115,8 +130,7 @@ def value_key(value: Any) -> tuple[Any, ...]:
 def _params_key(eqn, level):
     params = eqn.params
     if eqn.primitive.name in CUSTOM_RULES:
-        inner = params["call_jaxpr"]
-        key = _jaxpr_key(jx.opened(inner), jx.constants(inner), level)
+        key = _inner_key(params["call_jaxpr"], level)
         # A rule may call its own function, so only the first derivative is compared.
         return (key, _vjp_key(eqn)) if level == _RULES else key
     skipped = ("name",) if "jaxpr" in params else ()
@@ -141,7 +155,7 @@ def _param_key(value, level):
     if type(value) in _PLAIN:
         return (type(value).__name__, value)
     if hasattr(value, "eqns"):
-        return _jaxpr_key(jx.opened(value), jx.constants(value), level)
+        return _inner_key(value, level)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(_param_key(v, level) for v in value))
     if isinstance(value, dict):
