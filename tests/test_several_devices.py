@@ -214,7 +214,8 @@ def test_a_loss_in_chunks_is_computed_where_its_tokens_are():
     spec, store, cache = spec_of(trainer), store_of(trainer), KernelCache()
     loops = 0
     for kernel in step_kernels(spec.first, spec.layouts, spec.optimizer, store.placement):
-        text = cache.get(kernel).lower(*kernel.takes).compile().as_text()
+        takes: Any = kernel.takes
+        text = cache.get(kernel).lower(*takes).compile().as_text()
         if kernel.name == "backward" and " while(" in text:
             loops += 1
             gathers, sums = (text.count(f" {op}(") for op in ("all-gather", "all-reduce"))
