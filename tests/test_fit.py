@@ -33,6 +33,7 @@ class LogTrainer:
         self.log = [] if log is None else log
         self.history = History()
         self.num_steps = self.num_skipped = 0
+        self.devices = (None,)
         self.on_step: dict[int, Any] = {}
         self.on_read: dict[int, Any] = {}
         self.first: Any = None
