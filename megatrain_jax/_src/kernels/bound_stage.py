@@ -93,8 +93,9 @@ class BoundStage:
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """The stage's leaves by slab and dtype, as their positions: those that travel together."""
         rows: dict[Hashable, list[int]] = {}
-        for i, slot in enumerate(self.binding.slots):
-            rows.setdefault((slot.slab, self.stage.leaf_dtypes[i]), []).append(i)
+        pairs = zip(self.binding.slots, self.stage.leaf_dtypes, strict=True)
+        for i, (slot, dtype) in enumerate(pairs):
+            rows.setdefault((slot.slab, dtype), []).append(i)
         return tuple(map(tuple, rows.values()))
 
     def share_bytes(self, positions: Sequence[int]) -> int:

@@ -138,19 +138,15 @@ H200 = Hardware(
     sustained=0.75,
     source="measured",
 )
-# The same link, host and NVLink as an H200's. Measured: a bfloat16 matrix product of 8192 x 8192 x
-# 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU data sheet (SXM): 3.35 TB/s; the card
-# reports 81559 MiB.
-H100 = Hardware(
+# The rest as an H200's: link, host, NVLink, what whole steps reach. Measured: a bfloat16 matrix
+# product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU data sheet (SXM):
+# 3.35 TB/s; the card reports 81559 MiB.
+H100 = replace(
+    H200,
     name="NVIDIA H100 80GB",
-    typical_host_bytes=256 * _GIB,
     device_bytes=81559 * 2**20,
-    link_bytes_per_s=47e9,
-    host_bytes_per_s=156 * _GIB,
-    peer_bytes_per_s=246 * _GIB,
     flops_per_s=778e12,
     memory_bytes_per_s=3.35e12,
-    sustained=0.75,
     source="measured, but for a link as an H200's",
 )
 # The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which

@@ -101,15 +101,16 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
     devices = placement.local_devices
     share, array = (-(-x // len(devices)) for x in (num_bytes, array_bytes))
     in_use = _pinned_bytes_in_use(devices)
-    wanting = [d for d in devices if share > _pools.get(d, _Pool()).proven_bytes - in_use[d]]
-    rooms = {d: _room(share, array, _pools.get(d, _Pool()), in_use[d]) for d in wanting}
-    _check(num_bytes, sum(growth for _, growth in rooms.values()), share)
+    pools = {d: _pools.get(d, _Pool()) for d in devices}
+    wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
     if not wanting:
         return
+    rooms = {d: _room(share, array, pools[d], in_use[d]) for d in wanting}
+    _check(num_bytes, sum(growth for _, growth in rooms.values()), share)
     with ThreadPoolExecutor(len(wanting)) as threads:
         list(threads.map(lambda d: _take(d, rooms[d][0], share), wanting))
     for device, (_, growth) in rooms.items():
-        likely = _pools.get(device, _Pool()).likely_bytes + growth
+        likely = pools[device].likely_bytes + growth
         _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
 
 

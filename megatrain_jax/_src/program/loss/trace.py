@@ -78,7 +78,7 @@ def trace_loss(
             f"loss_fn computes in a mesh of {mesh.size} devices, with the axes "
             f"{', '.join(map(str, mesh.axis_names))}, but only training on one device allows that, "
             "for a mesh of one. Call it outside of `jax.set_mesh` and `shard_map`: several devices "
-            "share its work without its help. Or train on one: `mesh` with that one"
+            "share its work without its help. Or choose one by `mesh`"
         )
     return TracedLoss(
         traced=jx.without_dead_code(traced),
