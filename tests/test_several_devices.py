@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import megatrain_jax as mt
@@ -328,3 +330,35 @@ def test_a_loss_in_a_mesh_of_its_own_is_refused():
     params, batch = {"w": np.ones((3, 3), np.float32)}, np.ones((4, 3), np.float32)
     with pytest.raises(ValueError, match="mesh of 1 devices, with the axes d, but only"):
         mt.Trainer(params, loss_fn, optax.sgd(0.1), batch, mesh=mesh_of(2))
+
+
+ORDERED = {
+    "jax.debug.print('x {}')": lambda x: jax.debug.print("x {}", x, ordered=True),
+    "jax.debug.callback": lambda x: jax.debug.callback(see, x, ordered=True),
+    "io_callback(see)": lambda x: io_callback(see, None, x, ordered=True),
+}
+
+
+def see(value):
+    """Takes a value from the device."""
+
+
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["bare", "jit"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_callbacks_are_refused_by_name(name, within):
+    def loss_fn(params, batch):
+        def run(x):
+            ORDERED[name](x.sum())
+            return x @ params["w"]
+
+        return (within(run)(batch) ** 2).mean()
+
+    params, batch = {"w": np.ones((3, 3), np.float32)}, np.ones((4, 3), np.float32)
+    several = AbstractMesh((2,), ("data",))
+    with pytest.raises(ValueError, match=re.escape(f"loss_fn calls {name} with ordered=True")):
+        mt.plan(params, loss_fn, optax.sgd(0.1), batch, mesh=several)
+    assert mt.plan(params, loss_fn, optax.sgd(0.1), batch).num_stages == 1
+    trainer = mt.Trainer(params, lambda p, b: (p["w"] @ b.T).mean(), optax.sgd(0.1), batch,
+        mesh=mesh_of(2), progress=False)  # fmt: skip
+    with pytest.raises(ValueError, match="leave `ordered` out"):
+        trainer.evaluate([batch], loss_fn)

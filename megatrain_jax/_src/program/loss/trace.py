@@ -17,6 +17,7 @@ from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sharing import shared_by
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, assemble, find_leaves
+from megatrain_jax._src.program.effects import ordered_callbacks
 from megatrain_jax._src.program.inline import Inliner
 from megatrain_jax._src.program.loss.builder import cut
 from megatrain_jax._src.program.loss.stages import Program
@@ -58,7 +59,8 @@ def trace_loss(
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
     Raises:
-        ValueError: It computes in a mesh of its own, and there or in the run are several devices.
+        ValueError: It computes in a mesh of its own, and there or in the run are several devices;
+            or it has ordered callbacks, and the run has several.
     """
     names: tuple[str, ...] = ()
 
@@ -79,6 +81,12 @@ def trace_loss(
             f"{', '.join(map(str, mesh.axis_names))}, but only training on one device allows that, "
             "for a mesh of one. Call it outside of `jax.set_mesh` and `shard_map`: several devices "
             "share its work without its help. Or choose one by `mesh`"
+        )
+    if num_devices > 1 and (ordered := ordered_callbacks(traced.jaxpr)):
+        raise ValueError(
+            f"loss_fn calls {', '.join(ordered)} with ordered=True, which JAX allows on one device "
+            f"only, but `mesh` has {num_devices}: leave `ordered` out, or train on one device, "
+            'with mesh=jax.make_mesh((1,), ("data",))'
         )
     return TracedLoss(
         traced=jx.without_dead_code(traced),
