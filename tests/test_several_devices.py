@@ -286,6 +286,10 @@ def test_a_batch_that_devices_cannot_share_is_named():
         make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(3))
     with pytest.raises(ValueError, match=r"`microbatches`=4 parts.*Use a batch that 16 divides"):
         make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(4), microbatches=4)
+    with pytest.raises(ValueError, match=r"share the 5 examples .*: batch\['x'\] has") as caught:
+        params, odd = {"w": np.ones((3, 3), np.float32)}, [{"x": np.ones((5, 3), np.float32)}]
+        mt.fit(params, lambda params, batch: 0.0, odd, optax.sgd(0.1), mesh=mesh_of(2))
+    assert caught.value.__notes__ == ["This was batch 1 of `data` (counted from 1)."]
     with pytest.raises(ValueError, match="only `plan` takes an AbstractMesh"):
         make_trainer(case, OPTIMIZERS["adam"], mesh=AbstractMesh((2,), ("data",)))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Unpack
 
@@ -9,7 +10,7 @@ import optax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.inputs import check_data, check_parts, check_trainer
+from megatrain_jax._src.build.inputs import check_data, check_mesh, check_parts, check_trainer
 from megatrain_jax._src.build.options import (
     FitArguments,
     LoopArguments,
@@ -19,6 +20,7 @@ from megatrain_jax._src.build.options import (
     shows,
 )
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.state.placement import default_mesh
 from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over
 from megatrain_jax._src.train.run import Run
 from megatrain_jax._src.train.series import Checkpoints
@@ -111,10 +113,12 @@ def fit(
     loop, run = options_of(fit, LoopOptions, options), options_of(fit, Options, options)
     resume = checks.boolean("resume", resume)
     check_parts(model, loss_fn, optimizer, params)
+    check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)
     with _series(loop) as series:
         source = Source(data)
-        sample = _first_batch(source, run.microbatches)
+        run = replace(run, mesh=run.mesh or default_mesh())
+        sample = _first_batch(source, run)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
@@ -181,16 +185,16 @@ def _series(options: LoopOptions) -> AbstractContextManager[Checkpoints | None]:
     return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep)
 
 
-def _first_batch(source: Source, microbatches: int) -> Any:
+def _first_batch(source: Source, options: Options) -> Any:
     """The first batch of the data, which a trainer is made from.
 
     Raises:
-        ValueError: If there is none, or it can't be cut into microbatches.
+        ValueError: If there is none, or microbatches and devices can't share it.
         TypeError: If it is no pytree of arrays.
     """
     sample = next(source, _END)
     if sample is _END:
         raise ValueError(EMPTY)
     with numbered(1):
-        check_batch(sample, microbatches)
+        check_batch(sample, options.microbatches, num_devices=options.num_devices)
     return sample

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.adapt.adapters import check_model
 from megatrain_jax._src.adapt.loss_function import takes_rng
 from megatrain_jax._src.adapt.model_kinds import flatten
-from megatrain_jax._src.build.options import EvalData, are_batches
+from megatrain_jax._src.build.options import EvalData, are_batches, mesh_of
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.model_path import path_name
@@ -40,15 +40,21 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
         _check_params(params)
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     """Checks that a run can use a mesh here, which only a plan need not.
+
+    Args:
+        mesh: The mesh; None for the devices that are here.
 
     Raises:
         ValueError: If it has no devices, or such of other processes.
     """
     if isinstance(mesh, AbstractMesh):
-        raise ValueError("`mesh` must have devices to train on; only `plan` takes an AbstractMesh")
-    if len(mesh.local_devices) != mesh.size:
+        raise ValueError(
+            f"`mesh` must have devices to train on; only `plan` takes an AbstractMesh; "
+            f"{mesh_of(mesh.size)}"
+        )
+    if mesh is not None and len(mesh.local_devices) != mesh.size:
         raise ValueError(
             "`mesh` must have devices of this process alone: training with several processes is "
             "not supported"

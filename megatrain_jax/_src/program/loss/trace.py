@@ -71,16 +71,22 @@ def trace_loss(
         # A metric may be a parameter itself; a copy makes it a value of some stage.
         return value, [jnp.copy(metrics[k]) for k in names], list(new)
 
+    ambient = jax.sharding.get_abstract_mesh()
     rng = jax.eval_shape(lambda: jax.random.key(0))
     with shared_by(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     mesh = jx.largest_mesh(traced.jaxpr)
     if mesh is not None and max(mesh.size, num_devices) > 1:
+        entered = (
+            "Leave the `jax.set_mesh` around this call, and choose devices by `mesh=` instead"
+            if mesh == ambient
+            else "Call it outside of `jax.set_mesh` and `shard_map`"
+        )
         raise ValueError(
             f"loss_fn computes in a mesh of {mesh.size} devices, with the axes "
             f"{', '.join(map(str, mesh.axis_names))}, but only training on one device allows that, "
-            "for a mesh of one. Call it outside of `jax.set_mesh` and `shard_map`: several devices "
-            "share its work without its help. Or choose one by `mesh`"
+            f"for a mesh of one. {entered}: several devices share its work without its help. Or "
+            "choose one by `mesh`"
         )
     if num_devices > 1 and (ordered := ordered_callbacks(traced.jaxpr)):
         raise ValueError(
