@@ -117,9 +117,9 @@ def needs_values() -> nnx.Module:
         (LinenInteger(), ValueError, r"real floating-point .* offset \(int32\)"),
         ({"w": np.ones(3, np.complex64)}, ValueError, r"real floating-point .* w \(complex64\)"),
         (
-            {"w": np.ones(3), "steps": [np.arange(2), jnp.ones(2, bool)]},
+            {"w": np.ones(3), "names": [np.array(["a"]), np.array([None])]},
             ValueError,
-            r"integer parameters.*: steps/0 \(int64\), steps/1 \(bool\)\.",
+            r"can't go to a device: names/0 \(<U1\), names/1 \(object\)\.",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_plain_orbax_reads_the_parameters(tmp_path):
         saved.append((str(tmp_path / name), name))
         expected.append(float(case.loss_fn(trainer.model, case.batch(7))))
         if params_only:
-            with pytest.raises(CheckpointError, match="parameters only"):
+            with pytest.raises(CheckpointError, match="parameters only.*`params=`"):
                 trainer.restore(tmp_path / name)
     # One process, since it takes most of its time to import what it needs.
     command = [sys.executable, "-c", PLAIN, json.dumps(saved)]

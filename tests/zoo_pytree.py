@@ -247,11 +247,12 @@ def loss_of(forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 class EquinoxBlock(eqx.Module):
-    """An MLP block with a leaf that is no array: its activation."""
+    """An MLP block with leaves that aren't trained: an array of integers, and its activation."""
 
     norm: eqx.nn.LayerNorm
     up: eqx.nn.Linear
     down: eqx.nn.Linear
+    order: jax.Array
     activation: Callable[[jax.Array], jax.Array]
 
     def __init__(self, key: jax.Array):
@@ -259,10 +260,11 @@ class EquinoxBlock(eqx.Module):
         self.norm = eqx.nn.LayerNorm(DIM)
         self.up = eqx.nn.Linear(DIM, HIDDEN, key=up_key)
         self.down = eqx.nn.Linear(HIDDEN, DIM, key=down_key)
+        self.order = jax.random.permutation(key, HIDDEN)
         self.activation = jax.nn.gelu
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(self.activation(self.up(self.norm(x))))
+        return x + self.down(self.activation(self.up(self.norm(x)))[self.order])
 
 
 class EquinoxDecoder(eqx.Module):

@@ -43,7 +43,7 @@ def parts_of(model: Any) -> Parts:
 
     Raises:
         TypeError: an NNX variable holds something that is no array.
-        ValueError: a pytree holds arrays that can't be trained.
+        ValueError: a pytree holds arrays of no numbers.
     """
     return _nnx_parts(model) if _nnx_modules(model) else _pytree_parts(model)
 
@@ -288,26 +288,27 @@ def _plain(variables: Any) -> dict[str, Any]:
 
 
 def _pytree_parts(model: Any) -> Parts:
-    """Takes a pytree apart: floating-point arrays are parameters, the rest is static."""
+    """Takes a pytree apart: floating-point arrays are parameters, other arrays are state.
+
+    What is no array is static. A loss gets no model back, so that such state stays as it is.
+    """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model)
-    trained = tuple(_is_inexact(leaf) for _, leaf in flat)
-    others = [
-        f"{path_name(_path(keys))} ({leaf.dtype})"
-        for (keys, leaf), is_trained in zip(flat, trained, strict=True)
-        if _is_array(leaf) and not is_trained
-    ]
-    if others:
-        raise ValueError(
-            f"The model has integer parameters, which can't be trained: {', '.join(others)}. "
-            "Every array in a pytree model is a parameter; make these static fields or Python "
-            "numbers, or compute them in loss_fn."
-        )
-    static = tuple(None if t else leaf for (_, leaf), t in zip(flat, trained, strict=True))
+    leaves = [leaf for _, leaf in flat]
+    trained = [_is_inexact(leaf) for leaf in leaves]
+    kept = [_is_array(leaf) and not t for leaf, t in zip(leaves, trained, strict=True)]
+    _check_kept([item for item, is_kept in zip(flat, kept, strict=True) if is_kept])
+    arrays = [t or k for t, k in zip(trained, kept, strict=True)]
+    static = [None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True)]
+
+    def only(chosen: Sequence[bool]) -> Any:
+        pairs = zip(leaves, chosen, strict=True)
+        return jax.tree.unflatten(treedef, [leaf if c else None for leaf, c in pairs])
 
     def rebuild(params: Any, variables: Any) -> Any:
-        arrays = iter(jax.tree.leaves(params))
-        pairs = zip(trained, static, strict=True)
-        return jax.tree.unflatten(treedef, [next(arrays) if t else s for t, s in pairs])
+        values, states = iter(jax.tree.leaves(params)), iter(jax.tree.leaves(variables))
+        rows = zip(trained, kept, static, strict=True)
+        whole = [next(values) if t else next(states) if k else s for t, k, s in rows]
+        return jax.tree.unflatten(treedef, whole)
 
     def call(
         loss_fn: Callable[..., Any],
@@ -319,5 +320,19 @@ def _pytree_parts(model: Any) -> Parts:
     ) -> tuple[Any, Any]:
         return loss_fn(rebuild(params, variables), *args), variables
 
-    leaves = [leaf if t else None for (_, leaf), t in zip(flat, trained, strict=True)]
-    return jax.tree.unflatten(treedef, leaves), (), Shell(call=call, rebuild=rebuild)
+    return only(trained), only(kept), Shell(call=call, rebuild=rebuild)
+
+
+def _check_kept(flat: Sequence[tuple[Any, Any]]) -> None:
+    """Checks that a device can hold the arrays of a pytree that are not trained."""
+    known = (np.number, np.bool_, jax.dtypes.extended)
+    wrong = [
+        f"{path_name(_path(keys))} ({leaf.dtype})"
+        for keys, leaf in flat
+        if not any(jnp.issubdtype(leaf.dtype, kind) for kind in known)
+    ]
+    if wrong:
+        raise ValueError(
+            f"The model has arrays that can't go to a device: {', '.join(wrong)}. Keep what isn't "
+            "numbers in static fields."
+        )
