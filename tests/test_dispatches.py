@@ -82,9 +82,9 @@ MORE = 4  # layers
 @pytest.mark.parametrize(
     ("optimizer", "microbatches", "budget", "fetched", "offloaded"),
     [
-        (ADAMW, 1, "least", 2 + 2 + 1, 1 + 2 + 1),
+        pytest.param(ADAMW, 1, "least", 2 + 2 + 1, 1 + 2 + 1, marks=pytest.mark.long),
         (ADAMW, 4, "least", 2 + 2 + 4, 1 + 2 + 4),
-        (CLIPPED, 1, "least", 2 + 2 + 1 + 1, 1 + 2 + 1 + 1),
+        pytest.param(CLIPPED, 1, "least", 2 + 2 + 1 + 1, 1 + 2 + 1 + 1, marks=pytest.mark.long),
         (CLIPPED, 4, "least", 2 + 2 + 4 + 1, 1 + 2 + 4 + 1),
         (ADAMW, 1, 10**9, 0, 0),
         (CLIPPED, 4, 10**9, 0, 0),

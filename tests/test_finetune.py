@@ -45,7 +45,7 @@ def curve_of_torch(model):
     return curve
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen2", marks=pytest.mark.long), "gemma2"])
 def test_the_loss_curve_is_that_of_transformers(name, tmp_path):
     model = make_torch(name)
     pretrained = models.load_pretrained(save(model, tmp_path / "model"))

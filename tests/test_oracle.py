@@ -17,11 +17,11 @@ from zoo import CASES, NUM_EXAMPLES, Case
 from zoo_case import VOCAB
 
 
-# Every third by default: the gradients of all are looked at by test_equivalence as they are here.
+# Every eighth by default: the gradients of all are looked at by test_equivalence as they are here.
 @pytest.mark.parametrize(
     "name",
     [
-        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.long)
+        name if number % 8 == 0 else pytest.param(name, marks=pytest.mark.long)
         for number, name in enumerate(CASES)
     ],
 )

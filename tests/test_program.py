@@ -48,7 +48,14 @@ def test_blocks_become_stages_that_share_templates(name):
     assert not program.stages[0].is_block and not program.stages[-1].is_block
 
 
-@pytest.mark.parametrize("name", CASES)
+# Every third by default, since test_equivalence trains all of them.
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.long)
+        for number, name in enumerate(CASES)
+    ],
+)
 def test_stages_together_compute_the_loss(name):
     case = CASES[name]
     adapted, initial, traced, batch = trace_case(case)

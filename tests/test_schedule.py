@@ -30,7 +30,7 @@ LISTS = ("cold", "steady", "flush", "evaluation")
 
 @pytest.mark.parametrize(
     "seed",
-    [seed if seed < 50 else pytest.param(seed, marks=pytest.mark.long) for seed in range(100)],
+    [seed if seed < 25 else pytest.param(seed, marks=pytest.mark.long) for seed in range(100)],
 )
 def test_every_budget_computes_the_same_on_current_data(seed):
     workload = random_workload(seed)

@@ -114,7 +114,7 @@ def history(path: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "kills"),
     [
-        pytest.param("clipped", 3, marks=pytest.mark.slow),
+        pytest.param("clipped", 2, marks=pytest.mark.slow),
         pytest.param("plain", 25, marks=pytest.mark.long),
         pytest.param("clipped", 25, marks=pytest.mark.long),
     ],
@@ -150,7 +150,11 @@ def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, 
 
 @pytest.mark.parametrize(
     ("number", "ignored"),
-    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, False)],
+    [
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.long),
+        (signal.SIGTERM, True),
+        (signal.SIGINT, False),
+    ],
 )
 def test_a_signal_ends_the_run_after_a_saved_step(server, number, ignored, tmp_path):
     pid = server.start(tmp_path, "clipped", 100000, ignored)

@@ -28,7 +28,7 @@ RUNS = [
     ("nnx_tied", r"blocks/[12]/", "adamw_schedule", 2),
     ("nnx_tied", r"embed", "clip_adamw", 2),
     ("nnx_scan", r"bias", "adamw_schedule", 1),
-    ("linen_scan_remat", r"kernel", "clip_adamw", 1),
+    pytest.param("linen_scan_remat", r"kernel", "clip_adamw", 1, marks=pytest.mark.long),
     ("linen_numbered", r"head", "adamw_schedule", 1),
     ("shared_block", r"bias|norm", "clip_adamw", 1),
     ("moe", r"expert|router", "adafactor", 1),
