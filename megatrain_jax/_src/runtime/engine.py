@@ -54,7 +54,7 @@ class Engine:
         self.group_ok: list[tuple[int, jax.Array]] = []
         self._transfers = Transfers(store)
         self._messages: list[jax.Array] = []
-        self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
+        self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
         self._combined_ok = store.ok  # of the step whose updates are pending
         self._found: dict[Hashable, Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
