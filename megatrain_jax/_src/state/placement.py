@@ -89,7 +89,8 @@ class Placement:
         """
         if self.processes.count == 1:
             return jax.device_put(tree, sharding)
-        return jax.tree.map(lambda x: _shared(x, sharding), tree)
+        with jax.transfer_guard("allow"):  # as `device_put` is, where it can be used
+            return jax.tree.map(lambda x: _shared(x, sharding), tree)
 
     def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:
         """The array whose parts, one a process in their order, lie end to end along its first axis.
@@ -99,9 +100,10 @@ class Placement:
             sharding: The whole array's sharding.
         """
         if sharding.is_fully_replicated:
-            return _shared(self.processes.concatenated(np.asarray(part)), sharding)
+            return self.put(self.processes.concatenated(np.asarray(part)), sharding)
         shape = (part.shape[0] * self.processes.count, *part.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+        with jax.transfer_guard("allow"):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 
     def readable(self, slab: jax.Array) -> jax.Array | np.ndarray:
         """A slab at rest that this process can read all of: itself, or a copy in several processes.

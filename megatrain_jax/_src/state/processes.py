@@ -151,8 +151,9 @@ class Processes:
             raise PeerEndedError(self.unreachable)
         shape = (self.count, row.size)
         try:
-            mine = jax.make_array_from_callback(shape, self._divided, lambda _: row[None])
-            return np.asarray(self._gathered(mine))
+            with jax.transfer_guard("allow"):
+                mine = jax.make_array_from_callback(shape, self._divided, lambda _: row[None])
+                return np.asarray(self._gathered(mine))
         except (ValueError, RuntimeError) as error:  # JAX's own, whose kind depends on its version
             self.unreachable = (
                 "another process of this run has ended without a word or can't be reached; the "
