@@ -20,7 +20,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 def hardware() -> dict[str, Any]:
     """Returns the device, the device memory JAX may use, host memory in GiB, and cores."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     host = host_memory.total_bytes()
     return {

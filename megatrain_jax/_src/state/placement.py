@@ -150,8 +150,8 @@ def on_several(devices: Sequence[Any]) -> str:
 
 
 def default_device() -> Any:
-    """JAX's first device; starts JAX's backend."""
-    return jax.devices()[0]
+    """JAX's first device of this process; starts JAX's backend."""
+    return jax.local_devices()[0]
 
 
 def default_mesh() -> Mesh:
