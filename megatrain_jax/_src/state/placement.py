@@ -7,6 +7,7 @@ Nothing else asks JAX which devices there are.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -85,12 +86,31 @@ class Placement:
     def put(self, tree: Any, sharding: Sharding) -> Any:
         """Arrays with one of these shardings, of values that all processes have or arrays with one.
 
-        Between processes nothing is sent. Random keys of several processes stay on the devices.
+        Random keys of several processes stay on the devices.
         """
         if self.processes.count == 1:
             return jax.device_put(tree, sharding)
         with jax.transfer_guard("allow"):  # as `device_put` is, where it can be used
-            return jax.tree.map(lambda x: _shared(x, sharding), tree)
+            return jax.tree.map(lambda x: self._put_one(x, sharding), tree)
+
+    def move(self, arrays: Sequence[jax.Array], sharding: Sharding) -> list[jax.Array]:
+        """Copies of arrays in the same shards, in the memory of another of these shardings.
+
+        Of several processes each moves its own shards: given whole arrays, `device_put` would have
+        the devices compute an identity (JAX 0.11.2), and no copy would pass beside a computation.
+        """
+        if self.processes.count == 1:
+            return jax.device_put(arrays, sharding)
+        kind = sharding.memory_kind
+        shards = [shard.data for x in arrays for shard in x.addressable_shards]
+        targets = [_on_one(x.device, kind) for x in shards]
+        copies = iter(jax.device_put(shards, targets))
+        return [
+            jax.make_array_from_single_device_arrays(
+                x.shape, sharding, list(islice(copies, len(self.local_devices)))
+            )
+            for x in arrays
+        ]
 
     def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:
         """The array whose parts, one a process in their order, lie end to end along its first axis.
@@ -112,7 +132,7 @@ class Placement:
         """
         if self.processes.count == 1:
             return slab
-        on_device = jax.device_put(slab, self.slabs_on_device)
+        (on_device,) = self.move([slab], self.slabs_on_device)
         return np.asarray(_identity(self.small_on_device)(on_device))
 
     def spread(self, x: jax.Array) -> jax.Array:
@@ -123,6 +143,18 @@ class Placement:
         """An array whole on every device; for use inside jit."""
         return self._constrained(x, self.small_on_device)
 
+    def _put_one(self, x: Any, sharding: Sharding) -> jax.Array:
+        """One array of several processes; see `put`."""
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return x if is_key else self.move([x], sharding)[0]
+        if is_key:
+            wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+            placed = sharding.with_memory_kind("device")
+            return jax.jit(wrap, out_shardings=placed)(np.asarray(jax.random.key_data(x)))
+        value = np.asarray(x)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
     def _constrained(self, x: jax.Array, sharding: Sharding) -> jax.Array:
         return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
@@ -132,16 +164,9 @@ def _identity(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-def _shared(x: Any, sharding: Sharding) -> jax.Array:
-    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return x if is_key else jax.device_put(x, sharding)
-    if is_key:
-        wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-        placed = sharding.with_memory_kind("device")
-        return jax.jit(wrap, out_shardings=placed)(np.asarray(jax.random.key_data(x)))
-    value = np.asarray(x)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+@functools.cache
+def _on_one(device: Any, memory_kind: str) -> Sharding:
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
 
 
 def on_several(devices: Sequence[Any]) -> str:
