@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import megatrain_jax as mt
@@ -143,7 +143,11 @@ RUN = {
     "max_skipped": Argument(COUNTS, (*NO_COUNTS, None)),
     "mesh": Argument(
         (None, Mesh(jax.devices()[:1], "data")),
-        (1, 4, "data", True, jax.devices(), np.array(jax.devices()), P("data"), Mesh, {}),
+        (
+            *(1, 4, "data", True, jax.devices(), np.array(jax.devices()), P("data"), Mesh, {}),
+            *(Mesh(np.array([]), "data"), Mesh(jax.devices()[:1] * 2, "data")),
+            *(AbstractMesh((), ()), AbstractMesh((0,), ("data",))),
+        ),
     ),
     "hardware": Argument(
         (None, mt.H200, mt.RTX_4090),

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from megatrain_jax import losses
@@ -214,6 +216,20 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
         ("plan", {"hardware": "H100"}, "megatrain_jax.RTX_4090.* megatrain_jax.this_machine"),
         ("Trainer", {"device_budget": "Least"}, "\"least\", or None .*, but is 'Least'"),
+        (
+            "plan",
+            {"mesh": 4},
+            r'a jax.sharding.Mesh .*; write mesh=jax.make_mesh\(\(4,\), \("data"',
+        ),
+        ("plan", {"mesh": jax.devices()[:2]}, r"; write mesh=jax.make_mesh\(\(2,\), "),
+        ("fit", {"mesh": "data"}, r"; write mesh=jax.make_mesh\(\(n,\), "),
+        ("plan", {"mesh": AbstractMesh((), ())}, r"`mesh` has no devices: .*make_mesh\(\(n,\), "),
+        (
+            "Trainer",
+            {"mesh": Mesh(jax.devices()[:1] * 2, "d")},
+            "2 places for 1 devices, .*only once",
+        ),
+        ("fit", {"mesh": AbstractMesh((2,), ("d",))}, r"only `plan` takes .*make_mesh\(\(2,\), "),
         ("Trainer", {"trainable": "("}, r"`trainable`='\(' is no regular expression: "),
         ("train", {"trainer": result}, "pass result.trainer"),
     ],

@@ -123,3 +123,13 @@ def test_a_mesh_of_several_devices_is_refused_by_its_axes(kind, nested):
 
     with pytest.raises(ValueError, match="mesh of 4 devices, with the axes rows, cols"):
         mt.plan(init_params(), loss_fn, optax.sgd(0.1), BATCH)
+
+
+def test_a_mesh_set_around_a_run_of_several_devices_is_named():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    batches = [BATCH]
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Leave the `jax.set_mesh` around"):
+        mt.fit(
+            init_params(), loss_of(["plain"] * 4, "plain"), batches, optax.sgd(0.1),
+            mesh=mesh, progress=False,
+        )  # fmt: skip

@@ -46,7 +46,7 @@ SMALL = Plan(
     host_process_bytes=None,
     device_state_bytes=60,
     device_other_bytes=30,
-    device_temporary_bytes=None,
+    device_temporary_bytes=0,
     device_temporary_estimated=False,
     bytes_in=20,
     bytes_out=16,
@@ -232,7 +232,7 @@ BIG = Plan(
     host_process_bytes=1169 * GIB // 10,
     device_state_bytes=12 * GIB,
     device_other_bytes=5 * GIB,
-    device_temporary_bytes=None,
+    device_temporary_bytes=0,
     device_temporary_estimated=False,
     bytes_in=38 * GIB,
     bytes_out=0,
@@ -284,12 +284,32 @@ def test_table_of_text():
 
 
 def test_temporaries_count_once_they_are_known():
-    assert "temporaries" not in str(big_plan())
+    uncounted = big_plan(device_temporary_bytes=None)
+    words = " ".join(str(uncounted).split())
+    assert "device memory, temporaries not counted known where functions are compiled" in words
+    assert "device memory, in all 17.00 GiB unknown: without temporaries to" in words
+    assert uncounted.fits_device is None
+    assert replace(uncounted, device_other_bytes=200 * GIB).fits_device is False
     words = " ".join(str(big_plan(device_temporary_bytes=103 * GIB)).split())
     assert "device memory, temporaries 103.00 GiB device" in words
     assert "device memory, in all 120.00 GiB DOES NOT FIT in 119.34 GiB, 85% of the card" in words
     guess = big_plan(device_temporary_bytes=GIB, device_temporary_estimated=True)
     assert "device memory, temporaries 1.00 GiB estimate" in " ".join(str(guess).split())
+
+
+def test_a_trainer_without_a_gpu_says_what_it_planned():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return (batch @ params["w"]).mean()
+
+    given = {"w": jnp.ones((4, 4))}, loss_fn, optax.sgd(0.1), jnp.ones((4, 4))
+    found = mt.Trainer(*given, hardware=mt.H100, progress=False).plan
+    planned = mt.plan(*given, hardware=mt.H100)
+    assert found.device_budget is None and planned.device_budget
+    assert found.fits_device is None and planned.fits_device
+    words = " ".join(str(found).split())
+    assert "B the least device memory, other" in words
+    assert "temporaries not counted known where" in words and "B unknown: without" in words
+    assert "of a budget of " in str(planned)
 
 
 def test_what_is_missing_is_said():
@@ -323,7 +343,7 @@ def test_many_different_groups_are_shortened():
     names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
     plan = big_plan(groups=tuple(row(name, i) for i, name in enumerate(names)))
     text = str(plan)
-    assert len(text.splitlines()) <= 32
+    assert len(text.splitlines()) <= 33
     # Six rows at either end are shown, so the ellipsis stands for the 26 between them.
     hidden = next(line for line in text.splitlines() if line.startswith("…"))
     assert hidden.split() == ["…", "26"]
@@ -354,13 +374,27 @@ def test_html_escapes_what_users_name():
         (1023, "1023 B"),
         (1536, "1.50 KiB"),
         (5 * 2**20, "5.00 MiB"),
-        (512 * 2**20, "0.50 GiB"),
+        (512 * 2**20, "512.00 MiB"),
         (3 * GIB, "3.00 GiB"),
     ],
 )
 def test_memory_units(num_bytes, text):
     words = " ".join(str(small_plan(device_state_bytes=num_bytes)).split())
-    assert f"device memory, state and activations {text} device" in words
+    assert f"device memory, state and activations {text} the least device" in words
+
+
+def test_a_table_has_one_unit_where_that_shows_its_numbers():
+    plan = small_plan(host_peak_bytes=44 * 2**20, host_bytes=6 * 2**20, bytes_in=60 * 2**10)
+    words = " ".join(str(replace(plan, bytes_out=100, device_budget=2**20)).split())
+    for part in ("peak 44.00 MiB", "at rest 6.00 MiB", "device, a step 0.06 MiB", "step 100 B"):
+        assert part in words
+    assert "state and activations 60 B of a budget of 1.00 MiB" in words
+    assert "at rest 0.50 GiB" in " ".join(str(big_plan(host_bytes=GIB // 2)).split())
+
+
+def test_a_step_too_short_to_tell_has_no_bound():
+    words = " ".join(str(big_plan(seconds_per_step=2e-4)).split())
+    assert "bound by nothing here: too short" in words
 
 
 def test_known_cards(monkeypatch):

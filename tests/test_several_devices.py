@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import megatrain_jax as mt
@@ -284,6 +286,10 @@ def test_a_batch_that_devices_cannot_share_is_named():
         make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(3))
     with pytest.raises(ValueError, match=r"`microbatches`=4 parts.*Use a batch that 16 divides"):
         make_trainer(case, OPTIMIZERS["adam"], mesh=mesh_of(4), microbatches=4)
+    with pytest.raises(ValueError, match=r"share the 5 examples .*: batch\['x'\] has") as caught:
+        params, odd = {"w": np.ones((3, 3), np.float32)}, [{"x": np.ones((5, 3), np.float32)}]
+        mt.fit(params, lambda params, batch: 0.0, odd, optax.sgd(0.1), mesh=mesh_of(2))
+    assert caught.value.__notes__ == ["This was batch 1 of `data` (counted from 1)."]
     with pytest.raises(ValueError, match="only `plan` takes an AbstractMesh"):
         make_trainer(case, OPTIMIZERS["adam"], mesh=AbstractMesh((2,), ("data",)))
 
@@ -328,3 +334,35 @@ def test_a_loss_in_a_mesh_of_its_own_is_refused():
     params, batch = {"w": np.ones((3, 3), np.float32)}, np.ones((4, 3), np.float32)
     with pytest.raises(ValueError, match="mesh of 1 devices, with the axes d, but only"):
         mt.Trainer(params, loss_fn, optax.sgd(0.1), batch, mesh=mesh_of(2))
+
+
+ORDERED = {
+    "jax.debug.print('x {}')": lambda x: jax.debug.print("x {}", x, ordered=True),
+    "jax.debug.callback": lambda x: jax.debug.callback(see, x, ordered=True),
+    "io_callback(see)": lambda x: io_callback(see, None, x, ordered=True),
+}
+
+
+def see(value):
+    """Takes a value from the device."""
+
+
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["bare", "jit"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_callbacks_are_refused_by_name(name, within):
+    def loss_fn(params, batch):
+        def run(x):
+            ORDERED[name](x.sum())
+            return x @ params["w"]
+
+        return (within(run)(batch) ** 2).mean()
+
+    params, batch = {"w": np.ones((3, 3), np.float32)}, np.ones((4, 3), np.float32)
+    several = AbstractMesh((2,), ("data",))
+    with pytest.raises(ValueError, match=re.escape(f"loss_fn calls {name} with ordered=True")):
+        mt.plan(params, loss_fn, optax.sgd(0.1), batch, mesh=several)
+    assert mt.plan(params, loss_fn, optax.sgd(0.1), batch).num_stages == 1
+    trainer = mt.Trainer(params, lambda p, b: (p["w"] @ b.T).mean(), optax.sgd(0.1), batch,
+        mesh=mesh_of(2), progress=False)  # fmt: skip
+    with pytest.raises(ValueError, match="leave `ordered` out"):
+        trainer.evaluate([batch], loss_fn)

@@ -7,6 +7,7 @@ the figures depend on.
 
 import argparse
 import gc
+import os
 import shlex
 import sys
 import time
@@ -238,7 +239,7 @@ def main() -> None:
     args = parse_arguments()
     if args.join is not None:
         index, count, port = args.join
-        only = None if jax.config.jax_platforms == "cpu" else [index]
+        only = None if os.environ.get("JAX_PLATFORMS") == "cpu" else [index]
         jax.distributed.initialize(f"localhost:{port}", count, index, local_device_ids=only)
     shape, origin = chosen_shape(args), find_origin(args)
     figures = measure(args, shape)

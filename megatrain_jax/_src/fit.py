@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Unpack
 
@@ -113,13 +114,14 @@ def fit(
     loop, run = options_of(fit, LoopOptions, options), options_of(fit, Options, options)
     resume = checks.boolean("resume", resume)
     check_parts(model, loss_fn, optimizer, params)
+    check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)
-    mesh = run.mesh or default_mesh()
-    check_mesh(mesh)
-    processes = placed_on(mesh).processes
+    run = replace(run, mesh=run.mesh or default_mesh())
+    assert run.mesh is not None
+    processes = placed_on(run.mesh).processes
     with _series(loop, processes) as series:
         source = Source(data)
-        sample = _first_batch(source, run.microbatches)
+        sample = _first_batch(source, run.microbatches, run.num_devices // processes.count)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
@@ -189,16 +191,16 @@ def _series(
     return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep, processes)
 
 
-def _first_batch(source: Source, microbatches: int) -> Any:
+def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:
     """The first batch of the data, which a trainer is made from.
 
     Raises:
-        ValueError: If there is none, or it can't be cut into microbatches.
+        ValueError: If there is none, or microbatches and devices can't share it.
         TypeError: If it is no pytree of arrays.
     """
     sample = next(source, _END)
     if sample is _END:
         raise ValueError(EMPTY)
     with numbered(1):
-        check_batch(sample, microbatches)
+        check_batch(sample, microbatches, num_devices=num_devices)
     return sample

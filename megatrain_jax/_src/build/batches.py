@@ -9,6 +9,7 @@ import numpy as np
 from megatrain_jax._src.common import checks
 
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+_SCALAR = "write np.full(n, x) for a number x of n examples, or have loss_fn close over a constant"
 
 
 def check_batch(
@@ -41,7 +42,8 @@ def check_batch(
             raise ValueError(
                 f"the arrays of a batch must agree in their leading axis (the examples), but "
                 f"{_name(first_path, name)} has shape {first.shape} and {_name(path, name)} has "
-                f"shape {leaf.shape}"
+                f"shape {leaf.shape}. Put the examples first, repeat what all of them share with "
+                "np.repeat, or have loss_fn close over it"
             )
     if examples % microbatches:
         raise ValueError(
@@ -106,7 +108,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, _ARRAYS):
         raise TypeError(
             f"a batch must be a pytree of NumPy or JAX arrays, but {name} is of type "
-            f"{type(leaf).__name__}; convert it with np.asarray"
+            f"{type(leaf).__name__}; convert a list with np.asarray; {_SCALAR}"
         )
     known = (np.number, np.bool_, jax.dtypes.extended)
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in known):
@@ -116,7 +118,8 @@ def _check_leaf(name: str, leaf: Any) -> None:
         )
     if not leaf.shape:
         raise ValueError(
-            f"{name} is a scalar; every array of a batch needs a leading axis of examples"
+            f"{name} is a scalar, but every array of a batch needs a leading axis of examples; "
+            f"{_SCALAR}"
         )
     if not leaf.shape[0]:
         raise ValueError(f"{name} has shape {leaf.shape}: there are no examples in it")

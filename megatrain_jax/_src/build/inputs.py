@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.adapt.adapters import check_model
 from megatrain_jax._src.adapt.loss_function import takes_rng
 from megatrain_jax._src.adapt.model_kinds import flatten
-from megatrain_jax._src.build.options import EvalData, are_batches
+from megatrain_jax._src.build.options import EvalData, are_batches, mesh_of
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.model_path import path_name
@@ -42,17 +42,24 @@ def check_parts(model: Any, loss_fn: Any, optimizer: Any, params: Any = None) ->
         _check_params(params)
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     """Checks that a run can use a mesh here, which only a plan need not.
+
+    Args:
+        mesh: The mesh; None for the devices that are here.
 
     Raises:
         ValueError: If it has no devices, or not equally many of each process.
     """
     if isinstance(mesh, AbstractMesh):
-        raise ValueError("`mesh` must have devices to train on; only `plan` takes an AbstractMesh")
+        raise ValueError(
+            f"`mesh` must have devices to train on; only `plan` takes an AbstractMesh; "
+            f"{mesh_of(mesh.size)}"
+        )
+    if mesh is None:
+        return
     owned = Counter(device.process_index for device in mesh.devices.flat)
-    mine = owned[jax.process_index()]
-    if mine == mesh.size:
+    if owned[jax.process_index()] == mesh.size:
         return
     if len(owned) != jax.process_count() or len(set(owned.values())) > 1:
         rows = ", ".join(f"{owned[i]} of process {i}" for i in range(jax.process_count()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.build.precision import Precision
@@ -260,8 +261,24 @@ def _check_on_nonfinite(value: Any) -> None:
 
 
 def _check_mesh(value: Any) -> None:
-    if value is not None and not isinstance(value, Mesh | AbstractMesh):
-        raise TypeError(refused("mesh", "a jax.sharding.Mesh or None", value))
+    if value is None:
+        return
+    if not isinstance(value, Mesh | AbstractMesh):
+        listed = isinstance(value, list | tuple | np.ndarray)
+        given = np.size(value) if listed else value if type(value) is int else 0
+        raise TypeError(refused("mesh", "a jax.sharding.Mesh or None", value, mesh_of(given)))
+    if not value.size:
+        raise ValueError(f"`mesh` has no devices: {value}; {mesh_of(0)}, or None for all GPUs")
+    if isinstance(value, Mesh) and (different := len(set(value.devices.flat))) < value.size:
+        raise ValueError(
+            f"`mesh` has {value.size} places for {different} devices, each of which may be there "
+            f"only once; {mesh_of(different)}"
+        )
+
+
+def mesh_of(num_devices: int) -> str:
+    """The advice on how to write a mesh of so many devices; of n if that is less than one."""
+    return f'write mesh=jax.make_mesh(({num_devices if num_devices > 0 else "n"},), ("data",))'
 
 
 def _check_hardware(value: Any) -> None:

@@ -45,7 +45,8 @@ def check(path: Path, entries: Sequence[ArrayEntry]) -> dict[str, Any]:
     facts = manifest.facts_of(path)
     if facts["params_only"]:
         raise CheckpointError(
-            f"{path} holds parameters only, so training can't go on from it exactly"
+            f"{path} holds parameters only, so training can't go on from it exactly; to start "
+            "a new run from them, give the folder to `fit` or `Trainer` as `params=`"
         )
     orbax.check_arrays(path, list(entries), "a checkpoint of another model or optimizer")
     return facts

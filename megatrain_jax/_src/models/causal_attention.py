@@ -6,6 +6,7 @@ documents instead, where cuDNN takes heads that wide. What is left, and capped l
 here, some queries at a time.
 """
 
+import functools
 import math
 
 import jax
@@ -82,8 +83,16 @@ def attention(
         )
         return mixed[..., :head_dim]
     piece = min(piece or _piece(q.shape), length)
-    spans = []
-    for start, stop in _spans(length, piece):
+    spans = tuple(_spans(length, piece))
+    return _in_spans(q, k, v, segments, spans, piece, window, softcap, scale)
+
+
+# A model's layers are traced once: all but the first find what this one gave.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+def _in_spans(q, k, v, segments, spans, piece, window, softcap, scale) -> Queries:
+    """Attends from the queries of each span to the keys that it needs; see `attention`."""
+    attended = []
+    for start, stop in spans:
         first = 0 if window is None else max(0, start - window + 1)
         keys = k[:, first:stop], v[:, first:stop]
         owners = None if segments is None else (segments[:, start:stop], segments[:, first:stop])
@@ -91,8 +100,8 @@ def attention(
         def attend(rows, owners, at, keys=keys, first=first):
             return _attend(rows, keys, owners, at - first, window, softcap, scale)
 
-        spans.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
-    return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=1)
+        attended.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
+    return attended[0] if len(attended) == 1 else jnp.concatenate(attended, axis=1)
 
 
 def _check(q: Queries, k: Keys, v: Keys, segments: Segments | None) -> None:

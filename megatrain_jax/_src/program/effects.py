@@ -35,6 +35,29 @@ def is_ordered(eqn: Any) -> bool:
     return any(type(effect).__name__ in _KINDS[1::2] for effect in eqn.effects)
 
 
+def ordered_callbacks(jaxpr: Any) -> list[str]:
+    """The ordered prints and callbacks in a jaxpr, as users write them: `io_callback(log)`."""
+    found: dict[str, None] = {}
+    for eqn in jaxpr.eqns:
+        if not is_ordered(eqn):
+            continue
+        inner = jx.inner_jaxprs(eqn)
+        if not inner:
+            found.setdefault(_shown(eqn))
+        for body in inner:
+            found.update(dict.fromkeys(ordered_callbacks(body)))
+    return list(found)
+
+
+def _shown(eqn: Any) -> str:
+    if "fmt" in eqn.params:
+        return f"jax.debug.print({eqn.params['fmt']!r})"
+    function = getattr(eqn.params.get("callback"), "callback_func", None)
+    name = getattr(function, "__name__", None)
+    kind = eqn.primitive.name.replace("debug_", "jax.debug.")
+    return f"{kind}({name})" if name else kind
+
+
 def answers(eqn: Any) -> bool:
     """Whether a callback within an equation that holds jaxprs gives a result that is read."""
     return any(

@@ -46,6 +46,7 @@ def make_plan(spec: RunSpec) -> Plan:
         host_bytes=sum(state),
         host_peak_bytes=peak,
         host_process_bytes=process,
+        device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
         device_other_bytes=other_bytes(step),
         device_temporary_bytes=spec.temporary_bytes,

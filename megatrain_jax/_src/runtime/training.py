@@ -17,7 +17,10 @@ from megatrain_jax._src.runtime.engine import Engine
 
 
 class StepMetrics(dict[str, jax.Array]):
-    """The metrics of one step, as scalars on the device that may not be ready yet.
+    """The metrics of one step by name, as scalars on the device that may not be ready yet.
+
+    The keys are "loss", "grad_norm" and the names of the loss function's own metrics; attributes
+    are for `Trainer.read`, which tells by them whether the step was a finite one.
 
     Attributes:
         step: Number of the step, from 1.

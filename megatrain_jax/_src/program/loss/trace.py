@@ -17,6 +17,7 @@ from megatrain_jax._src.common.model_path import ModelPath
 from megatrain_jax._src.common.sharing import shared_by
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, assemble, find_leaves
+from megatrain_jax._src.program.effects import ordered_callbacks
 from megatrain_jax._src.program.inline import Inliner
 from megatrain_jax._src.program.loss.builder import cut
 from megatrain_jax._src.program.loss.stages import Program
@@ -58,7 +59,8 @@ def trace_loss(
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
     Raises:
-        ValueError: It computes in a mesh of its own, and there or in the run are several devices.
+        ValueError: It computes in a mesh of its own, and there or in the run are several devices;
+            or it has ordered callbacks, and the run has several.
     """
     names: tuple[str, ...] = ()
 
@@ -69,16 +71,28 @@ def trace_loss(
         # A metric may be a parameter itself; a copy makes it a value of some stage.
         return value, [jnp.copy(metrics[k]) for k in names], list(new)
 
+    ambient = jax.sharding.get_abstract_mesh()
     rng = jax.eval_shape(lambda: jax.random.key(0))
     with shared_by(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     mesh = jx.largest_mesh(traced.jaxpr)
     if mesh is not None and max(mesh.size, num_devices) > 1:
+        entered = (
+            "Leave the `jax.set_mesh` around this call, and choose devices by `mesh=` instead"
+            if mesh == ambient
+            else "Call it outside of `jax.set_mesh` and `shard_map`"
+        )
         raise ValueError(
             f"loss_fn computes in a mesh of {mesh.size} devices, with the axes "
             f"{', '.join(map(str, mesh.axis_names))}, but only training on one device allows that, "
-            "for a mesh of one. Call it outside of `jax.set_mesh` and `shard_map`: several devices "
-            "share its work without its help. Or choose one by `mesh`"
+            f"for a mesh of one. {entered}: several devices share its work without its help. Or "
+            "choose one by `mesh`"
+        )
+    if num_devices > 1 and (ordered := ordered_callbacks(traced.jaxpr)):
+        raise ValueError(
+            f"loss_fn calls {', '.join(ordered)} with ordered=True, which JAX allows on one device "
+            f"only, but `mesh` has {num_devices}: leave `ordered` out, or train on one device, "
+            'with mesh=jax.make_mesh((1,), ("data",))'
         )
     return TracedLoss(
         traced=jx.without_dead_code(traced),

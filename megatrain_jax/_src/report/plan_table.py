@@ -1,0 +1,192 @@
+"""The table that a plan prints, as plain text and as HTML."""
+
+import functools
+import html
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.report.bound import Bound
+from megatrain_jax._src.report.table import aligned, html_row, seconds, short
+from megatrain_jax._src.state.hardware import Hardware
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.report.plan import Plan
+
+_SHOWN_ROWS = 12
+# Seconds that Python takes to dispatch even a small step.
+_SHORT_STEP = 1e-3
+_UNCOUNTED = "known where functions are compiled for a GPU"
+_BOUNDS: dict[Bound, str] = {
+    "link": "the link",
+    "host": "the host's memory",
+    "compute": "arithmetic",
+    "collectives": "what devices send each other",
+    "neither": "neither: balanced",
+}
+
+
+def as_text(plan: "Plan") -> str:
+    """The plan as a table of plain text."""
+    blocks = [aligned(_group_cells(plan)), aligned(_total_cells(plan))]
+    if plan.warnings:
+        blocks.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
+    return f"{_title(plan)}\n\n" + "\n\n".join(blocks)
+
+
+def as_html(plan: "Plan") -> str:
+    """The plan as a table in HTML."""
+    warnings = "".join(f"<p>warning: {html.escape(text)}</p>" for text in plan.warnings)
+    header, *rows = _group_cells(plan)
+    return (
+        f"<p>{html.escape(_title(plan))}</p>"
+        f"<table>{html_row(header, 'th')}{''.join(map(html_row, rows))}</table>"
+        f"<table>{''.join(map(html_row, _total_cells(plan)))}</table>{warnings}"
+    )
+
+
+def _title(plan: "Plan") -> str:
+    groups = sum(row.count for row in plan.groups)
+    devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
+    return (
+        f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
+        f"from {plan.num_templates} templates; {plan.update_mode} update{devices}"
+    )
+
+
+def _group_cells(plan: "Plan") -> list[list[str]]:
+    size = _sizes(plan)
+    cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
+    for row in plan.groups:
+        cells.append(
+            [
+                row.name,
+                str(row.count),
+                short(row.num_parameters),
+                size(row.host_bytes),
+                size(row.count * row.host_bytes),
+                str(row.template),
+            ]
+        )
+    hidden = len(plan.groups) - _SHOWN_ROWS
+    if hidden > 0:
+        middle = 1 + _SHOWN_ROWS // 2
+        count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
+        cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]
+    return cells
+
+
+def _total_cells(plan: "Plan") -> list[list[str]]:
+    machine, size = plan.hardware, _sizes(plan)
+    batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
+    of_all, share = "", ""
+    if plan.num_devices > 1:
+        of_all, share = " of all devices", f"{size(plan.host_share_bytes)} of each device"
+    known, budget = plan.device_temporary_bytes, plan.device_budget
+    guess = "estimate" if plan.device_temporary_estimated else ""
+    temporaries = ["not counted", _UNCOUNTED] if known is None else [size(known), guess]
+    within = "the least" if budget is None else f"of a budget of {size(budget)}"
+    kept = f"{plan.num_kept} of {plan.num_stages} stages"
+    taken = plan.host_process_bytes
+    fits = _host_verdict(plan)
+    process = [["host memory, the process", size(taken), f"estimate, {fits}"]] if taken else []
+    recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
+    if plan.num_frozen:
+        trained = plan.num_parameters - plan.num_frozen
+        whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
+        saved = f"{size(plan.frozen_bytes)}; at rest all trained takes {size(whole)}"
+        frozen = [["parameters not trained", short(plan.num_frozen), saved]]
+    else:
+        frozen = []
+    shared = "each has a share of the state and of the batch; what follows is one's"
+    devices = [["devices", str(plan.num_devices), shared]] if plan.num_devices > 1 else []
+    cells = [
+        *frozen,
+        ["host memory at rest", size(plan.host_bytes), share],
+        ["host memory at peak", size(plan.host_peak_bytes), "" if taken else fits],
+        *process,
+        *devices,
+        ["device memory, state and activations", size(plan.device_state_bytes), within],
+        ["device memory, other values", size(plan.device_other_bytes), "estimate"],
+        ["device memory, temporaries", *temporaries],
+        ["device memory, in all", size(plan.device_bytes), _device_verdict(plan)],
+        ["to the device, a step", size(plan.bytes_in), seconds(plan.seconds_in)],
+        ["to the host, a step", size(plan.bytes_out), seconds(plan.seconds_out)],
+        *_shared_cells(plan),
+        [
+            f"arithmetic{of_all}, a step{batches}",
+            short(plan.flops_per_step, flops=True),
+            seconds(plan.seconds_compute),
+        ],
+        *recompute,
+    ]
+    if machine is not None:
+        number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
+        cells += [
+            ["a step, estimate", seconds(plan.seconds_per_step), ""],
+            ["on", f"{number}{machine.name}", _rates(plan, machine)],
+            ["bound by", _bound(plan), ""],
+        ]
+    return cells
+
+
+def _sizes(plan: "Plan") -> Callable[[int], str]:
+    """How the table spells bytes: in the unit of the largest number, where that shows them."""
+    process, through = plan.host_process_bytes or 0, plan.bytes_through_host
+    return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
+
+
+def _bound(plan: "Plan") -> str:
+    too_short = plan.seconds_per_step is not None and plan.seconds_per_step < _SHORT_STEP
+    return "nothing here: too short" if too_short else _BOUNDS[plan.bound]
+
+
+def _shared_cells(plan: "Plan") -> list[list[str]]:
+    """What passes between several devices, and through the host's memory for all of them."""
+    if plan.num_devices == 1:
+        return []
+    size = _sizes(plan)
+    exchanged = size(plan.collective_bytes)
+    cells = [["from other devices, a step", exchanged, seconds(plan.seconds_collectives)]]
+    if plan.seconds_host:
+        passed = size(plan.bytes_through_host)
+        cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])
+    return cells
+
+
+def _rates(plan: "Plan", machine: Hardware) -> str:
+    rates = [f"{machine.link_bytes_per_s / 1e9:g} GB/s each way"]
+    if plan.num_devices > 1:
+        if machine.host_bytes_per_s != math.inf:
+            rates.append(f"{machine.host_bytes_per_s / 1e9:.4g} of the host's memory")
+        if machine.peer_bytes_per_s is not None:
+            rates.append(f"{machine.peer_bytes_per_s / 1e9:.4g} from other devices")
+    return ", ".join([*rates, f"{machine.flops_per_s / 1e12:g} TFLOP/s", machine.source])
+
+
+def _host_verdict(plan: "Plan") -> str:
+    machine = plan.hardware
+    if machine is None:
+        return ""
+    if (limit := machine.assumed_host_bytes) is None:
+        return "unknown: the hardware has no `host_bytes`"
+    typical = "" if machine.host_bytes is not None else ", a typical host"
+    return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
+
+
+def _device_verdict(plan: "Plan") -> str:
+    machine = plan.hardware
+    if machine is None:
+        return ""
+    limit, whole = machine.usable_bytes, machine.device_bytes
+    if limit is None or whole is None:
+        return "unknown: the hardware has no `device_bytes`"
+    if plan.fits_device is None:
+        return "unknown: without temporaries"
+    share = f", {limit / whole:.0%} of the card" if limit < whole else ""
+    return f"{_verdict(plan.fits_device)} in {sized(limit)}{share}"
+
+
+def _verdict(fits: bool | None) -> str:
+    return "fits" if fits else "DOES NOT FIT"
