@@ -5,10 +5,12 @@ from the same object.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -21,6 +23,7 @@ from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
 
@@ -165,6 +168,31 @@ def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
         None if narrow or (precision.frozen is not None and not trained[p]) else precision.master
         for p in range(len(spec.adapted.paths))
     ]
+
+
+def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
+    """Facts of a run, by what a user calls them, that tell it apart from others."""
+    adapted, options = spec.adapted, spec.options
+    updates = {part.key: part for part in spec.optimizer.apply}.values()
+    return {
+        "the model's parameters": (adapted.paths, adapted.shapes),
+        "the model's variables": (adapted.variable_paths, adapted.variable_shapes),
+        "the optimizer": list(map(_text, updates)),
+        "the shapes of a batch": batch_key(sample_batch),
+        "`microbatches`": options.microbatches,
+        "`precision`": options.precision,
+        "`device_budget`": options.device_budget,
+        "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),
+        "`seed`": options.seed,
+        "`trainable`": spec.grouping.frozen,
+        "the stages of the loss": [len(s.jaxpr.eqns) for s in spec.first.program.stages],
+    }
+
+
+def _text(fragment: Fragment) -> tuple[Any, ...]:
+    """A fragment as text, without the addresses that a process alone knows."""
+    constants = [x.tobytes() for x in fragment.consts if isinstance(x, np.ndarray)]
+    return re.sub("0x[0-9a-f]+", "", str(fragment.jaxpr)), constants
 
 
 def batch_key(batch: Any) -> Hashable:

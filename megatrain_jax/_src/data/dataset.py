@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -74,7 +75,8 @@ class Batches:
             end = min(row + stop - at, self._packing.num_rows)
             rows += [self._chosen[pieces] for pieces in self._epoch(epoch).rows(row, end)]
             at += end - row
-        return batch(self._corpus, spread(rows, size), self._options.length)
+        whole = batch(self._corpus, spread(rows, size), self._options.length)
+        return {name: array[_own_rows(size)] for name, array in whole.items()}
 
     @property
     def _num_rows(self) -> int | None:
@@ -99,6 +101,23 @@ class Batches:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the state of `__getstate__`, with a lock of its own."""
         self.__dict__.update(state, _lock=threading.Lock())
+
+
+def _own_rows(batch_size: int) -> slice:
+    """The rows of a batch that this process passes, if several of JAX's share a run.
+
+    Raises:
+        ValueError: If they can't share them evenly.
+    """
+    if not jax.distributed.is_initialized():
+        return slice(None)
+    share, left = divmod(batch_size, jax.process_count())
+    if left:
+        raise ValueError(
+            f"`batch_size`={batch_size} is that of all processes together: a multiple of their "
+            f"number, {jax.process_count()}"
+        )
+    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +165,9 @@ class Dataset:
 
     A batch takes rows as they come, be it the last of one epoch and the first of the next. If the
     last batch of all has too few, their documents are spread over as many rows as it needs.
+
+    Where several processes share a run (`jax.distributed`), each gets its equal part of a batch's
+    rows, so that `batch_size` is still that of the whole batch.
 
     Its iterators have Grain's `get_state` and `set_state`, so that `megatrain_jax.fit` resumes a
     run on the batch it would have come to.

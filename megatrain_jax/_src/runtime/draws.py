@@ -20,6 +20,6 @@ class Draws:
         if not store.layouts[group].draws:
             return None
         if group not in self._numbers:
-            number = jax.device_put(np.uint32(group), store.placement.small_on_device)
+            number = store.placement.put(np.uint32(group), store.placement.small_on_device)
             self._numbers[group] = number
         return store.key, step, self._numbers[group]

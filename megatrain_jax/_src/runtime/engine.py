@@ -55,7 +55,7 @@ class Engine:
         self.group_ok: list[tuple[int, jax.Array]] = []
         self._transfers, self._draws = Transfers(store), Draws(store)
         self._messages: list[jax.Array] = []
-        self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
+        self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
         # Of the step whose updates are pending.
         self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}

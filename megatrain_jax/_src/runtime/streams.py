@@ -52,7 +52,7 @@ class Streams:
         self._targets = {True: placement.slabs_on_device, False: placement.slabs_at_rest}
         number = jnp.zeros(len(placement.devices), jnp.int32)
         self._numbers = {
-            way: jax.device_put(number, self._targets[not way]) for way in (True, False)
+            way: placement.put(number, self._targets[not way]) for way in (True, False)
         }
 
     def forget(self) -> None:
