@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
+from megatrain_jax._src.build.codecs import master_codec, state_codec
 from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
@@ -160,11 +161,11 @@ def make_run_spec(
 
 
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
-    """The dtype of each parameter's master; None where `precision.frozen` may round it."""
-    rounds = spec.precision.frozen is not None
+    """The dtype of each parameter's master; None where the run asks for one that may round."""
+    precision, narrow = spec.precision, spec.precision.master != spec.precision.update
     trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
     return [
-        None if rounds and not trained[p] else spec.precision.master
+        None if narrow or (precision.frozen is not None and not trained[p]) else precision.master
         for p in range(len(spec.adapted.paths))
     ]
 
@@ -229,18 +230,22 @@ def _trace(
 
 def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
-    return tuple(
-        layout_group(
-            cut.leaves,
-            rows,
-            [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
-            options.precision.stored(g not in cut.grouping.frozen),
-            options.num_devices,
+    precision = options.precision
+    found = []
+    for g, rows in enumerate(cut.grouping.leaves):
+        trains, state = g not in cut.grouping.frozen, cut.optimizer.state[g]
+        found.append(
+            layout_group(
+                cut.leaves,
+                rows,
+                [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
+                precision.update if trains else precision.held(False),
+                options.num_devices,
+                [master_codec(precision)] * len(rows) if trains else None,
+                [state_codec(precision, leaf) for leaf in state],
+            )
         )
-        for g, (rows, state) in enumerate(
-            zip(cut.grouping.leaves, cut.optimizer.state, strict=True)
-        )
-    )
+    return tuple(found)
 
 
 def _bind(

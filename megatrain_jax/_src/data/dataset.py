@@ -9,13 +9,21 @@ from functools import cached_property
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 from jaxtyping import Int32
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.corpus import Corpus
-from megatrain_jax._src.data.packing import Batch, Epoch, Packing, batch, draw_epoch, pack, spread
+from megatrain_jax._src.data.packing import (
+    Batch,
+    Epoch,
+    Packing,
+    batch,
+    draw_epoch,
+    own_rows,
+    pack,
+    spread,
+)
 from megatrain_jax._src.data.report import Summary
 
 # The least and the most of each option; beyond them a batch fits no machine.
@@ -76,7 +84,7 @@ class Batches:
             rows += [self._chosen[pieces] for pieces in self._epoch(epoch).rows(row, end)]
             at += end - row
         whole = batch(self._corpus, spread(rows, size), self._options.length)
-        return {name: array[_own_rows(size)] for name, array in whole.items()}
+        return {name: array[own_rows(size)] for name, array in whole.items()}
 
     @property
     def _num_rows(self) -> int | None:
@@ -101,23 +109,6 @@ class Batches:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the state of `__getstate__`, with a lock of its own."""
         self.__dict__.update(state, _lock=threading.Lock())
-
-
-def _own_rows(batch_size: int) -> slice:
-    """The rows of a batch that this process passes, if several of JAX's share a run.
-
-    Raises:
-        ValueError: If they can't share them evenly.
-    """
-    if not jax.distributed.is_initialized():
-        return slice(None)
-    share, left = divmod(batch_size, jax.process_count())
-    if left:
-        raise ValueError(
-            f"`batch_size`={batch_size} is that of all processes together: a multiple of their "
-            f"number, {jax.process_count()}"
-        )
-    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
 
 @dataclass(frozen=True, kw_only=True)

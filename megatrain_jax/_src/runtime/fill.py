@@ -73,7 +73,7 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
-            dtype = spec.precision.stored(spec.leaves[i].is_trainable)
+            dtype = spec.precision.held(spec.leaves[i].is_trainable)
             slices[i] = store.small(whole[selector(index)].astype(dtype))
         jax.block_until_ready(list(slices.values()))
     return slices
