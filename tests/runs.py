@@ -73,6 +73,7 @@ def make_trainer(
     budget: DeviceBudget = None,
     compute: Any = jnp.float32,
     frozen: Any = None,
+    sample: Any = None,
     **options: Any,
 ) -> mt.Trainer:
     """A trainer; the optimizer is made from the tree of the parameters' shapes."""
@@ -80,7 +81,7 @@ def make_trainer(
         case.build(),
         case.loss_fn,
         _made(case, optimizer),
-        case.batch(0),
+        case.batch(0) if sample is None else sample,
         microbatches=microbatches,
         device_budget=budget,
         precision=mt.Precision(compute=compute, frozen=frozen),

@@ -3,7 +3,7 @@
 Each case is one mistake; the message has to name the user's own argument, path or function.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -175,3 +175,9 @@ def test_precision_checks_its_dtypes():
         Precision(master=np.float64)
     with pytest.raises(ValueError, match=r"master='fp32'\) is no dtype"):
         Precision(master="fp32")
+    with pytest.raises(ValueError, match=r"master=float16\) must be one of bfloat16, float32"):
+        Precision(master=jnp.float16)
+    with pytest.raises(ValueError, match=r"state=float16\) must be one of bfloat16, float32"):
+        Precision(state=jnp.float16)
+    with pytest.raises(ValueError, match=r"rounding='up'\) must be one of"):
+        Precision(rounding=cast(Any, "up"))

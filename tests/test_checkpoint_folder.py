@@ -16,6 +16,7 @@ import small
 from inside import count_steps
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.series import Checkpoints
 from runs import check_same_bits
 
@@ -105,7 +106,7 @@ def saved_at(series: Checkpoints, trainer: mt.Trainer, *steps: int) -> None:
 
 
 def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch):
-    with Checkpoints(tmp_path, None, 1) as series:
+    with Checkpoints(tmp_path, None, 1, Processes()) as series:
         saved_at(series, trainer, 1)
     shutil.move(tmp_path / "1", tmp_path / "elsewhere")
     (tmp_path / "1").symlink_to(tmp_path / "elsewhere")
@@ -119,7 +120,7 @@ def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch
         remove(path, *args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", immutable)
-    with Checkpoints(tmp_path, None, 1) as series:
+    with Checkpoints(tmp_path, None, 1, Processes()) as series:
         series.begin(trainer)
         with pytest.warns(UserWarning, match="1 is left alone"):
             saved_at(series, trainer, 2)
@@ -132,9 +133,9 @@ def test_what_cannot_be_removed_is_warned_of_once(trainer, tmp_path, monkeypatch
     assert small.tree(tmp_path / "elsewhere") == kept
     assert {"1", "2", "6"} <= {*os.listdir(tmp_path)}
     with pytest.warns(UserWarning, match="3.deleting-0.*can't be deleted"):
-        Checkpoints(tmp_path, None, 1).__exit__(None, None, None)
+        Checkpoints(tmp_path, None, 1, Processes()).__exit__(None, None, None)
     monkeypatch.undo()
-    Checkpoints(tmp_path, None, 1).__exit__(None, None, None)
+    Checkpoints(tmp_path, None, 1, Processes()).__exit__(None, None, None)
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "6", "elsewhere"]
 
 
@@ -299,7 +300,7 @@ def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
         finalize(path)
 
     monkeypatch.setattr(v1.partial, "finalize", full_once)
-    with Checkpoints(tmp_path, None, 1) as series:
+    with Checkpoints(tmp_path, None, 1, Processes()) as series:
         trainer = small.trainer()
         series.save(trainer, {"batches": 0})
         with pytest.raises(mt.CheckpointError, match="No space left"):

@@ -22,6 +22,7 @@ from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.fit import fit, train
 from megatrain_jax._src.history import History
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.result import DataRanOutError, FitResult
 from megatrain_jax._src.trainer import Trainer
 
@@ -33,7 +34,7 @@ class LogTrainer:
         self.log = [] if log is None else log
         self.history = History()
         self.num_steps = self.num_skipped = 0
-        self.devices = (None,)
+        self.devices, self.processes = (None,), Processes()
         self.on_step: dict[int, Any] = {}
         self.on_read: dict[int, Any] = {}
         self.first: Any = None

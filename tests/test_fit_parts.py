@@ -14,6 +14,7 @@ import pytest
 from megatrain_jax._src.build.batches import batch_size, check_batch, check_like
 from megatrain_jax._src.history import History
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.source import Prefetch
 
 
@@ -143,7 +144,7 @@ def test_prefetch_puts_batches_on_the_device_ahead():
             yield batch_of(index)
 
     with jax.transfer_guard("disallow"):
-        batches = Prefetch(numbered(4), check_batch)
+        batches = Prefetch(numbered(4), check_batch, Processes())
         assert drawn == []
         first = next(batches)
         assert isinstance(first["x"], jax.Array)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megatrain_jax._src.state.layout import ALIGNMENT, layout_of, mixed_layout_of
+from megatrain_jax._src.state.layout import ALIGNMENT, layout_of
+from megatrain_jax._src.state.mixed_layout import mixed_layout_of
 
 DTYPES = ("float32", "bfloat16", "int32")
 

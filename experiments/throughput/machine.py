@@ -20,7 +20,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 def hardware() -> dict[str, Any]:
     """Returns the device, the device memory JAX may use, host memory in GiB, and cores."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     host = host_memory.total_bytes()
     return {
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 def peak_device_gib() -> float | None:
     """Returns the most memory of one device this process has used; None where JAX can't tell."""
-    stats = [device.memory_stats() or {} for device in jax.devices()]
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [device["peak_bytes_in_use"] for device in stats if "peak_bytes_in_use" in device]
     return max(peaks) / GIB if peaks else None
 
@@ -76,7 +76,7 @@ def link_gib_per_s(gib: float = 1.0) -> dict[str, float] | None:
         room for the array, which must not cost a run its other figures.
     """
     shardings = [
-        jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind)
         for kind in ("pinned_host", "device")
     ]
     try:

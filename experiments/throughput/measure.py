@@ -7,6 +7,7 @@ the figures depend on.
 
 import argparse
 import gc
+import os
 import shlex
 import sys
 import time
@@ -49,7 +50,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     if args.device_budget == "all":
         # The yardstick of streaming: the same arithmetic, every stage computed again in backward.
         steps.find_residuals = lambda stage: None
-    batches = cycle([random_batch(shape, seed) for seed in range(_BATCHES)])
+    batches = cycle([own_part(random_batch(shape, seed)) for seed in range(_BATCHES)])
     start = time.perf_counter()
     trainer = make_trainer(args, shape)
     prepared, peak_of_start = time.perf_counter(), peak_device_gib()
@@ -91,12 +92,18 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         lambda: Decoder(shape, compute, nnx.Rngs(0)),
         LOSSES[args.loss],
         chosen_optimizer(args),
-        random_batch(shape, 0),
+        own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
         precision=mt.Precision(compute=compute),
         device_budget=budget(args.device_budget),
         mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
     )
+
+
+def own_part(batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the examples of a batch that this process passes."""
+    count, index = jax.process_count(), jax.process_index()
+    return {name: rows[index::count] for name, rows in batch.items()}
 
 
 def chosen_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -208,6 +215,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
+    parser.add_argument(
+        "--join",
+        type=int,
+        nargs=3,
+        metavar=("INDEX", "COUNT", "PORT"),
+        help="be one of so many processes with a GPU each; the first one writes the result",
+    )
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/measure.json"))
@@ -223,6 +237,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measures, prints the row and writes everything."""
     args = parse_arguments()
+    if args.join is not None:
+        index, count, port = args.join
+        only = None if os.environ.get("JAX_PLATFORMS") == "cpu" else [index]
+        jax.distributed.initialize(f"localhost:{port}", count, index, local_device_ids=only)
     shape, origin = chosen_shape(args), find_origin(args)
     figures = measure(args, shape)
     gc.collect()  # the state makes room for what measures the link
@@ -240,7 +258,8 @@ def main() -> None:
         "link_gib_per_s": rates,
         "link_share": link_share(figures, rates),
     }
-    print(row(write(args.out, result, origin)), flush=True)
+    if jax.process_index() == 0:
+        print(row(write(args.out, result, origin)), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from megatrain_jax._src.build.options import (
     shows,
 )
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.state.placement import default_mesh
+from megatrain_jax._src.state.placement import default_mesh, placed_on
+from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.result import EMPTY, FitResult, handed_over
 from megatrain_jax._src.train.run import Run
 from megatrain_jax._src.train.series import Checkpoints
-from megatrain_jax._src.train.source import Source, numbered
+from megatrain_jax._src.train.source import Source, numbered, own_position
 from megatrain_jax._src.trainer import Trainer
 
 _ONE_BATCH = "to train on one batch, pass itertools.repeat(batch) and `steps`"
@@ -115,10 +116,12 @@ def fit(
     check_parts(model, loss_fn, optimizer, params)
     check_mesh(run.mesh)
     check_data("data", data, _ONE_BATCH)
-    with _series(loop) as series:
+    run = replace(run, mesh=run.mesh or default_mesh())
+    assert run.mesh is not None
+    processes = placed_on(run.mesh).processes
+    with _series(loop, processes) as series:
         source = Source(data)
-        run = replace(run, mesh=run.mesh or default_mesh())
-        sample = _first_batch(source, run)
+        sample = _first_batch(source, run.microbatches, run.num_devices // processes.count)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
@@ -129,9 +132,10 @@ def fit(
             if series is not None:
                 facts = series.resume(trainer) if resume else series.begin(trainer)
             if series is not None and facts is not None:
-                if loop.progress:
+                shown = loop.progress and processes.is_first
+                if shown:
                     tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-                source.go_to(facts["data"], loop.progress)
+                source.go_to(own_position(facts["data"], processes), shown)
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
             return call.train(batches, loop, series)
@@ -171,7 +175,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
     loop = options_of(train, LoopOptions, options)
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
-    with handed_over(trainer), _series(loop) as series:
+    with handed_over(trainer), _series(loop, trainer.processes) as series:
         if series is not None:
             series.begin(trainer)
         source = Source(data)
@@ -179,13 +183,15 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
         return run.train(source, loop, series)
 
 
-def _series(options: LoopOptions) -> AbstractContextManager[Checkpoints | None]:
+def _series(
+    options: LoopOptions, processes: Processes
+) -> AbstractContextManager[Checkpoints | None]:
     if options.checkpoint_dir is None:
         return nullcontext()
-    return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep)
+    return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep, processes)
 
 
-def _first_batch(source: Source, options: Options) -> Any:
+def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:
     """The first batch of the data, which a trainer is made from.
 
     Raises:
@@ -196,5 +202,5 @@ def _first_batch(source: Source, options: Options) -> Any:
     if sample is _END:
         raise ValueError(EMPTY)
     with numbered(1):
-        check_batch(sample, options.microbatches, num_devices=options.num_devices)
+        check_batch(sample, microbatches, num_devices=num_devices)
     return sample

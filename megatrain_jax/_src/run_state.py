@@ -12,7 +12,7 @@ from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import local_path
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
-from megatrain_jax._src.checkpoint.workspace import Workspace
+from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
@@ -21,6 +21,7 @@ from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import Training
 from megatrain_jax._src.runtime.views import optimizer_state, parameters
 from megatrain_jax._src.start import group_bar
+from megatrain_jax._src.state.processes import Processes
 
 
 class RunState:
@@ -66,6 +67,11 @@ class RunState:
     def devices(self) -> tuple[Any, ...]:
         """The devices that share the run."""
         return self._store.placement.devices
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that share the run."""
+        return self._store.placement.processes
 
     @property
     def num_skipped(self) -> int:
@@ -133,7 +139,7 @@ class RunState:
         facts: Mapping[str, Any] | None = None,
         *,
         params_only: bool = False,
-        workspace: Workspace | None = None,
+        workspace: Workspace | Guest | None = None,
     ) -> Saving:
         """Begins to write a checkpoint and returns; steps may go on meanwhile.
 

@@ -34,15 +34,17 @@ def start(
     Raises:
         MemoryError: If host memory or the device's is too small.
     """
-    kernels = KernelCache(placement.compiler_options)
+    kernels, processes = KernelCache(placement.compiler_options), placement.processes
     with group_bar("compiling", spec, placement, progress) as bar:
         free = pool.free_device_bytes(placement) if has_gpu else None
+        if free is not None:
+            free = min(processes.gather("asking for free device memory", free))
         if has_gpu:
             spec = fit_to_device(spec, kernels, free, placement)
         plan = make_plan(spec)
         check_device(plan, free)
         bar.set_description("reserving host memory")
-        pool.reserve(placement, plan.host_peak_bytes, spec.largest_slab_bytes)
+        pool.reserve(placement, plan.host_peak_bytes // processes.count, spec.largest_slab_bytes)
         bar.set_description("initialising")
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         fill_store(spec, store, kernels, initial, bar.update)

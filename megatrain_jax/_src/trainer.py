@@ -12,7 +12,12 @@ from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
-from megatrain_jax._src.build.run_spec import batch_key, exact_dtypes, make_run_spec
+from megatrain_jax._src.build.run_spec import (
+    batch_key,
+    distinct_facts,
+    exact_dtypes,
+    make_run_spec,
+)
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.history import weighted_means
@@ -21,7 +26,7 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.report.warnings import find_warnings, warn_of
 from megatrain_jax._src.run_state import RunState
-from megatrain_jax._src.runtime.batch import put_batch
+from megatrain_jax._src.runtime.batch import joined_shapes, put_batch
 from megatrain_jax._src.runtime.evaluation import evaluate_batches
 from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
@@ -87,8 +92,9 @@ class Trainer(RunState):
             hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
                 this one, or an H200 where there is no GPU. How much memory there is, is found out.
             mesh: The devices to train on, each with its share of the state and of the batch: a
-                `jax.sharding.Mesh` of one process, whatever its axes; None for all GPUs that JAX
-                sees, or else its first device. The loss is still of the whole batch.
+                `jax.sharding.Mesh`, whatever its axes, with equally many devices of each process
+                or of this one alone; None for all GPUs that JAX sees, or else its first device.
+                The loss is still of the whole batch, of which each process passes its part.
 
         Raises:
             TypeError: If an argument is of another type than it should be.
@@ -101,21 +107,26 @@ class Trainer(RunState):
         machine = this_machine()
         mesh = run.mesh or default_mesh()
         check_mesh(mesh)
+        placement = placed_on(mesh)
         run = dataclasses.replace(run, hardware=run.hardware or machine, mesh=mesh)
-        progress = checks.boolean("progress", progress)
+        progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
-        check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices)
+        check_batch(sample_batch, run.microbatches, "sample_batch", len(placement.local_devices))
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         del model
         adapted.check_batch(sample_batch)
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
-        warn_of(find_warnings(spec))
+        sample = joined_shapes(sample_batch, placement.processes.count)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample, run)
+        if placement.processes.count > 1:
+            placement.processes.agree("the beginning of a run", distinct_facts(spec, sample))
+        if placement.processes.is_first:
+            warn_of(find_warnings(spec))
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        spec, engine = start(spec, placed_on(mesh), initial, progress, has_gpu=machine is not None)
+        spec, engine = start(spec, placement, initial, progress, has_gpu=machine is not None)
         super().__init__(spec, engine, progress)
-        self._sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sample_batch)
+        self._sample = joined_shapes(sample_batch, 1)
         self._steps: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
 
     @advised()
@@ -140,8 +151,9 @@ class Trainer(RunState):
         self._training.wait_for_room()
         with deferred_interrupt():
             self._training.check_whole()
-            arrays = put_batch(batch, step, self._engine.store.placement)
-            return self._training.dispatch(step, arrays)
+            placement, where = self._store.placement, f"training step {self.num_steps + 1}"
+            placement.processes.agree(where, {"the shapes of a batch": batch_key(batch)})
+            return self._training.dispatch(step, put_batch(batch, step, placement))
 
     def check_batch(self, batch: Any) -> None:
         """Checks a batch as `step` does, best while it is on the host.
@@ -151,7 +163,8 @@ class Trainer(RunState):
             ValueError: If it is unlike the sample, can't be cut into microbatches, or fails the
                 model's own `check_batch`.
         """
-        check_batch(batch, self._spec.microbatches, num_devices=self._spec.options.num_devices)
+        num_devices = len(self._store.placement.local_devices)
+        check_batch(batch, self._spec.microbatches, num_devices=num_devices)
         check_like(batch, self._sample)
         self._spec.adapted.check_batch(batch)
 
@@ -230,7 +243,8 @@ class Trainer(RunState):
         return self._spec.first.stages
 
     def _bound_step(self, batch, *, train: bool, loss_fn) -> BoundStep:
-        key = (batch_key(batch), train, loss_fn)
+        shapes = joined_shapes(batch, self._store.placement.processes.count)
+        key = (batch_key(shapes), train, loss_fn)
         if key not in self._steps:
-            self._steps[key] = self._spec.bound_step(batch, train=train, loss_fn=loss_fn)
+            self._steps[key] = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
         return self._steps[key]

@@ -40,7 +40,9 @@ def fit_to_device(
 
     def needed_by(step: BoundStep) -> int:
         ahead = estimate_ahead if estimated else compile_ahead
-        return ahead(kernels, step, spec.layouts, spec.optimizer, placement)
+        needed = ahead(kernels, step, spec.layouts, spec.optimizer, placement)
+        # Each process compiles by itself, and all have to obey one schedule.
+        return max(placement.processes.gather("compiling", needed))
 
     needed = needed_by(spec.first)
     fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)

@@ -109,7 +109,7 @@ def _cut_optimizer(
     return cut_optimizer(
         optimizer,
         params_tree,
-        [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.master) for p in parameters],
+        [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters],
         [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows],
         [g for _, g in rows],
         len(grouping.names),

@@ -3,10 +3,12 @@
 Each is only looked at from outside, so that a mistake is named before anything is traced or drawn.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.adapt.adapters import check_model
@@ -47,17 +49,23 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
         mesh: The mesh; None for the devices that are here.
 
     Raises:
-        ValueError: If it has no devices, or such of other processes.
+        ValueError: If it has no devices, or not equally many of each process.
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"`mesh` must have devices to train on; only `plan` takes an AbstractMesh; "
             f"{mesh_of(mesh.size)}"
         )
-    if mesh is not None and len(mesh.local_devices) != mesh.size:
+    if mesh is None:
+        return
+    owned = Counter(device.process_index for device in mesh.devices.flat)
+    if owned[jax.process_index()] == mesh.size:
+        return
+    if len(owned) != jax.process_count() or len(set(owned.values())) > 1:
+        rows = ", ".join(f"{owned[i]} of process {i}" for i in range(jax.process_count()))
         raise ValueError(
-            "`mesh` must have devices of this process alone: training with several processes is "
-            "not supported"
+            "`mesh` must have devices of this process alone, or equally many of each process; it "
+            f"has {rows}"
         )
 
 

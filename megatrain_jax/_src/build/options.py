@@ -135,6 +135,18 @@ class LoopOptions:
         elif self.checkpoint_every is not None:
             raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs a `checkpoint_dir`")
 
+    @property
+    def rhythm(self) -> dict[str, Any]:
+        """When something is done that all processes of a run do together, by the option."""
+        return {
+            "`steps`": self.steps,
+            "`eval_data`": self.eval_data is not None,
+            "`eval_every`": self.eval_every,
+            "`checkpoint_dir`": self.checkpoint_dir is not None,
+            "`checkpoint_every`": self.checkpoint_every,
+            "`keep`": self.keep,
+        }
+
 
 class FitArguments(LoopArguments, RunArguments, total=False):
     """All options of `fit`, which takes those of both records."""

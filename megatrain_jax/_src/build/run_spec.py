@@ -5,21 +5,25 @@ from the same object.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
+from megatrain_jax._src.build.codecs import master_codec, state_codec
 from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import H200, Hardware
 
@@ -157,13 +161,38 @@ def make_run_spec(
 
 
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
-    """The dtype of each parameter's master; None where `precision.frozen` may round it."""
-    rounds = spec.precision.frozen is not None
+    """The dtype of each parameter's master; None where the run asks for one that may round."""
+    precision, narrow = spec.precision, spec.precision.master != spec.precision.update
     trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
     return [
-        None if rounds and not trained[p] else spec.precision.master
+        None if narrow or (precision.frozen is not None and not trained[p]) else precision.master
         for p in range(len(spec.adapted.paths))
     ]
+
+
+def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
+    """Facts of a run, by what a user calls them, that tell it apart from others."""
+    adapted, options = spec.adapted, spec.options
+    updates = {part.key: part for part in spec.optimizer.apply}.values()
+    return {
+        "the model's parameters": (adapted.paths, adapted.shapes),
+        "the model's variables": (adapted.variable_paths, adapted.variable_shapes),
+        "the optimizer": list(map(_text, updates)),
+        "the shapes of a batch": batch_key(sample_batch),
+        "`microbatches`": options.microbatches,
+        "`precision`": options.precision,
+        "`device_budget`": options.device_budget,
+        "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),
+        "`seed`": options.seed,
+        "`trainable`": spec.grouping.frozen,
+        "the stages of the loss": [len(s.jaxpr.eqns) for s in spec.first.program.stages],
+    }
+
+
+def _text(fragment: Fragment) -> tuple[Any, ...]:
+    """A fragment as text, without the addresses that a process alone knows."""
+    constants = [x.tobytes() for x in fragment.consts if isinstance(x, np.ndarray)]
+    return re.sub("0x[0-9a-f]+", "", str(fragment.jaxpr)), constants
 
 
 def batch_key(batch: Any) -> Hashable:
@@ -201,18 +230,22 @@ def _trace(
 
 def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
-    return tuple(
-        layout_group(
-            cut.leaves,
-            rows,
-            [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
-            options.precision.stored(g not in cut.grouping.frozen),
-            options.num_devices,
+    precision = options.precision
+    found = []
+    for g, rows in enumerate(cut.grouping.leaves):
+        trains, state = g not in cut.grouping.frozen, cut.optimizer.state[g]
+        found.append(
+            layout_group(
+                cut.leaves,
+                rows,
+                [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
+                precision.update if trains else precision.held(False),
+                options.num_devices,
+                [master_codec(precision)] * len(rows) if trains else None,
+                [state_codec(precision, leaf) for leaf in state],
+            )
         )
-        for g, (rows, state) in enumerate(
-            zip(cut.grouping.leaves, cut.optimizer.state, strict=True)
-        )
-    )
+    return tuple(found)
 
 
 def _bind(

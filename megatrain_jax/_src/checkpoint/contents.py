@@ -99,7 +99,8 @@ def _parameters(spec: RunSpec) -> Iterable[ArrayEntry]:
     for g, rows in enumerate(spec.grouping.leaves):
         for position, i in enumerate(rows):
             leaf = spec.leaves[i]
-            dtypes[leaf.parameter] = spec.layouts[g].master.dtype
+            (part,) = spec.layouts[g].master.parts(position)
+            dtypes[leaf.parameter] = part.dtype
             place = StorePlace(holder=Key(Kind.MASTERS, g), position=position)
             places[leaf.parameter].append((leaf.index, place))
     for p, (path, shape) in enumerate(zip(spec.adapted.paths, spec.adapted.shapes, strict=True)):
@@ -109,8 +110,11 @@ def _parameters(spec: RunSpec) -> Iterable[ArrayEntry]:
 def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
     cut = spec.optimizer
     places: dict[int, list[tuple[Index, StorePlace]]] = defaultdict(list)
+    dtypes = {i: shape.dtype for i, shape in enumerate(cut.state_shapes)}
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
+            (part,) = spec.layouts[g].state.parts(position)
+            dtypes[leaf.leaf] = jnp.dtype(part.dtype)
             place = StorePlace(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
             places[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
@@ -120,7 +124,7 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     for i, (keys, shape) in enumerate(flat):
         path = (STATE, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
-        yield _entry(path, shape.shape, shape.dtype, places[i])
+        yield _entry(path, shape.shape, dtypes[i], places[i])
 
 
 def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:

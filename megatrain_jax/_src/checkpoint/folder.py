@@ -2,9 +2,12 @@
 
 import os
 import re
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from megatrain_jax._src.state.processes import Processes
 
 MANIFEST = "megatrain.json"
 # Orbax and TensorStore take these for storage elsewhere, also within a path.
@@ -51,6 +54,31 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
     if any(part in found.name for part in _UNFINISHED):
         raise ValueError(f"{named} is a name that Orbax keeps for unfinished checkpoints")
     return found
+
+
+def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
+    """What a function of files returns, which the first process alone calls; JSON, for all.
+
+    Args:
+        processes: The processes that share a run; all have to be here.
+        where: See `Processes.gather`.
+        action: The function.
+
+    Raises:
+        CheckpointError: If it raises one, or an `OSError`; in the first process it is that one.
+    """
+    value = error = None
+    if processes.is_first:
+        try:
+            value = action()
+        except (CheckpointError, OSError) as raised:
+            error = raised
+    value, text = processes.gather(where, (value, error and str(error)))[0]
+    if error is not None:
+        raise error
+    if text is not None:
+        raise CheckpointError(text)
+    return value
 
 
 def numbered(folder: Path) -> list[int]:

@@ -121,10 +121,11 @@ def _fill(
             if after is not None:
                 # Not earlier: what this slab was made of would be a third beside the store.
                 coming = reader.submit(read, after)
-            arrays = store.append(slab.key, slab.layout.encode(values))
+            values = slab.layout.encode(values)
+            arrays = store.append(slab.key, values)
             for i, place in enumerate(slab.places):
                 if place in by_place and not by_place[place].stacked:
-                    leaf = slab.layout.read_leaf(slab.layout.encode(values), i)
+                    leaf = slab.layout.read_leaf(values, i)
                     verify(path, known, by_place[place].path, leaf)
             del values
             jax.block_until_ready(arrays)

@@ -3,6 +3,8 @@
 The arrays of a store at rest never change: steps write new ones. So a checkpoint is written from
 the store itself, without a copy, and a step waits only before it replaces a group that is not on
 disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
+
+Several processes write together, each part gathered by all of them; training waits meanwhile.
 """
 
 import math
@@ -30,7 +32,7 @@ from megatrain_jax._src.checkpoint.contents import (
     whole_arrays,
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError
-from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.runtime.store import Reader, Store
@@ -62,7 +64,7 @@ class Saving:
         entries: Sequence[ArrayEntry],
         facts: Mapping[str, Any],
         params_only: bool = False,
-        workspace: Workspace | None = None,
+        workspace: Workspace | Guest | None = None,
     ):
         """Starts writing.
 
@@ -97,12 +99,27 @@ class Saving:
         with deferred_interrupt(insist=True):
             if workspace is None:
                 # Whether anything can be written shows here, before training goes on.
-                workspace = Workspace(path.with_name(f"{path.name}.{NAME}"), path)
+                name = f"{path.name}.{NAME}"
+                workspace = claimed(path.with_name(name), path, store.placement.processes)
             else:
                 workspace.share()
             self._workspace = workspace
             store.before_replacing = self.wait_for
+            self._processes = store.placement.processes
             self._thread.start()
+            if self._processes.count > 1:
+                self._finish_together()
+
+    def _finish_together(self) -> None:
+        """Waits for all processes' parts.
+
+        What the processes tell each other while Orbax writes must not cross with what a step does.
+        """
+        self.join()
+        where = f"the end of saving {self.path.name}"
+        rows = self._processes.gather(where, self._error and _words(self._error))
+        if self._error is None and (errors := [row for row in rows if row is not None]):
+            self._error = CheckpointError(f"process {rows.index(errors[0])}: {errors[0]}")
 
     def wait_for(self, group: int) -> None:
         """Waits until a group is on disk, or will never be."""
@@ -133,9 +150,10 @@ class Saving:
         written = self._workspace.path / _WRITTEN
         try:
             facts["arrays"] = self._write_arrays(written)
-            orbax.check_arrays(written, self._entries, "not what was to be written")
-            manifest.write(written, facts)
-            self._publish(written)
+            if isinstance(self._workspace, Workspace):
+                orbax.check_arrays(written, self._entries, "not what was to be written")
+                manifest.write(written, facts)
+                self._publish(self._workspace, written)
         except BaseException as error:
             self._error = error
             with suppress(OSError):
@@ -172,16 +190,16 @@ class Saving:
                     check_finite(entry.name, array)
         return checksums(rows)
 
-    def _publish(self, written: Path) -> None:
+    def _publish(self, workspace: Workspace, written: Path) -> None:
         """Renames the checkpoint that was written to its own path."""
         exists, old = os.path.lexists(self.path), None
         if exists and not self._replaces:
             raise FileExistsError(f"there is something at {self.path} by now")
         if exists:
-            old = self._workspace.take(self.path)
+            old = workspace.take(self.path)
         written.rename(self.path)
         if old is not None:
-            self._workspace.clear()
+            workspace.clear()
 
     def _release(self, groups: Iterable[int]) -> None:
         with self._changed:

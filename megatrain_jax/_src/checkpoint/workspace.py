@@ -17,8 +17,9 @@ import warnings
 from datetime import datetime
 from pathlib import Path
 
-from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME
+from megatrain_jax._src.state.processes import Processes
 
 NAME = "megatrain-unfinished"
 _LOCK = "lock"
@@ -26,6 +27,27 @@ _LOCK = "lock"
 # The workspaces that this process holds, by their real path; locks are a process's, too.
 _held: dict[str, "Workspace"] = {}
 _changed = threading.Condition()
+
+
+class Guest:
+    """A workspace that the first process of a run holds, for the others, which leave it alone.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path):
+        """Makes it for a folder."""
+        self.path = path
+
+    def share(self) -> None:
+        """Does nothing, as the next two."""
+
+    def release(self, *, run: bool) -> None:
+        """See `share`."""
+
+    def clear(self) -> None:
+        """See `share`."""
 
 
 class Workspace:
@@ -130,6 +152,33 @@ class Workspace:
             pass  # somebody waits for it already, or it is gone
         if self._lock is not None:
             os.close(self._lock)
+
+
+def claimed(path: Path, what: Path, processes: Processes) -> "Workspace | Guest":
+    """The workspace of a run, which its first process takes for all of them.
+
+    Args:
+        path: See `Workspace`.
+        what: See `Workspace`.
+        processes: The processes that share the run.
+
+    Raises:
+        CheckpointError: See `Workspace`; also if a process doesn't see the folder.
+    """
+    found: list[Workspace | Guest] = [Guest(path)]
+
+    def claim() -> None:
+        found[0] = Workspace(path, what)
+
+    by_first(processes, f"the claim of {what.name}", claim)
+    sees = processes.gather(f"a look at {what.name}", path.is_dir())
+    if not all(sees):
+        found[0].release(run=True)
+        raise CheckpointError(
+            f"process {sees.index(False)} does not see {what}, which process 0 has made: "
+            "checkpoints of several processes need a folder that all of them share"
+        )
+    return found[0]
 
 
 def _take(path: Path, what: Path) -> int | None:

@@ -14,7 +14,16 @@ from jaxtyping import Int32
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.data.corpus import Corpus
-from megatrain_jax._src.data.packing import Batch, Epoch, Packing, batch, draw_epoch, pack, spread
+from megatrain_jax._src.data.packing import (
+    Batch,
+    Epoch,
+    Packing,
+    batch,
+    draw_epoch,
+    own_rows,
+    pack,
+    spread,
+)
 from megatrain_jax._src.data.report import Summary
 
 # The least and the most of each option; beyond them a batch fits no machine.
@@ -74,7 +83,8 @@ class Batches:
             end = min(row + stop - at, self._packing.num_rows)
             rows += [self._chosen[pieces] for pieces in self._epoch(epoch).rows(row, end)]
             at += end - row
-        return batch(self._corpus, spread(rows, size), self._options.length)
+        whole = batch(self._corpus, spread(rows, size), self._options.length)
+        return {name: array[own_rows(size)] for name, array in whole.items()}
 
     @property
     def _num_rows(self) -> int | None:
@@ -146,6 +156,9 @@ class Dataset:
 
     A batch takes rows as they come, be it the last of one epoch and the first of the next. If the
     last batch of all has too few, their documents are spread over as many rows as it needs.
+
+    Where several processes share a run (`jax.distributed`), each gets its equal part of a batch's
+    rows, so that `batch_size` is still that of the whole batch.
 
     Its iterators have Grain's `get_state` and `set_state`, so that `megatrain_jax.fit` resumes a
     run on the batch it would have come to.

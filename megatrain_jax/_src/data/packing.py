@@ -7,6 +7,7 @@ lengths there is drawn anew every epoch. So every epoch has the same number of r
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int32, Int64
 
@@ -174,3 +175,20 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int) -> Batch:
         result[name] = flat
     mean = result["mask"].sum() / max(1, len(rows))
     return {**result, "learned_per_row": np.full(len(rows), mean, np.float32)}
+
+
+def own_rows(batch_size: int) -> slice:
+    """The rows of a batch that this process passes, if several of JAX's share a run.
+
+    Raises:
+        ValueError: If they can't share them evenly.
+    """
+    if not jax.distributed.is_initialized():
+        return slice(None)
+    share, left = divmod(batch_size, jax.process_count())
+    if left:
+        raise ValueError(
+            f"`batch_size`={batch_size} is that of all processes together: a multiple of their "
+            f"number, {jax.process_count()}"
+        )
+    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)

@@ -229,7 +229,9 @@ def _unpack(
     for positions in bound.alike:
         slab, dtype = binding.slots[positions[0]].slab, dtypes[positions[0]]
         layout, rows = binding.layouts[slab], [binding.slots[i].leaf for i in positions]
-        values = layout.unpack_whole(layout.decode(masters[slab]), rows, dtype, placement.whole)
+        values = layout.unpack_whole(
+            layout.decode(masters[slab], dtype), rows, dtype, placement.whole
+        )
         leaves.update(zip(positions, values, strict=True))
     return [leaves[i] for i in range(len(leaves))]
 

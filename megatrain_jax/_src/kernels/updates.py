@@ -22,12 +22,15 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
 from megatrain_jax._src.program.optimizer.slicing import Fragment
+from megatrain_jax._src.state.draws import draw_of, part_of
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
 _LOSS = jax.ShapeDtypeStruct((), jnp.float32)
 _OK = jax.ShapeDtypeStruct((), jnp.bool_)
+_STEP = jax.ShapeDtypeStruct((), jnp.int32)
+_GROUP = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
 def reduce(
@@ -53,7 +56,8 @@ def reduce(
     slabs, small = placement.slabs_on_device, placement.small_on_device
 
     def reduce_group(gradient, masters, state, loss, small, ok):
-        gradient = gradient.astype(jnp.float32)
+        measured = _measured(gradient, ok, cut.guarded)
+        gradient = gradient.astype(layout.master.dtype)
         shapes = layout.master.shapes
         if Kind.MASTERS in reads:
             masters = layout.master.decode(masters)
@@ -69,7 +73,7 @@ def reduce(
             *layout.state.unpack(state),
         ]
         scalars = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, loss, *small])
-        return _stacked(scalars), *_measured(gradient, ok, cut.guarded)
+        return _stacked(scalars), *measured
 
     return Kernel(
         name="reduce",
@@ -91,6 +95,7 @@ def _measured(
     gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if that is finite."""
+    gradient = gradient.astype(jnp.float32)
     square = jnp.sum(gradient * gradient)
     return square, ok & jnp.isfinite(square) if guarded else ok
 
@@ -143,7 +148,10 @@ def update(
     gradient: DTypeLike,
     placement: Placement,
 ) -> Kernel:
-    """The kernel `(masters, state, gradient, messages, ok) -> (masters, state)` of one group.
+    """The kernel `(masters, state, gradient, messages, ok, draw) -> (masters, state)` of one group.
+
+    `draw` is what random bits are drawn from if the layout draws any, else None: the run's key, the
+    number of the step that the gradient is of, and that of the group.
 
     Nothing changes where `ok` is false. Where updates are not deferred, so that one call can also
     measure the gradient it is given, it gives `(masters, state, squared norm, ok)`.
@@ -168,21 +176,29 @@ def update(
             placed(layout.master.gradient_aval(gradient), slabs),
             placed([cut.combine.jaxpr.outvars[i].aval for i in cut.messages[group]], small),
             placed(_OK, small),
+            placed((_key(), _STEP, _GROUP), small) if layout.draws else None,
         ),
         gives=(slabs, slabs) if cut.deferred else (slabs, slabs, small, small),
         donated=(0, 1),
     )
 
 
+def _key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
 def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
-    """The update `(masters, state, gradient, messages, ok) -> (masters, state)`."""
+    """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
     compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
-    def update_group(masters, state, gradient, messages, ok):
+    def update_group(masters, state, gradient, messages, ok, draw=None):
         old = tuple(masters), tuple(state)
         slabs = layout.master.decode(masters), layout.state.decode(state)
-        masters, state = compute(*slabs, gradient.astype(jnp.float32), messages)
-        new = layout.master.encode(masters), layout.state.encode(state)
+        masters, state = compute(*slabs, gradient.astype(layout.master.dtype), messages)
+        draws = [None, None]
+        if draw is not None:
+            draws = [part_of(draw_of(*draw), number) for number in range(2)]
+        new = layout.master.encode(masters, draws[0]), layout.state.encode(state, draws[1])
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group
@@ -192,9 +208,9 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
     """The immediate update, which measures its gradient as well; see `update`."""
     apply = _update(fragment, layout, guarded)
 
-    def update_group(masters, state, gradient, messages, ok):
-        square, ok = _measured(gradient.astype(jnp.float32), ok, guarded)
-        return *apply(masters, state, gradient, messages, ok), square, ok
+    def update_group(masters, state, gradient, messages, ok, draw=None):
+        square, ok = _measured(gradient, ok, guarded)
+        return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
     return update_group
 

@@ -19,6 +19,7 @@ from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.runtime.draws import Draws
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
@@ -52,10 +53,11 @@ class Engine:
         """Makes an engine for a store that is at rest, or will be filled."""
         self.store, self.optimizer, self.kernels = store, optimizer, kernels
         self.group_ok: list[tuple[int, jax.Array]] = []
-        self._transfers = Transfers(store)
+        self._transfers, self._draws = Transfers(store), Draws(store)
         self._messages: list[jax.Array] = []
-        self._true = jax.device_put(jnp.array(True), store.placement.small_on_device)
-        self._combined_ok = store.ok  # of the step whose updates are pending
+        self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
+        # Of the step whose updates are pending.
+        self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}
         self._tokens: dict[int, jax.Array] = {}
         self._running: Schedule | None = None  # of the lists since the state was last at rest
@@ -319,7 +321,7 @@ class Engine:
         scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
         loss = self._means(live)["loss"]
         self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
-        self._combined_ok = store.ok
+        self._combined_ok, self._combined_step = store.ok, store.step
 
     def _update(self, live: _Live | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
@@ -333,7 +335,8 @@ class Engine:
         store.host.pop(state_key, None)
         # In another step than its gradients, if updates are deferred.
         ok = self._combined_ok if cut.deferred else store.ok
-        masters, state, *measured = run(masters, state, gradient, messages, ok)
+        draw = self._draws.of(group, self._combined_step if cut.deferred else store.step)
+        masters, state, *measured = run(masters, state, gradient, messages, ok, draw)
         if live is not None and not cut.deferred:
             self._note(live, group, *measured)
         store.on_device[masters_key] = masters

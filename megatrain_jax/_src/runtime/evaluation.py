@@ -6,11 +6,13 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.run_spec import batch_key
 from megatrain_jax._src.runtime.batch import put_batch
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 
 _END = object()
+_EVALUATED = "the shapes of the batches that are evaluated, and their number,"
 
 
 def evaluate_batches(
@@ -28,14 +30,17 @@ def evaluate_batches(
         number of examples of each.
     """
     rows, sizes, iterator = [], [], iter(batches)
+    placement = engine.store.placement
     while True:
         # An iterator that hangs gives way to a second signal.
         with deferred_interrupt(insist=True):
             batch = next(iterator, _END)
-        if batch is _END:
-            return rows, sizes
-        step = bind(batch)
+        step = None if batch is _END else bind(batch)
         with deferred_interrupt():
-            arrays = put_batch(batch, step, engine.store.placement)
+            where = f"batch {len(rows) + 1} of an evaluation"
+            placement.processes.agree(where, {_EVALUATED: step and batch_key(batch)})
+            if step is None:
+                return rows, sizes
+            arrays = put_batch(batch, step, placement)
             rows.append(engine.evaluate(step, arrays))
             sizes.append(arrays[0].shape[0])

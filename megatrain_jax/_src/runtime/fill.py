@@ -1,9 +1,11 @@
 """Fills the store with a run's initial state, so that the whole model never exists beside it."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
+import xxhash
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.run_spec import RunSpec
@@ -33,17 +35,34 @@ def fill_store(
         initial: The model's initial values.
         done: Callback after each group, for a progress bar.
     """
-    slices, on_device = _unstacked(spec, store, initial), store.placement.small_on_device
+    placement, digest = store.placement, xxhash.xxh3_64()
+    if placement.processes.count > 1:
+        initial = _noted(initial, digest)
+    slices = _unstacked(spec, store, initial)
     for g, leaves in enumerate(spec.grouping.leaves):
         whole = [i for i in leaves if i not in slices]
         values = initial.leaves([spec.leaves[i].parameter for i in whole])
         by_leaf = dict(zip(whole, values, strict=True))
-        by_leaf |= {i: jax.device_put(slices.pop(i), on_device) for i in leaves if i in slices}
-        _fill_group(spec, store, kernels, g, [by_leaf[i] for i in leaves])
+        by_leaf |= {i: slices.pop(i) for i in leaves if i in slices}
+        on_device = placement.put([by_leaf[i] for i in leaves], placement.small_on_device)
+        _fill_group(spec, store, kernels, g, on_device)
         done()
+    placement.processes.agree("the end of initialising", {"initial parameters": digest.hexdigest()})
     store.variables = store.small(list(initial.variables()))
     part = spec.optimizer.initial_globals
     store.globals = store.small(list(jx.evaluate(part.jaxpr, part.consts)))
+
+
+def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
+    """Initial values whose bytes are added to a checksum as they are given out."""
+
+    def leaves(indices: Sequence[int]) -> list[jax.Array]:
+        values = initial.leaves(indices)
+        for value in values:
+            digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        return values
+
+    return InitialValues(leaves=leaves, variables=initial.variables)
 
 
 def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int, jax.Array]:
@@ -54,7 +73,7 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
-            dtype = spec.precision.stored(spec.leaves[i].is_trainable)
+            dtype = spec.precision.held(spec.leaves[i].is_trainable)
             slices[i] = store.small(whole[selector(index)].astype(dtype))
         jax.block_until_ready(list(slices.values()))
     return slices

@@ -105,6 +105,10 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def note(self, number: int) -> None:
+        """Counts a signal that ended another process of the run as one that came here."""
+        self._received.append(number)
+
     @property
     def came(self) -> bool:
         """Whether a signal has come."""
@@ -118,11 +122,12 @@ class Signals:
     @property
     def terminates(self) -> bool:
         """Whether SIGTERM came, which by default ends the process."""
-        return signal.SIGTERM in self._received and self._before[signal.SIGTERM] is signal.SIG_DFL
+        handler = self._before.get(signal.SIGTERM)
+        return signal.SIGTERM in self._received and handler is signal.SIG_DFL
 
     def hand_on(self) -> None:
         """Calls the handler that SIGTERM had before the run, if SIGTERM came; after `__exit__`."""
-        if signal.SIGTERM in self._received and callable(self._before[signal.SIGTERM]):
+        if signal.SIGTERM in self._received and callable(self._before.get(signal.SIGTERM)):
             signal.raise_signal(signal.SIGTERM)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

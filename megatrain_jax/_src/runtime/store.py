@@ -14,7 +14,6 @@ Arrays in the host never change: what is replaced is the entry. So whoever reads
 checkpoint being written, keeps reading what it was given.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -69,6 +68,7 @@ class Store:
         self.step = self.small(jnp.array(0, jnp.int32))
         self.key = self.small(key)
         self.before_replacing: Callable[[int], None] | None = None
+        self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
 
     # ---- filling, at rest
 
@@ -78,13 +78,13 @@ class Store:
         Returns:
             The arrays at rest, which may still be on their way.
         """
-        resting = tuple(jax.device_put(list(arrays), self.placement.slabs_at_rest))
+        resting = tuple(self.placement.put(list(arrays), self.placement.slabs_at_rest))
         self.host[key] = (*self.host.get(key, ()), *resting)
         return resting
 
     def small(self, value: Any) -> Any:
         """A copy at rest of a small array, or a pytree of them, which the store doesn't keep."""
-        return jax.device_put(value, self.placement.small_at_rest)
+        return self.placement.put(value, self.placement.small_at_rest)
 
     def drop(self) -> None:
         """Drops all slabs, wherever they are, to be filled anew."""
@@ -96,22 +96,30 @@ class Store:
 
     def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as arrays in host memory, which share its bytes where they can."""
-        layout, arrays = self.layouts[key.owner], self.host.get(key, ())
+        layout, arrays = self.layouts[key.owner], self._readable(self.host.get(key, ()))
         return (layout.master if key.kind is Kind.MASTERS else layout.state).read(arrays)
 
     def reader(self, key: Key, position: int) -> Reader:
         """A function that reads one leaf of a part; it holds the slab that the leaf is in."""
         layout, arrays = self.layouts[key.owner], self.host[key]
         if key.kind is Kind.MASTERS:
-            return functools.partial(layout.master.read_leaf, arrays, position)
+            return lambda: layout.master.read_leaf(self._readable(arrays), position)
         slab, at = layout.state.places[position]
         own = layout.state.by_slab(arrays)[slab]
-        return functools.partial(layout.state.layouts[slab].read_leaf, own, at)
+        return lambda: layout.state.layouts[slab].read_leaf(self._readable(own), at)
+
+    def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
+        """Arrays at rest that this process can read all of; of copies, the last ones are kept."""
+        if self.placement.processes.count == 1:
+            return arrays
+        if self._copied is None or list(map(id, arrays)) != list(map(id, self._copied[0])):
+            self._copied = arrays, tuple(map(self.placement.readable, arrays))
+        return self._copied[1]
 
     def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
         """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
         return [
-            jax.device_put(x, self.placement.small_on_device)
+            self.placement.put(x, self.placement.small_on_device)
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             else np.asarray(x)
             for x in arrays
@@ -121,6 +129,7 @@ class Store:
 
     def wake(self) -> None:
         """Moves the small state to the devices; slabs are fetched one by one."""
+        self._copied = None
         self._move_small(self.placement.small_on_device)
 
     def rest(self) -> None:
@@ -141,5 +150,5 @@ class Store:
 
     def _move_small(self, sharding: jax.sharding.Sharding) -> None:
         small = (self.variables, self.globals, self.ok, self.step, self.key)
-        moved = jax.device_put(small, sharding)
+        moved = self.placement.put(small, sharding)
         self.variables, self.globals, self.ok, self.step, self.key = moved

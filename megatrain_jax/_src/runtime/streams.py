@@ -49,10 +49,11 @@ class Streams:
         self._take_turns = placement.platform == "gpu"
         self._turn = 0
         self.forget()
+        self._move = placement.move
         self._targets = {True: placement.slabs_on_device, False: placement.slabs_at_rest}
         number = jnp.zeros(len(placement.devices), jnp.int32)
         self._numbers = {
-            way: jax.device_put(number, self._targets[not way]) for way in (True, False)
+            way: placement.put(number, self._targets[not way]) for way in (True, False)
         }
 
     def forget(self) -> None:
@@ -84,7 +85,7 @@ class Streams:
 
     def _copy(self, slabs: dict[bool, list[jax.Array]]) -> Mapping[bool, Sequence[jax.Array]]:
         if not self._take_turns:
-            return {way: jax.device_put(xs, self._targets[way]) for way, xs in slabs.items() if xs}
+            return {way: self._move(xs, self._targets[way]) for way, xs in slabs.items() if xs}
         copied: dict[bool, list[jax.Array]] = {True: [], False: []}
         while slabs[True] or slabs[False]:
             way = _INWARD[self._turn]
@@ -93,7 +94,7 @@ class Streams:
             mine, slabs[way] = slabs[way][:run], slabs[way][run:]
             # Nothing waits behind turns that are left if the other direction has no copies.
             passed = run - len(mine) if slabs[not way] else 0
-            arrays = jax.device_put([*mine, *[self._numbers[way]] * passed], self._targets[way])
+            arrays = self._move([*mine, *[self._numbers[way]] * passed], self._targets[way])
             copied[way] += arrays[: len(mine)]
             self._turn = (self._turn + len(arrays)) % len(_INWARD)
         return copied

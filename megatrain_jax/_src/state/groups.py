@@ -19,7 +19,9 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program.blocks import Leaf, common_prefix
-from megatrain_jax._src.state.layout import Layout, MixedLayout, layout_of, mixed_layout_of
+from megatrain_jax._src.state.codec import Plain
+from megatrain_jax._src.state.layout import PLAIN, Layout, in_order, layout_of
+from megatrain_jax._src.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,11 @@ class GroupLayout:
     def slabs(self) -> tuple[Layout, ...]:
         """Layouts of the slabs that outlast a step: masters, then optimizer state."""
         return (self.master, *self.state.layouts)
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding an update draws random bits."""
+        return self.master.draws or self.state.draws
 
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
         """Bytes of each kind of part that travels to and from each device.
@@ -124,18 +131,29 @@ def layout_group(
     state: Sequence[jax.ShapeDtypeStruct],
     master: jax.typing.DTypeLike,
     num_shards: int = 1,
+    master_codecs: Sequence[Plain] | None = None,
+    state_codecs: Sequence[Plain] | None = None,
 ) -> GroupLayout:
     """Lays out one group's leaves and its optimizer state.
+
+    Leaves that are coded alike, in all that lies as the masters do, are put together.
 
     Args:
         leaves: All leaves of the model.
         rows: Numbers of the group's leaves.
         state: Shapes and dtypes of its optimizer state's leaves.
-        master: Dtype of the masters.
+        master: Dtype that masters are computed on in.
         num_shards: Number of equal parts that slabs are divided into, one a device.
+        master_codecs: Codec of each leaf's master; None for plain ones.
+        state_codecs: Codec of each leaf of the state; None for plain ones.
     """
     shapes = [leaves[i].shape for i in rows]
+    masters = list(master_codecs or [PLAIN] * len(rows))
+    states = list(state_codecs or [PLAIN] * len(state))
+    mirrors = [states[at : at + n] for at, n in rows_like(state, shapes) if n]
+    order = in_order(list(zip(masters, *mirrors, strict=True)))
+    unit = max((codec.block for codec in (*masters, *states)), default=1)
     return GroupLayout(
-        master=layout_of(shapes, master, num_shards),
-        state=mixed_layout_of(state, shapes, num_shards),
+        master=layout_of(shapes, master, num_shards, masters, order, unit),
+        state=mixed_layout_of(state, shapes, num_shards, states, order, unit),
     )

@@ -7,27 +7,27 @@ reshape.
 Over several devices a slab is divided evenly, and so is each leaf in it: a device's shard holds its
 share of every leaf, so that updates need nobody else's.
 
-A layout also says what arrays stand for a slab wherever no kernel computes on it (`at_rest`), as a
-narrower dtype or codes with scales would: kernels `decode` what they take and `encode` what they
-give, and nobody else looks inside. Today it is the slab itself.
+A layout also says what arrays stand for a slab wherever no kernel computes on it (`at_rest`): the
+slab itself, or a narrower dtype, as the codecs of its segments say. Kernels `decode` what they take
+and `encode` what they give, and nobody else looks inside.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, islice
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Array = Any
-"""An array of numpy's or JAX's, traced or not."""
+from megatrain_jax._src.state.codec import Array, Part, Plain
+from megatrain_jax._src.state.draws import Draw, part_of
 
 Spread = Callable[[jax.Array], jax.Array]
 """Lays an array over the devices in some way, inside jit."""
 
+PLAIN = Plain()
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
 # Most padding of a leaf's shares, of its size.
 _PADDING = 1 / 16
@@ -35,6 +35,21 @@ _PADDING = 1 / 16
 
 def _as_it_is(x: jax.Array) -> jax.Array:
     return x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A range of each shard of a slab whose leaves are coded alike.
+
+    Attributes:
+        codec: The codec of its leaves.
+        start: Its first element in every shard.
+        stop: The element after its last.
+    """
+
+    codec: Plain
+    start: int
+    stop: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +72,13 @@ class Layout:
         layout.unpack(slab, 1)      # slab[64:67] and slab[192:194]; slab[194] is padding
 
     Attributes:
-        dtype: Name of the slab's dtype.
+        dtype: Name of the dtype that slabs are computed on in.
         shapes: Shape of each leaf.
         shares: Elements of each leaf in every shard; the last shards' may be padding.
         offsets: First element of each leaf in every shard.
         size: Elements of the slab, padding included.
         num_shards: Number of equal parts that the slab is divided into, one a device.
+        segments: How its shards are coded, from their first element to their last.
     """
 
     dtype: str
@@ -71,6 +87,7 @@ class Layout:
     offsets: tuple[int, ...]
     size: int
     num_shards: int = 1
+    segments: tuple[Segment, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -80,16 +97,60 @@ class Layout:
     @property
     def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the arrays that a slab is stored and sent as."""
-        return (jax.ShapeDtypeStruct((self.size,), jnp.dtype(self.dtype)),)
+        return tuple(
+            jax.ShapeDtypeStruct(
+                ((segment.stop - segment.start) // part.per * self.num_shards,),
+                jnp.dtype(part.dtype),
+            )
+            for segment in self.segments
+            for part in segment.codec.parts(self.dtype)
+        )
 
-    def encode(self, slab: Array) -> tuple[Array, ...]:
-        """The arrays at rest that stand for a slab or a shard, traced in a kernel or of numpy's."""
-        return (slab,)
+    @property
+    def draws(self) -> bool:
+        """Whether encoding an update draws random bits."""
+        return any(segment.codec.draws for segment in self.segments)
 
-    def decode(self, arrays: Sequence[Array]) -> Array:
-        """The slab or shard that these arrays at rest stand for; see `encode`."""
-        (slab,) = arrays
-        return slab
+    def encode(self, slab: Array, draw: Draw | None = None) -> tuple[Array, ...]:
+        """The arrays at rest that stand for a slab or a shard, traced in a kernel or of numpy's.
+
+        Args:
+            slab: The slab or shard.
+            draw: Draw of the random bits for rounding; None rounds to nearest.
+        """
+        if len(self.segments) == 1:
+            return self.segments[0].codec.encode(slab, draw)
+        rows = slab.reshape(-1, self.size // self.num_shards)
+        return tuple(
+            array
+            for number, segment in enumerate(self.segments)
+            for array in segment.codec.encode(
+                rows[:, segment.start : segment.stop].reshape(-1),
+                None if draw is None else part_of(draw, number),
+            )
+        )
+
+    def decode(self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None) -> Array:
+        """The slab or shard that these arrays at rest stand for; see `encode`.
+
+        Args:
+            arrays: The arrays at rest.
+            dtype: Dtype of the result if it is decoded; None for the slab's own.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        pairs = list(zip(self.segments, self._by_segment(arrays), strict=True))
+        if len(pairs) == 1:
+            ((segment, own),) = pairs
+            return own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
+        rows = [
+            segment.codec.decode(own, dtype).reshape(-1, segment.stop - segment.start)
+            for segment, own in pairs
+        ]
+        return jnp.concatenate(rows, axis=1).reshape(-1)
+
+    def parts(self, i: int) -> tuple[Part, ...]:
+        """The arrays that stand for leaf `i` at rest."""
+        return self._segment(i)[0].codec.parts(self.dtype)
 
     def gradient_aval(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a slab of gradients, in which they lie as the leaves do."""
@@ -131,8 +192,8 @@ class Layout:
         shards, end = self._rows, 0
         dtype = jnp.dtype(self.dtype)
         parts = []
-        rows = zip(leaves, self.shapes, self.shares, self.offsets, strict=True)
-        for leaf, shape, share, offset in rows:
+        rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
+        for offset, share, leaf, shape in sorted(rows, key=lambda row: row[:2]):
             if offset > end:
                 parts.append(jnp.zeros((*shards, offset - end), dtype))
             if leaf is None:
@@ -149,12 +210,15 @@ class Layout:
 
     def read(self, arrays: Sequence[Array]) -> list[np.ndarray]:
         """The leaves of arrays at rest in host memory; read-only, and views where they can be."""
-        shards = self._shards(arrays)
-        return [self._read(shards, i) for i in range(len(self.shapes))]
+        return [self.read_leaf(arrays, i) for i in range(len(self.shapes))]
 
     def read_leaf(self, arrays: Sequence[Array], i: int) -> np.ndarray:
         """Leaf `i` of arrays at rest in host memory; see `read`."""
-        return self._read(self._shards(arrays), i)
+        codec = self._segment(i)[0].codec
+        dtype = jnp.dtype(codec.read_dtype(self.dtype))
+        pieces = [self._pieces(arrays, i, p) for p in range(len(codec.parts(self.dtype)))]
+        parts = [codec.decode(shard, dtype) for shard in zip(*pieces, strict=True)]
+        return self._joined(parts, i)
 
     def fill(self, slab: np.ndarray, i: int, leaf: np.ndarray) -> None:
         """Writes leaf `i` into a slab of numpy's."""
@@ -175,16 +239,30 @@ class Layout:
         flat = jax.lax.slice_in_dim(rows, start, start + share, axis=-1).reshape(-1)
         return flat[: math.prod(shape)].reshape(shape)
 
-    def _shards(self, arrays: Sequence[Array]) -> list[np.ndarray]:
-        """The shards of a slab, in order."""
-        rows = (_shards_of(array, self.num_shards) for array in arrays)
-        return [self.decode(shard) for shard in zip(*rows, strict=True)]
+    def _by_segment(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The arrays at rest of each segment."""
+        row = iter(arrays)
+        return [tuple(islice(row, len(s.codec.parts(self.dtype)))) for s in self.segments]
 
-    def _read(self, shards: Sequence[np.ndarray], i: int) -> np.ndarray:
-        shape, start = self.shapes[i], self.offsets[i]
-        parts = [shard[start : start + self.shares[i]] for shard in shards]
+    def _segment(self, i: int) -> tuple[Segment, int]:
+        """The segment that leaf `i` is in, and its number; the last for a leaf without elements."""
+        at, last = self.offsets[i], len(self.segments) - 1
+        number = next((n for n, s in enumerate(self.segments) if at < s.stop), last)
+        return self.segments[number], number
+
+    def _pieces(self, arrays: Sequence[Array], i: int, p: int) -> list[np.ndarray]:
+        """Part `p` of leaf `i`: its elements in each shard of arrays at rest, as views."""
+        segment, number = self._segment(i)
+        part = segment.codec.parts(self.dtype)[p]
+        start = (self.offsets[i] - segment.start) // part.per
+        stop = start + -(-self.shares[i] // part.per)
+        shards = _shards_of(self._by_segment(arrays)[number][p], self.num_shards)
+        return [shard[start:stop] for shard in shards]
+
+    def _joined(self, parts: Sequence[np.ndarray], i: int) -> np.ndarray:
+        """Leaf `i` of its shares, in the order of shards."""
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return flat[: math.prod(shape)].reshape(shape)
+        return flat[: math.prod(self.shapes[i])].reshape(self.shapes[i])
 
 
 def _shards_of(array: Array, num_shards: int) -> list[np.ndarray]:
@@ -200,14 +278,34 @@ def _cut(flat: np.ndarray, share: int) -> list[np.ndarray]:
 
 
 def layout_of(
-    shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike, num_shards: int = 1
+    shapes: Sequence[tuple[int, ...]],
+    dtype: jax.typing.DTypeLike,
+    num_shards: int = 1,
+    codecs: Sequence[Plain] | None = None,
+    order: Sequence[int] | None = None,
+    unit: int = 1,
 ) -> Layout:
-    """Lays leaves of one dtype back to back, each aligned, in each of so many shards."""
-    shares = tuple(_share(tuple(shape), num_shards) for shape in shapes)
-    offsets, end = [], 0
-    for share in shares:
-        offsets.append(end)
-        end += -(-share // ALIGNMENT) * ALIGNMENT
+    """Lays leaves of one dtype back to back, each aligned, in each of so many shards.
+
+    Args:
+        shapes: Shape of each leaf.
+        dtype: Dtype that they are computed on in.
+        num_shards: Number of equal parts that the slab is divided into.
+        codecs: Codec of each leaf; None for plain ones.
+        order: The leaves in the order that they lie in; None for those of one codec together.
+        unit: How many elements are coded together: leaves and their shares begin at multiples.
+    """
+    codecs = codecs or [PLAIN] * len(shapes)
+    order = in_order(codecs) if order is None else order
+    shares = tuple(_share(tuple(shape), num_shards, unit) for shape in shapes)
+    offsets, end, step = [0] * len(shapes), 0, max(ALIGNMENT, unit)
+    segments: list[Segment] = []
+    for i in order:
+        offsets[i] = start = end
+        end += -(-shares[i] // step) * step
+        if segments and segments[-1].codec == codecs[i]:
+            start = segments.pop().start
+        segments.append(Segment(codec=codecs[i], start=start, stop=end))
     return Layout(
         dtype=jnp.dtype(dtype).name,
         shapes=tuple(tuple(s) for s in shapes),
@@ -215,16 +313,24 @@ def layout_of(
         offsets=tuple(offsets),
         size=end * num_shards,
         num_shards=num_shards,
+        segments=tuple(segments),
     )
 
 
-def _share(shape: tuple[int, ...], num_shards: int) -> int:
+def in_order(kinds: Sequence[Hashable]) -> list[int]:
+    """Positions of leaves with those of one kind together: [a, b, a] gives [0, 2, 1]."""
+    first = {kind: n for n, kind in reversed(list(enumerate(kinds)))}
+    return sorted(range(len(kinds)), key=lambda i: first[kinds[i]])
+
+
+def _share(shape: tuple[int, ...], num_shards: int, unit: int) -> int:
     """Elements of a leaf in each of so many shards.
 
     They are whole rows along its first axis, so that a shard of the leaf is a box of it. Where too
     much of that would be padding, more leading axes count as one: (8, 3, 64) over 4 shards gives
     each two rows of 192 elements, but (3, 3, 64) would have three rows for four shards, and nine of
-    64 elements are no better; so each gets 144 of its 576 elements.
+    64 elements are no better; so each gets 144 of its 576 elements. Elements that are coded
+    together, a `unit`, are never divided: they are the same ones over any number of shards.
     """
     size = inner = math.prod(shape)
     share = size
@@ -233,97 +339,4 @@ def _share(shape: tuple[int, ...], num_shards: int) -> int:
         share = -(-size // (inner * num_shards)) * inner if inner else 0
         if share * num_shards <= size * (1 + _PADDING):
             break
-    return share
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MixedLayout:
-    """The layout of leaves of several dtypes: several slabs, whose arrays at rest stand in a row.
-
-    Attributes:
-        layouts: Layout of each slab.
-        places: For each leaf, the number of its slab and its position there.
-    """
-
-    layouts: tuple[Layout, ...]
-    places: tuple[tuple[int, int], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slabs at rest."""
-        return sum(layout.num_bytes for layout in self.layouts)
-
-    @property
-    def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the arrays at rest, slab by slab."""
-        return tuple(aval for layout in self.layouts for aval in layout.at_rest)
-
-    def encode(self, slabs: Sequence[Array]) -> tuple[Array, ...]:
-        """The arrays at rest of all slabs; see `Layout.encode`."""
-        rows = zip(self.layouts, slabs, strict=True)
-        return tuple(x for layout, slab in rows for x in layout.encode(slab))
-
-    def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The slabs that these arrays at rest stand for; see `Layout.decode`."""
-        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
-        return tuple(layout.decode(own) for layout, own in rows)
-
-    def by_slab(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
-        """The arrays at rest of each slab."""
-        row = iter(arrays)
-        return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
-
-    def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
-        """All leaves, in order; for use inside jit."""
-        return [self.layouts[s].unpack(slabs[s], i) for s, i in self.places]
-
-    def pack(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """The slabs of all leaves."""
-        rows: list[list] = [[] for _ in self.layouts]
-        for (s, _), leaf in zip(self.places, leaves, strict=True):
-            rows[s].append(leaf)
-        return tuple(layout.pack(row) for layout, row in zip(self.layouts, rows, strict=True))
-
-    def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-        """All leaves of arrays at rest in host memory; see `Layout.read`."""
-        pairs = zip(self.layouts, self.by_slab(arrays), strict=True)
-        rows = [layout.read(own) for layout, own in pairs]
-        return [rows[s][i] for s, i in self.places]
-
-
-def mixed_layout_of(
-    avals: Sequence[jax.ShapeDtypeStruct],
-    mirrored: Sequence[tuple[int, ...]],
-    num_shards: int = 1,
-) -> MixedLayout:
-    """Lays leaves of any dtypes out: AdamW's moments as the masters lie, other state together.
-
-    Leaves in a row whose shapes are `mirrored`, as a moment of each parameter has them, get a slab
-    of their own, in which they lie as the parameters do. The others share one for each dtype.
-
-    A worked example: AdamW's state for parameters of shapes (3, 2) and (5,), which are `mirrored`::
-
-        leaf     count   mu 0     mu 1   nu 0     nu 1
-        shape    ()      (3, 2)   (5,)   (3, 2)   (5,)
-        place    (0, 0)  (1, 0)   (1, 1) (2, 0)   (2, 1)     # slabs: int32[64], fp32[128] twice
-
-    Args:
-        avals: Shape and dtype of each leaf.
-        mirrored: Shapes of the parameters, in the order of their slab.
-        num_shards: Number of equal parts that each slab is divided into.
-    """
-    kinds: dict[tuple[str, int], list[tuple[int, ...]]] = {}
-    places, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
-    # A moment that lies as the masters do can be updated without taking slabs apart.
-    while at < len(avals):
-        row = avals[at : at + len(shapes)]
-        alike = [tuple(a.shape) for a in row] == shapes and len({a.dtype for a in row}) == 1
-        row = row if alike else row[:1]
-        for aval in row:
-            kind = jnp.dtype(aval.dtype).name, at if alike else -1
-            rows = kinds.setdefault(kind, [])
-            places.append((list(kinds).index(kind), len(rows)))
-            rows.append(tuple(aval.shape))
-        at += len(row)
-    layouts = tuple(layout_of(shapes, dtype, num_shards) for (dtype, _), shapes in kinds.items())
-    return MixedLayout(layouts=layouts, places=tuple(places))
+    return share if num_shards == 1 else -(-share // unit) * unit

@@ -6,10 +6,13 @@ Nothing else asks JAX which devices there are.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -19,6 +22,8 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
+
+from megatrain_jax._src.state.processes import Processes
 
 _AXIS = "data"
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
@@ -37,6 +42,7 @@ class Placement:
         devices: The devices; none in a plan.
         num_devices: Number of devices.
         platform: JAX's name of their platform: "cpu", "gpu", ...; "" in a plan.
+        processes: The processes that own them.
         slabs_at_rest: Sharding of slabs in pinned host memory.
         slabs_on_device: Sharding of slabs in the devices' own memory.
         small_at_rest: Sharding of small arrays in pinned host memory.
@@ -46,6 +52,7 @@ class Placement:
     devices: tuple[Any, ...]
     num_devices: int
     platform: str
+    processes: Processes
     slabs_at_rest: Sharding
     slabs_on_device: Sharding
     small_at_rest: Sharding
@@ -76,6 +83,58 @@ class Placement:
         """The sharding of a batch; one that doesn't divide is whole on every device."""
         return self.values(num_examples % self.num_devices == 0)
 
+    def put(self, tree: Any, sharding: Sharding) -> Any:
+        """Arrays with one of these shardings, of values that all processes have or arrays with one.
+
+        Random keys of several processes stay on the devices.
+        """
+        if self.processes.count == 1:
+            return jax.device_put(tree, sharding)
+        with jax.transfer_guard("allow"):  # as `device_put` is, where it can be used
+            return jax.tree.map(lambda x: self._put_one(x, sharding), tree)
+
+    def move(self, arrays: Sequence[jax.Array], sharding: Sharding) -> list[jax.Array]:
+        """Copies of arrays in the same shards, in the memory of another of these shardings.
+
+        Of several processes each moves its own shards: given whole arrays, `device_put` would have
+        the devices compute an identity (JAX 0.11.2), and no copy would pass beside a computation.
+        """
+        if self.processes.count == 1:
+            return jax.device_put(arrays, sharding)
+        kind = sharding.memory_kind
+        shards = [shard.data for x in arrays for shard in x.addressable_shards]
+        targets = [_on_one(x.device, kind) for x in shards]
+        copies = iter(jax.device_put(shards, targets))
+        return [
+            jax.make_array_from_single_device_arrays(
+                x.shape, sharding, list(islice(copies, len(self.local_devices)))
+            )
+            for x in arrays
+        ]
+
+    def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:
+        """The array whose parts, one a process in their order, lie end to end along its first axis.
+
+        Args:
+            part: This process's part; all have one shape.
+            sharding: The whole array's sharding.
+        """
+        if sharding.is_fully_replicated:
+            return self.put(self.processes.concatenated(np.asarray(part)), sharding)
+        shape = (part.shape[0] * self.processes.count, *part.shape[1:])
+        with jax.transfer_guard("allow"):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+    def readable(self, slab: jax.Array) -> jax.Array | np.ndarray:
+        """A slab at rest that this process can read all of: itself, or a copy in several processes.
+
+        All processes have to ask for it. The devices hold all of it meanwhile.
+        """
+        if self.processes.count == 1:
+            return slab
+        (on_device,) = self.move([slab], self.slabs_on_device)
+        return np.asarray(_identity(self.small_on_device)(on_device))
+
     def spread(self, x: jax.Array) -> jax.Array:
         """An array divided along its first axis; for use inside jit."""
         return self._constrained(x, self.slabs_on_device)
@@ -84,8 +143,30 @@ class Placement:
         """An array whole on every device; for use inside jit."""
         return self._constrained(x, self.small_on_device)
 
+    def _put_one(self, x: Any, sharding: Sharding) -> jax.Array:
+        """One array of several processes; see `put`."""
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return x if is_key else self.move([x], sharding)[0]
+        if is_key:
+            wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+            placed = sharding.with_memory_kind("device")
+            return jax.jit(wrap, out_shardings=placed)(np.asarray(jax.random.key_data(x)))
+        value = np.asarray(x)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
     def _constrained(self, x: jax.Array, sharding: Sharding) -> jax.Array:
         return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
+
+
+@functools.cache
+def _identity(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+@functools.cache
+def _on_one(device: Any, memory_kind: str) -> Sharding:
+    return SingleDeviceSharding(device, memory_kind=memory_kind)
 
 
 def on_several(devices: Sequence[Any]) -> str:
@@ -94,14 +175,18 @@ def on_several(devices: Sequence[Any]) -> str:
 
 
 def default_device() -> Any:
-    """JAX's first device; starts JAX's backend."""
-    return jax.devices()[0]
+    """JAX's first device of this process; starts JAX's backend."""
+    return jax.local_devices()[0]
 
 
 def default_mesh() -> Mesh:
-    """All GPUs that JAX sees, or its first device where that is none; starts JAX's backend."""
+    """All GPUs that JAX sees, of all processes, or its first device where there is no GPU.
+
+    Several processes share all of their devices, whatever these are. Starts JAX's backend.
+    """
     first, *others = jax.devices()
-    return Mesh([first, *(others if first.platform == "gpu" else ())], _AXIS)
+    shared = first.platform == "gpu" or jax.process_count() > 1
+    return Mesh([first, *(others if shared else ())], _AXIS)
 
 
 def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
@@ -124,8 +209,28 @@ def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
         devices=devices,
         num_devices=mesh.size,
         platform=devices[0].platform if devices else "",
+        processes=_processes_of(devices),
         slabs_at_rest=divided(memory_kind="pinned_host"),
         slabs_on_device=divided(memory_kind="device"),
         small_at_rest=whole(memory_kind="pinned_host"),
         small_on_device=whole(memory_kind="device"),
     )
+
+
+def _processes_of(devices: Sequence[Any]) -> Processes:
+    """The processes that own some devices; this one alone where they are all its own, or none."""
+    indices = sorted({device.process_index for device in devices})
+    return Processes() if len(indices) < 2 else _all_processes()
+
+
+@functools.cache
+def _all_processes() -> Processes:
+    try:
+        processors = jax.devices("cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            "several processes need JAX's CPU devices, too, to tell each other where they are: "
+            "set JAX_PLATFORMS=cuda,cpu, or leave it unset"
+        ) from error
+    first = {processor.process_index: processor for processor in reversed(processors)}
+    return Processes([first[i] for i in sorted(first)])

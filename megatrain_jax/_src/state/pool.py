@@ -8,6 +8,7 @@ allocated.
 
 import gc
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,11 +104,16 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
     in_use = _pinned_bytes_in_use(devices)
     pools = {d: _pools.get(d, _Pool()) for d in devices}
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
-    if not wanting:
+    if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
     rooms = {d: _room(share, array, pools[d], in_use[d]) for d in wanting}
-    _check(num_bytes, sum(growth for _, growth in rooms.values()), share)
-    with ThreadPoolExecutor(len(wanting)) as threads:
+    growth = sum(growth for _, growth in rooms.values())
+    # All look before any takes, and what processes of one host need adds up.
+    hosts = placement.processes.gather("reserving host memory", socket.gethostname())
+    beside = hosts.count(socket.gethostname())
+    _check(beside * num_bytes, beside * growth, share)
+    placement.processes.gather("taking host memory")
+    with ThreadPoolExecutor(max(1, len(wanting))) as threads:
         list(threads.map(lambda d: _take(d, rooms[d][0], share), wanting))
     for device, (_, growth) in rooms.items():
         likely = pools[device].likely_bytes + growth

@@ -1,5 +1,6 @@
 """One call of `fit` or `train`, from its first step to what it leaves behind, however it ends."""
 
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from tqdm.auto import tqdm
 from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals
 from megatrain_jax._src.state.placement import on_several
+from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.train.loop import Loop, Save
 from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult
 from megatrain_jax._src.train.series import Checkpoints
-from megatrain_jax._src.train.source import Prefetch, Source, is_state
+from megatrain_jax._src.train.source import Prefetch, Source, is_state, joined_positions
 from megatrain_jax._src.trainer import Trainer
 
 # Exit status of a process that SIGTERM has ended: 128 and the signal's number.
@@ -48,8 +50,10 @@ class Run:
         Whatever ends the run, the steps in flight are completed and the last one is saved before
         the error is raised or, after SIGTERM, the process ends.
         """
-        trainer = self.trainer
-        before, steps, progress = trainer.num_steps, options.steps, options.progress
+        trainer, processes = self.trainer, self.trainer.processes
+        before, steps = trainer.num_steps, options.steps
+        progress = options.progress and processes.is_first
+        processes.agree("the beginning of training", options.rhythm)
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0:
@@ -62,21 +66,24 @@ class Run:
             loop = Loop(trainer, options, save, bar, signals)
             try:
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
-                loop.run(Prefetch(some, trainer.check_batch))
+                loop.run(Prefetch(some, trainer.check_batch, processes))
             except BaseException as raised:
-                error = raised
+                error = _known_to_all(raised, processes, signals)
             signals.ending = True
             insisted: KeyboardInterrupt | None = None
             try:
-                error = _complete(loop, error)
-                if series is not None:
-                    bar.set_description("saving")
-                error = _saved(save, error, trained=trainer.num_steps > before)
-                bar.set_description(doing)
+                if processes.unreachable is None:
+                    error = _complete(loop, error)
+                    if series is not None:
+                        bar.set_description("saving")
+                    error = _saved(save, error, trained=trainer.num_steps > before)
+                    bar.set_description(doing)
+                elif series is not None:
+                    _note(error, f"Nothing more could be saved in {series.folder}.")
             except KeyboardInterrupt as third:
                 insisted = third
         if interrupted := signals.came or isinstance(error, KeyboardInterrupt):
-            if progress or signals.came:
+            if progress or (signals.came and processes.is_first):
                 reason = f" by {signals.names}" if signals.came else ""
                 where = save.where if _is_quiet(error) and insisted is None else ""
                 tqdm.write(
@@ -110,8 +117,32 @@ class Run:
 
     def _position(self, before: int) -> dict[str, Any] | None:
         position = self.source.position(self.first + self.trainer.num_steps - before)
+        position = joined_positions(position, self.trainer.processes)
         # How many batches were used before a trainer was trained on with, nobody knows.
         return None if self.counted_from and not is_state(position) else position
+
+
+def _known_to_all(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
+    """The error that a run of several processes ends with, once each of them knows of it.
+
+    A signal that ended another process ends this one as if it had come here.
+    """
+    if isinstance(error, PeerEndedError):
+        if error.signal is None:
+            return error
+        signals.ending = True
+        signals.note(signal.Signals[error.signal])
+        return KeyboardInterrupt()
+    ended_by = None
+    if signals.came:
+        ended_by = "SIGTERM" if signals.terminates else "SIGINT"
+    elif isinstance(error, KeyboardInterrupt):
+        ended_by = "SIGINT"
+    try:
+        processes.leave(f"{type(error).__name__}: {error}", ended_by)
+    except PeerEndedError as unreachable:
+        error.add_note(str(unreachable))
+    return error
 
 
 def _complete(loop: Loop, error: BaseException | None) -> BaseException | None:

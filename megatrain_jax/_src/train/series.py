@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from megatrain_jax._src.checkpoint import folder, manifest
-from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
 from megatrain_jax._src.checkpoint.save import Saving
-from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
+from megatrain_jax._src.checkpoint.workspace import NAME, Workspace, claimed
+from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.trainer import Trainer
 
 
@@ -26,13 +27,16 @@ class Checkpoints:
         saved: The step of the newest checkpoint of this run; None before there is one.
     """
 
-    def __init__(self, path: str | PathLike[str], every: int | None, keep: int):
+    def __init__(
+        self, path: str | PathLike[str], every: int | None, keep: int, processes: Processes
+    ):
         """Makes the folder and removes what a process that died has left unfinished there.
 
         Args:
             path: The folder.
             every: Save after each step whose number this divides; None for the end only.
             keep: Number of checkpoints to keep, the newest ones.
+            processes: The processes that share the run; the first one looks after the folder.
 
         Raises:
             TypeError: If `path` is no path.
@@ -41,7 +45,8 @@ class Checkpoints:
         """
         self.folder = folder.local_path(path, "checkpoint_dir")
         self.every, self._keep = every, keep
-        self._workspace = Workspace(self.folder / NAME, self.folder)
+        self._processes = processes
+        self._workspace = claimed(self.folder / NAME, self.folder, processes)
         self.saved: int | None = None
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
@@ -71,14 +76,20 @@ class Checkpoints:
                 something else is where later ones would be.
         """
         refused: dict[int, CheckpointError] = {}
-        for step in reversed(folder.steps(self.folder)):
+        found = by_first(self._processes, "the search for checkpoints", self._steps)
+        for step in reversed(found):
+            facts, error = None, None
             try:
                 facts = self._restore(trainer, step)
-            except CheckpointError as error:
-                refused[step] = error
+            except CheckpointError as raised:
+                error = raised
+            rows = self._processes.gather(f"the restoring of step {step}", error and str(error))
+            if errors := [row for row in rows if row is not None]:
+                refused[step] = error or CheckpointError(errors[0])
                 continue
-            for number, error in refused.items():
-                self._set_aside(number, error, step)
+            if isinstance(self._workspace, Workspace):
+                for number, error in refused.items():
+                    self._set_aside(number, error, step)
             self.begin(trainer)
             return facts
         if refused:
@@ -93,6 +104,13 @@ class Checkpoints:
             CheckpointError: If something there has the number of a later step.
         """
         start = trainer.num_steps
+        self.saved = by_first(self._processes, "the look for steps", lambda: self._begin(start))
+
+    def _steps(self) -> list[int]:
+        return folder.steps(self.folder)
+
+    def _begin(self, start: int) -> int | None:
+        """Looks for what `begin` does; returns the step if there is a checkpoint of it."""
         numbers = folder.numbered(self.folder)
         strange = [n for n in numbers if not folder.has_manifest(self.folder / str(n))]
         if later := [str(n) for n in numbers if n > start]:
@@ -105,7 +123,7 @@ class Checkpoints:
             self._leave_alone(
                 number, f"it has no {folder.MANIFEST}, so it is no checkpoint of ours"
             )
-        self.saved = start if start in numbers and start not in strange else None
+        return start if start in numbers and start not in strange else None
 
     def is_due(self, step: int) -> bool:
         """Whether to save after a step."""
@@ -123,9 +141,7 @@ class Checkpoints:
         """
         self.finish(trainer)
         path = self.folder / str(trainer.num_steps)
-        # A callback may have saved this step by itself; nothing else can be replaced.
-        if os.path.lexists(path) and (strange := _strange(path)):
-            raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
+        by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
         facts = {} if position is None else {"data": position}
         self._saving = trainer.start_saving(path, facts, workspace=self._workspace)
         self.saved = trainer.num_steps
@@ -143,7 +159,8 @@ class Checkpoints:
                 self._saving = self.saved = None
                 raise
             self._saving = None
-            self._remove_oldest()
+            if isinstance(self._workspace, Workspace):
+                self._remove_oldest(self._workspace)
 
     def finish_quietly(self, trainer: Trainer) -> None:
         """Waits for a save as `finish` does, but drops its error: another is on its way."""
@@ -179,7 +196,7 @@ class Checkpoints:
             stacklevel=4,
         )
 
-    def _remove_oldest(self) -> None:
+    def _remove_oldest(self, workspace: Workspace) -> None:
         """Removes all but the newest checkpoints; warns once of what can't be removed."""
         assert self.saved is not None
         steps = [s for s in folder.steps(self.folder) if s not in self._left_alone]
@@ -189,13 +206,23 @@ class Checkpoints:
                 if strange := _strange(path):
                     self._leave_alone(step, f"megatrain_jax didn't make {strange}")
                 else:
-                    self._workspace.discard(path)
+                    workspace.discard(path)
             except (OSError, CheckpointError) as error:
                 self._leave_alone(step, f"{type(error).__name__}: {error}")
 
     def _leave_alone(self, step: int, why: str) -> None:
         self._left_alone.add(step)
         warnings.warn(f"{self.folder / str(step)} is left alone: {why}", stacklevel=5)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Checks that a checkpoint can be written: a callback may have saved this step by itself.
+
+    Raises:
+        CheckpointError: If there is something else.
+    """
+    if os.path.lexists(path) and (strange := _strange(path)):
+        raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
 
 
 def _strange(path: Path) -> str:

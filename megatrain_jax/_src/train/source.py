@@ -1,12 +1,16 @@
 """Batches on their way to the device: drawn from the user's data, and put there early."""
 
 import base64
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 from tqdm.auto import tqdm
+
+from megatrain_jax._src.runtime.interrupt import deferred_interrupt
+from megatrain_jax._src.state.processes import Processes
 
 # Number of states kept: a batch or two may be drawn beyond that of the step that is saved.
 _STATES_KEPT = 4
@@ -69,7 +73,28 @@ class Source(Iterator[Any]):
 
 def is_state(position: Mapping[str, Any]) -> bool:
     """Whether a position is the iterator's own state, not a number of batches."""
-    return position.get("state") is not None or "bytes" in position
+    return position.get("state") is not None or "bytes" in position or "parts" in position
+
+
+def joined_positions(position: dict[str, Any], processes: Processes) -> dict[str, Any]:
+    """The position of a run's data: that of each process's part, or the one that they share."""
+    parts = processes.gather("the position of `data`", position)
+    if all(part == parts[0] for part in parts):
+        return position
+    return {"batches": position["batches"], "parts": parts}
+
+
+def own_position(position: Mapping[str, Any], processes: Processes) -> Mapping[str, Any]:
+    """The position of this process's part of the data, as `joined_positions` gave it.
+
+    Other numbers of processes divide the data otherwise, so for these batches are counted.
+    """
+    parts = position.get("parts", [position] * processes.count)
+    return (
+        parts[processes.index]
+        if len(parts) == processes.count
+        else {"batches": position["batches"]}
+    )
 
 
 class Prefetch(Iterator[Any]):
@@ -79,21 +104,24 @@ class Prefetch(Iterator[Any]):
     and the batch's way to the device, then hide under that step. Batches are put there with an
     explicit `jax.device_put`, which `jax.transfer_guard` permits.
 
-    It draws from the iterable only on `fill` and on `next`, never beyond one batch ahead.
+    It draws from the iterable only on `fill` and on `next`, never beyond one batch ahead. Where
+    several processes have a part of the data each, it ends for all with the first that ends.
     """
 
-    def __init__(self, data: Iterable[Any], check: Callable[[Any], None]):
+    def __init__(self, data: Iterable[Any], check: Callable[[Any], None], processes: Processes):
         """Starts iterating; draws nothing yet.
 
         Args:
             data: An iterable of batches.
             check: Raises a `TypeError` or `ValueError` if a batch, which is on the host yet, is
                 wrong.
+            processes: The processes that each have a part of the data.
         """
         self._source = iter(data)
         self._ready: Any = _END
-        self._check = check
+        self._check, self._processes = check, processes
         self._drawn = 0
+        self._ended = False
 
     def fill(self) -> None:
         """Draws a batch unless one is ready or the data has ended.
@@ -101,12 +129,32 @@ class Prefetch(Iterator[Any]):
         Raises:
             TypeError: If the batch is of a wrong kind.
             ValueError: If the batch is wrong.
+            PeerEndedError: If another process has ended.
         """
-        if self.exhausted and (batch := next(self._source, _END)) is not _END:
+        if self._ended or not self.exhausted:
+            return
+        if (batch := next(self._source, _END)) is not _END:
             self._drawn += 1
             with numbered(self._drawn):
                 self._check(batch)
-            self._ready = jax.device_put(batch)
+            # Of several processes, none has all of it.
+            self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
+        with deferred_interrupt():
+            self._agree_on_end(batch is _END)
+
+    def _agree_on_end(self, ended: bool) -> None:
+        """Ends the data for all processes where it has ended for one."""
+        rows = self._processes.gather("the next batch of `data`", ended)
+        self._ended = any(rows)
+        if self._ended:
+            self._ready = _END
+        if self._ended and not all(rows) and self._processes.is_first:
+            first = [i for i, row in enumerate(rows) if row]
+            warnings.warn(
+                f"`data` has ended in {len(first)} of {len(rows)} processes, the first of them "
+                f"process {first[0]}: what the others have left of it is not used.",
+                stacklevel=4,
+            )
 
     @property
     def exhausted(self) -> bool:

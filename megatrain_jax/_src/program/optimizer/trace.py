@@ -51,6 +51,7 @@ class StateLeaf:
         index: Slice of the state leaf that this array is; `()` for all of it.
         shape: Shape of this array, without the sliced axes.
         dtype: Dtype of this array.
+        mirrors: Number of the parameter whose state it is, if that has the same shape; else None.
     """
 
     name: str
@@ -58,6 +59,7 @@ class StateLeaf:
     index: Index
     shape: tuple[int, ...]
     dtype: Any
+    mirrors: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,12 +209,13 @@ class LeafMap:
             if p is not None and axes[p]:
                 found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
             own = found or ()
+            mirrors = p if p is not None and traced.param_shapes[p] == shape.shape else None
             for at in np.ndindex(*(shape.shape[a] for a in own)):
                 index = index_of(own, at)
                 name = traced.state_names[j] + shown(index)
                 self.tokens.append(
                     StateLeaf(name=name, leaf=j, index=index, shape=remaining(shape.shape, own),
-                              dtype=shape.dtype)
+                              dtype=shape.dtype, mirrors=mirrors)
                 )  # fmt: skip
                 self.likely.append(None if p is None else groups[p].get(at, self._only(groups[p])))
 

@@ -1,0 +1,148 @@
+"""Layouts of leaves of several dtypes, as optimizer state has them: several slabs in a row."""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.state.codec import Array, Part, Plain
+from megatrain_jax._src.state.draws import Draw, part_of
+from megatrain_jax._src.state.layout import PLAIN, Layout, layout_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedLayout:
+    """The layout of leaves of several dtypes: several slabs, whose arrays at rest stand in a row.
+
+    Attributes:
+        layouts: Layout of each slab.
+        places: For each leaf, the number of its slab and its position there.
+    """
+
+    layouts: tuple[Layout, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs at rest."""
+        return sum(layout.num_bytes for layout in self.layouts)
+
+    @property
+    def at_rest(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays at rest, slab by slab."""
+        return tuple(aval for layout in self.layouts for aval in layout.at_rest)
+
+    @property
+    def draws(self) -> bool:
+        """Whether encoding an update draws random bits."""
+        return any(layout.draws for layout in self.layouts)
+
+    def encode(self, slabs: Sequence[Array], draw: Draw | None = None) -> tuple[Array, ...]:
+        """The arrays at rest of all slabs; see `Layout.encode`."""
+        return tuple(
+            x
+            for number, (layout, slab) in enumerate(zip(self.layouts, slabs, strict=True))
+            for x in layout.encode(slab, None if draw is None else part_of(draw, number))
+        )
+
+    def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """The slabs that these arrays at rest stand for; see `Layout.decode`."""
+        rows = zip(self.layouts, self.by_slab(arrays), strict=True)
+        return tuple(layout.decode(own) for layout, own in rows)
+
+    def by_slab(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The arrays at rest of each slab."""
+        row = iter(arrays)
+        return [tuple(islice(row, len(layout.at_rest))) for layout in self.layouts]
+
+    def parts(self, i: int) -> tuple[Part, ...]:
+        """The arrays that stand for leaf `i` at rest."""
+        slab, at = self.places[i]
+        return self.layouts[slab].parts(at)
+
+    def unpack(self, slabs: Sequence[jax.Array]) -> list[jax.Array]:
+        """All leaves, in order; for use inside jit."""
+        return [self.layouts[s].unpack(slabs[s], i) for s, i in self.places]
+
+    def pack(self, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The slabs of all leaves."""
+        rows: list[list] = [[] for _ in self.layouts]
+        for (s, _), leaf in zip(self.places, leaves, strict=True):
+            rows[s].append(leaf)
+        return tuple(layout.pack(row) for layout, row in zip(self.layouts, rows, strict=True))
+
+    def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """All leaves of arrays at rest in host memory; see `Layout.read`."""
+        pairs = zip(self.layouts, self.by_slab(arrays), strict=True)
+        rows = [layout.read(own) for layout, own in pairs]
+        return [rows[s][i] for s, i in self.places]
+
+
+def mixed_layout_of(
+    avals: Sequence[jax.ShapeDtypeStruct],
+    mirrored: Sequence[tuple[int, ...]],
+    num_shards: int = 1,
+    codecs: Sequence[Plain] | None = None,
+    order: Sequence[int] | None = None,
+    unit: int = 1,
+) -> MixedLayout:
+    """Lays leaves of any dtypes out: AdamW's moments as the masters lie, other state together.
+
+    Leaves in a row whose shapes are `mirrored`, as a moment of each parameter has them, get a slab
+    of their own, in which they lie as the parameters do. The others share one for each dtype.
+
+    A worked example: AdamW's state for parameters of shapes (3, 2) and (5,), which are `mirrored`::
+
+        leaf     count   mu 0     mu 1   nu 0     nu 1
+        shape    ()      (3, 2)   (5,)   (3, 2)   (5,)
+        place    (0, 0)  (1, 0)   (1, 1) (2, 0)   (2, 1)     # slabs: int32[64], fp32[128] twice
+
+    Args:
+        avals: Shape and dtype of each leaf.
+        mirrored: Shapes of the parameters, in the order of their slab.
+        num_shards: Number of equal parts that each slab is divided into.
+        codecs: Codec of each leaf; None for plain ones.
+        order: The parameters in the order that they lie in; see `layout_of`.
+        unit: How many elements are coded together; see `layout_of`.
+    """
+    codecs = codecs or [PLAIN] * len(avals)
+    kinds: dict[tuple[str, int], list[int]] = {}
+    places = []
+    for start, count in rows_like(avals, mirrored):
+        for i in range(start, start + max(count, 1)):
+            kind = jnp.dtype(avals[i].dtype).name, start if count else -1
+            rows = kinds.setdefault(kind, [])
+            places.append((list(kinds).index(kind), len(rows)))
+            rows.append(i)
+    layouts = tuple(
+        layout_of(
+            [tuple(avals[i].shape) for i in rows],
+            dtype,
+            num_shards,
+            [codecs[i] for i in rows],
+            order if start >= 0 else None,
+            unit,
+        )
+        for (dtype, start), rows in kinds.items()
+    )
+    return MixedLayout(layouts=layouts, places=tuple(places))
+
+
+def rows_like(
+    avals: Sequence[jax.ShapeDtypeStruct], mirrored: Sequence[tuple[int, ...]]
+) -> list[tuple[int, int]]:
+    """Finds leaves in a row that are one for each parameter, of its shape and all of one dtype.
+
+    Returns:
+        Where each row starts and how many leaves it has; 0 for a leaf in no such row.
+    """
+    found, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
+    while at < len(avals):
+        row = avals[at : at + len(shapes)]
+        alike = [tuple(a.shape) for a in row] == shapes and len({a.dtype for a in row}) == 1
+        found.append((at, len(row) if alike else 0))
+        at += found[-1][1] or 1
+    return found

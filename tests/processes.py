@@ -1,0 +1,144 @@
+"""A process of several that share a run, as `test_processes` starts it with two simulated devices.
+
+Usage: processes.py INDEX COUNT PORT SCENARIO [ARGUMENT ...]; the environment's RESULT names the
+file that gets what the scenario found, as JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import megatrain_jax as mt
+from optimizers import OPTIMIZERS
+from oracle import train_plain
+from runs import check_close, make_trainer, recording, train, variables_of
+from zoo import CASES
+
+SEEDS = (1, 2, 3)
+TOLERANCE = 2e-6
+
+
+def part(batch: Any) -> Any:
+    """This process's examples of a batch."""
+    count, index = jax.process_count(), jax.process_index()
+
+    def rows(x: np.ndarray) -> np.ndarray:
+        share = x.shape[0] // count
+        return x[index * share : (index + 1) * share]
+
+    return jax.tree.map(rows, batch)
+
+
+def equivalence(pairs: str) -> dict[str, str]:
+    """The differences from plain JAX with the whole batch, by model and optimizer; all is well."""
+    found = {}
+    for pair in pairs.split(","):
+        name, optimizer = pair.split(":")
+        case = CASES[name]
+        batches = [case.batch(seed) for seed in SEEDS]
+        plain = train_plain(case, OPTIMIZERS[optimizer], batches)
+        trainer = make_trainer(
+            case, recording(OPTIMIZERS[optimizer]), sample=part(batches[0]), progress=False
+        )
+        run = train(trainer, [part(batch) for batch in batches])
+        try:
+            check_close(run.first_grads, plain.first_grads, TOLERANCE, "gradient")
+            np.testing.assert_allclose(run.losses, plain.losses, rtol=1e-6)
+            check_close(run.params, plain.params, TOLERANCE, "parameter")
+            check_close(run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state")
+            check_close(variables_of(trainer.model), plain.variables, TOLERANCE, "variable")
+            assert len(trainer.devices) == 4
+        except AssertionError as error:
+            found[pair] = str(error)
+    return found
+
+
+def training(
+    folder: str, num_batches: int = 8, optimizer: Any = None, **options: Any
+) -> dict[str, Any]:
+    """A run with checkpoints and evaluations: how it ended, and what its trainer holds."""
+    case = CASES["two_towers"]
+    data = [part(case.batch(seed)) for seed in range(num_batches)]
+    try:
+        result = mt.fit(
+            case.build(),
+            case.loss_fn,
+            data,
+            optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+            checkpoint_dir=folder,
+            eval_data=data[:2],
+            eval_every=3,
+            precision=mt.Precision(compute="float32"),
+            **options,
+        )
+    except Exception as error:
+        result, raised = getattr(error, "result", None), f"{type(error).__name__}: {error}"
+    else:
+        raised = None
+    found: dict[str, Any] = {"raised": raised}
+    if result is not None:
+        found["losses"] = [record["loss"] for record in result.history]
+        found["evaluated"] = [r["step"] for r in result.history if "eval_loss" in r]
+        found["interrupted"] = result.interrupted
+    return found
+
+
+def at_step_three(action: Callable[[], Any], index: int = 1) -> Callable[..., None]:
+    """A callback that does something in one process, once step 3 is known."""
+
+    def callback(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == 3 and jax.process_index() == index:
+            action()
+
+    return callback
+
+
+def fail() -> None:
+    raise OSError("a disk of this process alone")
+
+
+def endings(folder: str) -> dict[str, Any]:
+    """Runs that end in one process alone, by an error, its data or another argument."""
+    first = jax.process_index() == 0
+    rate = optax.adam(1e-2 if first else 2e-2)
+    many, few = 8, 5
+    return {
+        "whole": training(f"{folder}/whole", checkpoint_every=2),
+        "again": training(f"{folder}/whole"),
+        "error": training(f"{folder}/error", callbacks=[at_step_three(fail)]),
+        "data": training(f"{folder}/data", many if first else few, progress=False),
+        "resumed": training(f"{folder}/data", many),
+        "steps": training(f"{folder}/steps", steps=2 if first else 3),
+        "optimizer": training(f"{folder}/optimizer", optimizer=rate),
+    }
+
+
+def signalled(folder: str, name: str) -> dict[str, Any]:
+    """A run of which the second process gets a signal."""
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+
+    return training(folder, checkpoint_every=2, callbacks=[at_step_three(send)])
+
+
+def main() -> None:
+    index, count, port, scenario, *arguments = sys.argv[1:]
+    jax.distributed.initialize(
+        f"localhost:{port}", int(count), int(index), heartbeat_timeout_seconds=10
+    )
+    found = {"equivalence": equivalence, "endings": endings, "signalled": signalled}[scenario]
+    result = found(*arguments)
+    Path(os.environ["RESULT"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

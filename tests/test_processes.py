@@ -1,0 +1,146 @@
+"""Two processes with two simulated devices each share a run, and what ends one ends both."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from orbax.checkpoint import v1
+
+import megatrain_jax as mt
+from test_several_devices import PAIRS
+from zoo import CASES
+
+SCRIPT = Path(__file__).with_name("processes.py")
+SECONDS = 240
+SAMPLE = random.Random(1).sample(PAIRS, 3)
+REST = [pair for pair in PAIRS if pair not in SAMPLE]
+
+
+def started(folder: Path, scenario: str, *arguments: str) -> tuple[list[Any], list[int], list[str]]:
+    """Two processes' results (None where there is none), exit statuses and what they printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+    files = [folder / f"result-{i}.json" for i in range(2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(i), "2", str(port), scenario, *arguments],
+            env={**os.environ, "XLA_FLAGS": flags, "RESULT": str(file)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        for i, file in enumerate(files)
+    ]
+    try:
+        printed = [process.communicate(timeout=SECONDS)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return results, [process.returncode for process in running], printed
+
+
+@pytest.mark.parametrize(
+    "pairs", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)], ids=["sample", "rest"]
+)
+def test_two_processes_agree_with_plain_jax(pairs, tmp_path):
+    names = ",".join(":".join(pair) for pair in pairs)
+    results, statuses, printed = started(tmp_path, "equivalence", names)
+    assert (results, statuses) == ([{}, {}], [0, 0]), printed
+
+
+def plain_losses(num_steps: int) -> list[float]:
+    """The losses of the run that `processes.training` makes, on one device of this process."""
+    case = CASES["two_towers"]
+    result = mt.fit(
+        case.build(),
+        case.loss_fn,
+        [case.batch(seed) for seed in range(num_steps)],
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+        precision=mt.Precision(compute="float32"),
+        progress=False,
+    )
+    return [record["loss"] for record in result.history]
+
+
+def test_what_ends_a_run_in_one_process_ends_it_in_both(tmp_path):
+    results, statuses, printed = started(tmp_path, "endings", str(tmp_path))
+    assert statuses == [0, 0], printed
+    first, second = results
+    expected = plain_losses(8)
+    np.testing.assert_allclose(first["whole"]["losses"], expected, rtol=1e-5)
+    assert first["whole"]["evaluated"] == [3, 6, 8]
+    assert first["again"]["losses"] == first["whole"]["losses"]
+    for name in ("whole", "again", "data", "resumed"):
+        assert first[name] == second[name]
+    assert "process 1 has ended: OSError: a disk" in first["error"]["raised"]
+    assert second["error"]["raised"].startswith("OSError: a disk")
+    assert first["error"]["losses"] == second["error"]["losses"]
+    assert len(first["data"]["losses"]) == 5
+    assert "`data` has ended in 1 of 2 processes" in printed[0]
+    np.testing.assert_allclose(first["resumed"]["losses"], expected, rtol=1e-5)
+    for result in results:
+        assert result["steps"]["raised"].startswith("ValueError: `steps` must be the same")
+        assert result["optimizer"]["raised"].startswith(
+            "ValueError: the optimizer must be the same"
+        )
+    assert "training on 4 CPUs" in printed[0]
+    assert "training" not in printed[1]
+    last_step = len(first["error"]["losses"])
+    for name, step in (("whole", 8), ("error", last_step), ("data", 8)):
+        assert (tmp_path / name / str(step) / "megatrain.json").is_file()
+    assert_goes_on_alone(tmp_path / "whole", expected)
+
+
+def assert_goes_on_alone(folder: Path, losses: list[float]) -> None:
+    """Plain Orbax reads two processes' checkpoint, and one device goes on from it."""
+    tree: Any = v1.load(str(folder / "8"))
+    case = CASES["two_towers"]
+    trainer = mt.Trainer(
+        case.build(),
+        case.loss_fn,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+        case.batch(0),
+        precision=mt.Precision(compute="float32"),
+        progress=False,
+    )
+    trainer.restore(folder / "8")
+    saved = jax.tree.leaves(tree["params"])
+    restored = jax.tree.leaves(trainer.params)
+    assert sorted(x.shape for x in saved) == sorted(x.shape for x in restored)
+    total = sum(float(np.abs(np.float64(x)).sum()) for x in saved)
+    np.testing.assert_allclose(
+        total, sum(float(np.abs(np.float64(x)).sum()) for x in restored), rtol=1e-12
+    )
+    assert [record["loss"] for record in trainer.history] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_signal_to_one_process_ends_both_with_the_last_step_saved(tmp_path):
+    results, statuses, printed = started(tmp_path, "signalled", str(tmp_path / "run"), "SIGTERM")
+    assert (results, statuses) == ([None, None], [143, 143]), printed
+    assert "Interrupted by SIGTERM after step" in printed[0]
+    assert "Interrupted" not in printed[1]
+    steps = sorted(int(path.name) for path in (tmp_path / "run").iterdir())
+    assert steps[-1] in (3, 4) and (tmp_path / "run" / str(steps[-1]) / "megatrain.json").is_file()
+
+
+def test_a_killed_process_ends_the_other_which_says_so(tmp_path):
+    results, statuses, printed = started(tmp_path, "signalled", str(tmp_path / "run"), "SIGKILL")
+    assert statuses[1] == -signal.SIGKILL
+    assert statuses[0] != 0 or results[0]["raised"] is not None
+    told = f"{results[0]}{printed[0]}"
+    assert "ended without a word" in told or "heartbeat" in told.lower(), told
+    assert (tmp_path / "run" / "2" / "megatrain.json").is_file()
