@@ -94,7 +94,7 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         chosen_optimizer(args),
         own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
-        precision=mt.Precision(compute=compute),
+        precision=mt.Precision(compute=compute, master=args.master, state=args.state),
         device_budget=budget(args.device_budget),
         mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
     )
@@ -214,6 +214,8 @@ def parse_arguments() -> argparse.Namespace:
         "resident, and every stage computed again in backward as with least)",
     )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
+    for held in ("master", "state"):
+        parser.add_argument(f"--{held}", default="float32", help="dtype that the host holds it in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
     parser.add_argument(
         "--join",
@@ -252,6 +254,7 @@ def main() -> None:
         "device_budget": args.device_budget,
         "clip": args.clip,
         "microbatches": args.microbatches,
+        "held": {"master": args.master, "state": args.state},
         "hardware": hardware(),
         "versions": versions(),
         **figures,
