@@ -405,7 +405,7 @@ def test_known_cards(monkeypatch):
             return {"bytes_limit": 18 * GIB}
 
     placement = replace(on_one_device(), devices=(Card(),))
-    monkeypatch.setattr(jax, "devices", lambda: [Card()])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Card()])
     monkeypatch.setattr(hardware.host_memory, "total_bytes", lambda: 64 * GIB)
     assert hardware.this_machine() == replace(
         hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
