@@ -107,6 +107,8 @@ class Processes:
         Raises:
             ValueError: If they differ; the names of those that do are listed.
         """
+        if self.count == 1:
+            return
         digests = {k: hashlib.sha256(repr(v).encode()).hexdigest()[:16] for k, v in facts.items()}
         first, *others = self.gather(where, digests)
         if names := [k for k in digests if any(row[k] != first[k] for row in others)]:
