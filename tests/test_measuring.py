@@ -125,6 +125,8 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         loss="own",
         steps=MIN_STEPS,
         profile=None,
+        master="float32",
+        state="float32",
     )
     shape = dataclasses.replace(SHAPES["tiny"], num_layers=2, vocab_size=64, seq_len=8)
     found = measure.measure(args, shape)
