@@ -117,8 +117,7 @@ class Trainer(RunState):
         adapted.check_batch(sample_batch)
         sample = joined_shapes(sample_batch, placement.processes.count)
         spec = make_run_spec(adapted, loss_fn, optimizer, sample, run)
-        if placement.processes.count > 1:
-            placement.processes.agree("the beginning of a run", distinct_facts(spec, sample))
+        placement.processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
         if placement.processes.is_first:
             warn_of(find_warnings(spec))
         if params is not None:
@@ -152,7 +151,7 @@ class Trainer(RunState):
         with deferred_interrupt():
             self._training.check_whole()
             placement, where = self._store.placement, f"training step {self.num_steps + 1}"
-            placement.processes.agree(where, {"the shapes of a batch": batch_key(batch)})
+            placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
             return self._training.dispatch(step, put_batch(batch, step, placement))
 
     def check_batch(self, batch: Any) -> None:

@@ -38,7 +38,8 @@ def evaluate_batches(
         step = None if batch is _END else bind(batch)
         with deferred_interrupt():
             where = f"batch {len(rows) + 1} of an evaluation"
-            placement.processes.agree(where, {_EVALUATED: step and batch_key(batch)})
+            facts = {_EVALUATED: None if step is None else batch_key(batch)}
+            placement.processes.agree(where, facts.copy)
             if step is None:
                 return rows, sizes
             arrays = put_batch(batch, step, placement)

@@ -47,7 +47,8 @@ def fill_store(
         on_device = placement.put([by_leaf[i] for i in leaves], placement.small_on_device)
         _fill_group(spec, store, kernels, g, on_device)
         done()
-    placement.processes.agree("the end of initialising", {"initial parameters": digest.hexdigest()})
+    digests = {"initial parameters": digest.hexdigest()}
+    placement.processes.agree("the end of initialising", lambda: digests)
     store.variables = store.small(list(initial.variables()))
     part = spec.optimizer.initial_globals
     store.globals = store.small(list(jx.evaluate(part.jaxpr, part.consts)))

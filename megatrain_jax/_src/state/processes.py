@@ -17,7 +17,7 @@ A worked example, two processes of which the second one's data fails after step 
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,19 +97,20 @@ class Processes:
             )
         return [row["value"] for row in rows]
 
-    def agree(self, where: str, facts: dict[str, Any]) -> None:
+    def agree(self, where: str, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Checks that facts are the same in all processes.
 
         Args:
             where: See `gather`.
-            facts: Values with a `repr` that tells different ones apart, by name.
+            facts: Gives values with a `repr` that tells different ones apart, by name; not asked
+                for them where there is nobody to compare them with.
 
         Raises:
             ValueError: If they differ; the names of those that do are listed.
         """
         if self.count == 1:
             return
-        digests = {k: hashlib.sha256(repr(v).encode()).hexdigest()[:16] for k, v in facts.items()}
+        digests = {k: hashlib.sha256(repr(v).encode()).hexdigest()[:16] for k, v in facts().items()}
         first, *others = self.gather(where, digests)
         if names := [k for k in digests if any(row[k] != first[k] for row in others)]:
             raise ValueError(f"{', '.join(names)} must be the same in each process, but differ")

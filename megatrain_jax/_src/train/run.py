@@ -53,7 +53,7 @@ class Run:
         trainer, processes = self.trainer, self.trainer.processes
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
-        processes.agree("the beginning of training", options.rhythm)
+        processes.agree("the beginning of training", lambda: options.rhythm)
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0:

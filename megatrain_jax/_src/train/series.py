@@ -76,7 +76,8 @@ class Checkpoints:
                 something else is where later ones would be.
         """
         refused: dict[int, CheckpointError] = {}
-        found = by_first(self._processes, "the search for checkpoints", self._steps)
+        where = "the search for checkpoints"
+        found = by_first(self._processes, where, lambda: folder.steps(self.folder))
         for step in reversed(found):
             facts, error = None, None
             try:
@@ -105,9 +106,6 @@ class Checkpoints:
         """
         start = trainer.num_steps
         self.saved = by_first(self._processes, "the look for steps", lambda: self._begin(start))
-
-    def _steps(self) -> list[int]:
-        return folder.steps(self.folder)
 
     def _begin(self, start: int) -> int | None:
         """Looks for what `begin` does; returns the step if there is a checkpoint of it."""
