@@ -59,7 +59,7 @@ class Engine:
         # Of the step whose updates are pending.
         self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}
-        self._tokens: dict[int, jax.Array] = {}
+        self._tokens: dict[int, jax.Array | None] = {}
         self._running: Schedule | None = None  # of the lists since the state was last at rest
         self._begun = 0  # tasks of those lists
 
@@ -276,7 +276,7 @@ class Engine:
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
             if i in kept:
                 row[i] = value
-        self._tokens[task] = outputs[0]
+        self._tokens[task] = next(iter(outputs), None)  # a stage of prints alone has none
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
         for i, cotangent in zip(bound.leaving, back, strict=True):

@@ -12,6 +12,7 @@ What depends on no data, a sum of such terms, moves from the first stage that co
 that of its first use.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,18 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
         stage_of[i] = max([home, *sources])  # never before its operands
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
+
+
+def without_empty(
+    stretches: Sequence[Stretch], stage_of: dict[int, int]
+) -> tuple[list[Stretch], dict[int, int]]:
+    """Leaves out the stages of which no equation is left, as all of theirs were postponed.
+
+    The last one stays: what the loss gives of parameters alone is computed there.
+    """
+    left = sorted({*stage_of.values(), len(stretches) - 1})
+    number = {s: k for k, s in enumerate(left)}
+    return [stretches[s] for s in left], {i: number[s] for i, s in stage_of.items()}
 
 
 def _with_effects(

@@ -24,7 +24,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.loss.alike import Alike, substitute, with_literals_outside
-from megatrain_jax._src.program.loss.assign import assign
+from megatrain_jax._src.program.loss.assign import assign, without_empty
 from megatrain_jax._src.program.loss.examples import find_examples
 from megatrain_jax._src.program.loss.gradients import refuse_answers
 from megatrain_jax._src.program.loss.partition import (
@@ -67,9 +67,9 @@ class _Builder:
     """Collects the equations, inputs and outputs of each stage of one program."""
 
     def __init__(self, flow: Dataflow, stretches: list[Stretch]):
-        self.flow, self.consts, self.stretches = flow, flow.consts, stretches
-        self.stage_of = assign(flow, stretches)
-        self.rows: list[list[int]] = [[] for _ in stretches]  # of each stage, ascending
+        self.flow, self.consts = flow, flow.consts
+        self.stretches, self.stage_of = without_empty(stretches, assign(flow, stretches))
+        self.rows: list[list[int]] = [[] for _ in self.stretches]  # of each stage, ascending
         for i in sorted(self.stage_of):
             self.rows[self.stage_of[i]].append(i)
         self.ids: dict[Any, int] = {}  # variable → the id of its value, in order of first request

@@ -63,7 +63,8 @@ class Dataflow:
         reads: Leaves that a PARAM variable is made of.
         producer: Equation that computes each variable.
         floating: Main equations of parameters alone, which any stage could compute, each with the
-            leaves it reads: scalars of one block, and effects whose results are read.
+            leaves it reads: scalars of one block, sums of such with a leaf that is a scalar, and
+            effects whose results are read.
         read: Variables that some equation or the caller reads.
         ordered: Equations of stages whose effects are ordered, ascending.
         trainable: Variables that depend on a trainable leaf.
@@ -77,6 +78,7 @@ class Dataflow:
         self.consts = dict(zip(jaxpr.invars[:num_consts], traced.consts, strict=True))
         self.parameters = jaxpr.invars[num_consts : num_consts + len(leaves)]
         self.data = jaxpr.invars[num_consts + len(leaves) :]
+        self._of_data = jx.dependent(jaxpr, self.data)
         self.reads: dict[Any, frozenset[int]] = {}
         self.kind: dict[Any, int] = {v: CONST for v in self.consts}
         self.producer: dict[Any, int] = {}
@@ -102,6 +104,8 @@ class Dataflow:
         elif kind == PARAM and self._is_regulariser(eqn, ins, reads):
             # A scalar made of one block's parameters (an L2 term) is a value of that block's stage.
             kind, self.floating[i] = MAIN, reads
+        elif kind == MAIN and reads and self._is_number_without_data(eqn):
+            self.floating[i] = reads
         self.eqn_kind.append(kind)
         if not self.trainable.isdisjoint(ins):
             self.trainable.update(eqn.outvars)
@@ -136,6 +140,11 @@ class Dataflow:
             and all(jx.num_elements(v.aval) == 1 for v in eqn.outvars)
             and any(jx.num_elements(v.aval) > 1 for v in ins)
         )
+
+    def _is_number_without_data(self, eqn):
+        """Whether an equation gives numbers of parameters alone, as a sum of regularisers does."""
+        outs = eqn.outvars
+        return self._of_data.isdisjoint(outs) and all(jx.num_elements(v.aval) == 1 for v in outs)
 
     def read_by(self, i: int) -> frozenset[int]:
         """Leaves that main equation `i` reads, directly or through casts and transposes of them."""

@@ -40,7 +40,8 @@ def find_warnings(
         s for s, stretch in enumerate(stretches)
         if len(stretch.keys) < 2 and 4 * sum(sorted(sizes[j] for j in read[s])[:-1]) > sum(sizes)
     ]  # fmt: skip
-    if large and any(stretch.keys for stretch in stretches):
+    blocks = [leaf.block for leaf in flow.leaves if leaf.block is not None]
+    if large and (blocks or any(stretch.keys for stretch in stretches)):
         upstream = find_upstream(flow.jaxpr, len(flow.consts), len(flow.leaves))
         lists = Lists([
             Parameter(path=leaf.path, shape=leaf.shape, upstream=up)
