@@ -108,7 +108,8 @@ assert not [m for m in sys.modules if m.startswith("megatrain_jax")]
 @pytest.mark.slow
 def test_plain_orbax_reads_the_parameters(tmp_path):
     saved, expected = [], []
-    for name, params_only in (("linen_numbered", True), ("nnx_scan", False)):
+    cases = (("linen_numbered", True), ("nnx_tied", False), ("nnx_scan", False))
+    for name, params_only in cases:
         case = CASES[name]
         trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
         losses(trainer, [case.batch(seed) for seed in range(2)])

@@ -343,13 +343,13 @@ def test_many_different_groups_are_shortened():
     names = ["embed", *(f"layers/{i}" for i in range(36)), "head"]
     plan = big_plan(groups=tuple(row(name, i) for i, name in enumerate(names)))
     text = str(plan)
-    assert len(text.splitlines()) <= 33
-    # Six rows at either end are shown, so the ellipsis stands for the 26 between them.
+    assert len(text.splitlines()) <= 32
+    # Six rows are shown before it and five after it, so the ellipsis stands for 27.
     hidden = next(line for line in text.splitlines() if line.startswith("…"))
-    assert hidden.split() == ["…", "26"]
+    assert hidden.split() == ["…", "27"]
     assert "layers/4 " in text and "layers/5 " not in text
-    assert "layers/31 " in text and "layers/30 " not in text
-    assert "<td>26</td>" in plan._repr_html_()
+    assert "layers/32 " in text and "layers/31 " not in text
+    assert "<td>27</td>" in plan._repr_html_()
 
 
 def test_html_escapes_what_users_name():

@@ -14,7 +14,7 @@ from megatrain_jax._src.state.hardware import Hardware
 if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
 
-_SHOWN_ROWS = 12
+_SHOWN_ROWS = 11
 # Seconds that Python takes to dispatch even a small step.
 _SHORT_STEP = 1e-3
 _UNCOUNTED = "known where functions are compiled for a GPU"
@@ -71,7 +71,7 @@ def _group_cells(plan: "Plan") -> list[list[str]]:
         )
     hidden = len(plan.groups) - _SHOWN_ROWS
     if hidden > 0:
-        middle = 1 + _SHOWN_ROWS // 2
+        middle = 1 + (_SHOWN_ROWS + 1) // 2
         count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
         cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]
     return cells
