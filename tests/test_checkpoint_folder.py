@@ -290,6 +290,25 @@ def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["3"]
 
 
+def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, monkeypatch):
+    synced, rename = [], Path.rename
+
+    def watched_sync(opened):
+        synced.append(os.fstat(opened).st_ino)
+
+    def watched_rename(path, target):
+        if target == tmp_path / "1":
+            missing = [p for p in (path, *path.rglob("*")) if p.stat().st_ino not in synced]
+            assert len(small.files(path)) > 5 and not missing
+            synced.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    trainer.save(tmp_path / "1")
+    assert synced == [tmp_path.stat().st_ino]
+
+
 def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     finalize, calls = v1.partial.finalize, []
 

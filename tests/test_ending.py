@@ -450,6 +450,37 @@ def test_a_finished_run_is_handed_back(tmp_path):
     assert losses(caught.value.result) == losses(first)
 
 
+@pytest.mark.parametrize("steps", [STEPS, None])
+def test_a_finished_run_is_evaluated_on_data_that_it_did_not_have(steps, tmp_path):
+    options = {"steps": steps, "checkpoint_dir": tmp_path}
+    first, seen = run(OPTIMIZERS["deferred"], **options), []
+    options |= {"eval_data": BATCHES[:2], "callbacks": [lambda *_: seen.append(1)]}
+    again = run(OPTIMIZERS["deferred"], **options)
+    means = again.trainer.evaluate(BATCHES[:2])
+    assert again.history[-1] == first.history[-1] | {"eval_loss": means["loss"]}
+    assert list(again.history[:-1]) == list(first.history[:-1]) and not seen
+    check_same_bits(everything(again.trainer), everything(first.trainer))
+    with pytest.raises(ValueError, match="no batch to evaluate") as caught:
+        run(OPTIMIZERS["deferred"], **(options | {"eval_data": lambda: []}))
+    assert losses(caught.value.result) == losses(first)  # type: ignore[attr-defined]
+    assert folder.steps(tmp_path) == [STEPS]
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5])
+def test_a_resumed_run_goes_on_counting_what_it_skips_in_a_row(steps, tmp_path):
+    bad = batch(99, y=np.nan)
+    data = [BATCHES[0], *repeat(bad, 2), BATCHES[1], *repeat(bad, 9)]
+    options = {"on_nonfinite": "skip", "max_skipped": 4, "checkpoint_dir": tmp_path}
+    run(OPTIMIZERS["immediate"], data, steps=steps, **options)
+    with pytest.raises(FloatingPointError, match="from 5 to 8 .* `max_skipped`=4"):
+        run(OPTIMIZERS["immediate"], data, **options)
+    # After that error it counts anew, step 9 having been in flight, as in the process that met it.
+    with pytest.raises(FloatingPointError, match="from 9 to 12 ") as caught:
+        run(OPTIMIZERS["immediate"], data, **options)
+    result = caught.value.result  # type: ignore[attr-defined]
+    assert [r["step"] for r in result.history] == [*range(1, 14)]
+
+
 @pytest.mark.parametrize("name", ["step", "seconds", "skipped", "loss", "grad_norm", "eval_loss"])
 def test_a_metric_may_not_take_a_record_s_own_names(name):
     def with_metric(model, batch):
@@ -472,6 +503,10 @@ def test_a_run_that_only_skips_ends(tmp_path):
         )
     result = caught.value.result  # type: ignore[attr-defined]
     (newest,) = folder.steps(tmp_path)
-    assert result.trainer.num_steps == newest
+    assert result.trainer.num_steps == newest == 9
+    # The step that was one too many has a record, and so has the one in flight.
+    assert [r["step"] for r in result.history] == [*range(1, 10)]
+    assert [r["skipped"] for r in result.history] == [0, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert result.trainer.num_skipped == 6
     good = run(OPTIMIZERS["immediate"], BATCHES[:3], on_nonfinite="skip")
     check_same_bits(result.params, good.params)

@@ -83,7 +83,7 @@ def fit(
         eval_data: Batches to evaluate on, or a function that returns them, called for each
             evaluation and not before; they are iterated over anew each time.
         eval_every: Evaluate after each step whose number this divides. The run's end is always
-            evaluated where there is `eval_data`.
+            evaluated where there is `eval_data`, also that of a run that was finished without.
         checkpoint_dir: Folder of the run's checkpoints, one subfolder a step, each an ordinary
             Orbax checkpoint. The last step is always saved. On a local or mounted disk; no other
             run can write there meanwhile.

@@ -161,6 +161,7 @@ class RunState:
         about = {
             "step": self.num_steps,
             "skipped": self.num_skipped,
+            "skipped_in_row": self._training.skipped_in_row,
             "params_only": params_only,
             "partial": self._training.partial,
             "history": as_json(self.history),  # as it is now

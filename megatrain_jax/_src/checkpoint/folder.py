@@ -1,5 +1,6 @@
 """Folders of checkpoints: the paths that can be one, and the steps in one."""
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -79,6 +80,30 @@ def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any
     if text is not None:
         raise CheckpointError(text)
     return value
+
+
+def sync_tree(folder: Path) -> None:
+    """Waits until all files of a folder, and the names of all of them, are on the disk."""
+    for path, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(path, name))
+        sync(Path(path))
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's contents, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: If they can't be written; not if the file system can't sync folders.
+    """
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(opened)
 
 
 def numbered(folder: Path) -> list[int]:

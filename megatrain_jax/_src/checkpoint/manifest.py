@@ -26,10 +26,7 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
     """
     whole = {"format": _FORMAT, **facts, "files": _sizes(path)}
     text = json.dumps({**whole, "checksum": _checksum(whole)}, indent=1)
-    with open(path / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    (path / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -53,6 +50,8 @@ def read(path: Path) -> dict[str, Any]:
     wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]
     if "data" in facts and not _is_position(facts["data"]):
         wrong.append("data")
+    if not _is_count(facts.get("skipped_in_row", 0)):
+        wrong.append("skipped_in_row")
     if wrong:
         listed = ", ".join(f"`{name}`" for name in wrong)
         raise _unreadable(path, f"{listed} in {MANIFEST} are missing or not what they should be")

@@ -31,7 +31,7 @@ from megatrain_jax._src.checkpoint.contents import (
     tree_of,
     whole_arrays,
 )
-from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.folder import CheckpointError, sync, sync_tree
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
@@ -153,6 +153,7 @@ class Saving:
             if isinstance(self._workspace, Workspace):
                 orbax.check_arrays(written, self._entries, "not what was to be written")
                 manifest.write(written, facts)
+                sync_tree(written)
                 self._publish(self._workspace, written)
         except BaseException as error:
             self._error = error
@@ -198,6 +199,7 @@ class Saving:
         if exists:
             old = workspace.take(self.path)
         written.rename(self.path)
+        sync(self.path.parent)
         if old is not None:
             workspace.clear()
 

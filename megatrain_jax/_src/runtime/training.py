@@ -39,6 +39,7 @@ class Training:
     Attributes:
         num_steps: Steps dispatched so far.
         num_skipped: Settled steps that were skipped.
+        skipped_in_row: How many of the last settled steps were skipped, one after another.
         lost: The reason why the state is lost; None if it is not.
         partial: A sentence on the step that the state holds in part; None after whole steps.
     """
@@ -51,12 +52,11 @@ class Training:
             names: Name of each group, for messages.
             max_skipped: Number of steps in a row at which skipping ends in an error.
         """
-        self.num_steps = self.num_skipped = 0
+        self.num_steps = self.num_skipped = self.skipped_in_row = 0
         self.lost: str | None = None
         self.partial: str | None = None
         self._engine, self._names, self._max_skipped = engine, names, max_skipped
         self._in_flight: deque[StepMetrics] = deque()
-        self._skipped_in_row = 0
 
     def check_whole(self) -> None:
         """Checks that there is a state to go on from.
@@ -119,6 +119,7 @@ class Training:
         """Takes over the numbers of steps from the facts of a checkpoint that was restored."""
         self.lost, self.partial = None, facts.get("partial")
         self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
+        self.skipped_in_row = facts.get("skipped_in_row", 0)
 
     def _settle_oldest(self) -> None:
         metrics = self._in_flight[0]
@@ -126,10 +127,10 @@ class Training:
         if not healthy and not self._engine.optimizer.skips:
             self._fail(metrics)
         self._in_flight.popleft()
-        self._skipped_in_row = 0 if healthy else self._skipped_in_row + 1
+        self.skipped_in_row = 0 if healthy else self.skipped_in_row + 1
         self.num_skipped += not healthy
-        if self._skipped_in_row == self._max_skipped:
-            self._skipped_in_row = 0
+        if self.skipped_in_row >= self._max_skipped:  # more, if a resumed run allows fewer
+            self.skipped_in_row = 0
             raise FloatingPointError(
                 f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
                 f"{metrics.step} was not finite. They were skipped, as many in a row as "

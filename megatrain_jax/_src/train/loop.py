@@ -17,6 +17,7 @@ from megatrain_jax._src.adapt.loss_function import EVALUATED
 from megatrain_jax._src.build.batches import batch_size
 from megatrain_jax._src.build.inputs import eval_batches
 from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.history import History
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch
@@ -85,6 +86,12 @@ class _Pending:
     began: float
 
 
+def is_unevaluated(history: History, options: LoopOptions) -> bool:
+    """Whether there is data to evaluate on, and a last step that it was not used for."""
+    evaluated = any(name.startswith(EVALUATED) for record in history[-1:] for name in record)
+    return options.eval_data is not None and bool(history) and not evaluated
+
+
 class Loop:
     """The training loop of one run: its steps in flight, and the records they become.
 
@@ -149,6 +156,14 @@ class Loop:
                 raise KeyboardInterrupt
         self.complete(keep=0)
 
+    def evaluate_finished(self) -> None:
+        """Evaluates the last step of a run that was finished before, unless that run has done so.
+
+        Callbacks have seen its record, and its checkpoint stays as it is.
+        """
+        if is_unevaluated(self.trainer.history, self.options):
+            self.trainer.history[-1].update(self._evaluate())
+
     def finish(self) -> None:
         """Completes every record, without evaluating, and brings all state to rest on the host."""
         try:
@@ -177,19 +192,33 @@ class Loop:
             self._report()
 
     def _read_oldest(self) -> dict[str, Any]:
-        pending = self.pending[0]
+        pending, ended_by = self.pending[0], None
         try:
             metrics = self.trainer.read(pending.metrics)
-        except FloatingPointError:
-            self.pending.clear()  # what was dispatched after that step did nothing
-            raise
+        except FloatingPointError as error:
+            ended_by = error
+            metrics = self._read_skipped(pending.metrics, error)
         self.pending.popleft()
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began
         record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}
         self.trainer.history.append(record)
         self.unreported.append((record, f"{pending.size / seconds:,.0f} {pending.unit}/s"))
+        if ended_by is not None:
+            raise ended_by
         return record
+
+    def _read_skipped(self, metrics: dict[str, Any], error: FloatingPointError) -> dict[str, Any]:
+        """The metrics of a step that was skipped, one too many in a row, which has a record, too.
+
+        Raises:
+            FloatingPointError: The step was not skipped: it ends the run without a record.
+        """
+        try:
+            return self.trainer.read(metrics)
+        except FloatingPointError:
+            self.pending.clear()  # what was dispatched after that step did nothing
+            raise error from None
 
     def _report(self) -> None:
         """Shows complete records and hands them to the callbacks."""

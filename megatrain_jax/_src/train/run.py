@@ -13,7 +13,7 @@ from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.runtime.interrupt import Signals
 from megatrain_jax._src.state.placement import on_several
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
-from megatrain_jax._src.train.loop import Loop, Save
+from megatrain_jax._src.train.loop import Loop, Save, is_unevaluated
 from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch, Source, is_state, joined_positions
@@ -56,7 +56,7 @@ class Run:
         processes.agree("the beginning of training", lambda: options.rhythm)
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
-        if left == 0:
+        if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
             return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
         error: BaseException | None = None
         several = on_several(trainer.devices)
@@ -67,6 +67,8 @@ class Run:
             try:
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.run(Prefetch(some, trainer.check_batch, processes))
+                if self.first and trainer.num_steps == before:
+                    loop.evaluate_finished()
             except BaseException as raised:
                 error = _known_to_all(raised, processes, signals)
             signals.ending = True

@@ -190,7 +190,7 @@ class Checkpoints:
         except OSError as reason:
             where = f"It can't be renamed ({reason})"
         warnings.warn(
-            f"{error} Resumed from step {resumed} instead. {where}.",
+            f"{str(error).rstrip('.')}. Resumed from step {resumed} instead. {where}.",
             stacklevel=4,
         )
 
