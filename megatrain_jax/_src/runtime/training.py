@@ -16,6 +16,10 @@ from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.runtime.engine import Engine
 
 
+class TooManySkippedError(FloatingPointError):
+    """As many steps in a row were skipped as may be; the last one is as settled as the others."""
+
+
 class StepMetrics(dict[str, jax.Array]):
     """The metrics of one step by name, as scalars on the device that may not be ready yet.
 
@@ -131,7 +135,7 @@ class Training:
         self.num_skipped += not healthy
         if self.skipped_in_row >= self._max_skipped:  # more, if a resumed run allows fewer
             self.skipped_in_row = 0
-            raise FloatingPointError(
+            raise TooManySkippedError(
                 f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
                 f"{metrics.step} was not finite. They were skipped, as many in a row as "
                 f"`max_skipped`={self._max_skipped} allows; parameters and optimizer state are as "

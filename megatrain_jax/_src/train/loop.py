@@ -19,6 +19,7 @@ from megatrain_jax._src.build.inputs import eval_batches
 from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.history import History
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
+from megatrain_jax._src.runtime.training import TooManySkippedError
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch
 from megatrain_jax._src.trainer import Trainer
@@ -195,9 +196,12 @@ class Loop:
         pending, ended_by = self.pending[0], None
         try:
             metrics = self.trainer.read(pending.metrics)
-        except FloatingPointError as error:
+        except TooManySkippedError as error:
             ended_by = error
-            metrics = self._read_skipped(pending.metrics, error)
+            metrics = self.trainer.read(pending.metrics)  # it is settled, and has a record, too
+        except FloatingPointError:
+            self.pending.clear()  # what was dispatched after that step did nothing
+            raise
         self.pending.popleft()
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began
@@ -207,18 +211,6 @@ class Loop:
         if ended_by is not None:
             raise ended_by
         return record
-
-    def _read_skipped(self, metrics: dict[str, Any], error: FloatingPointError) -> dict[str, Any]:
-        """The metrics of a step that was skipped, one too many in a row, which has a record, too.
-
-        Raises:
-            FloatingPointError: The step was not skipped: it ends the run without a record.
-        """
-        try:
-            return self.trainer.read(metrics)
-        except FloatingPointError:
-            self.pending.clear()  # what was dispatched after that step did nothing
-            raise error from None
 
     def _report(self) -> None:
         """Shows complete records and hands them to the callbacks."""
