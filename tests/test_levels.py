@@ -57,6 +57,33 @@ def test_an_autoencoder_is_cut_into_its_resnets():
     assert not program.warnings
 
 
+class LinenPair(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(256)(linen.gelu(linen.Dense(512)(x)))
+
+
+class LinenNamed(linen.Module):
+    name_of: str
+
+    @linen.compact
+    def __call__(self, x):
+        for i in range(4):
+            x = LinenPair(name=self.name_of.format(i))(x)
+        return linen.Dense(1, name="head")(x)
+
+
+@pytest.mark.parametrize("name", ["block_{}", "block-{}", "block.{}", "{}"])
+def test_numbers_of_names_are_apart_from_them(name):
+    program, _ = cut(
+        LinenNamed(name),
+        lambda model, batch: jnp.mean(model(batch["x"]).astype(jnp.float32) ** 2),
+        {"x": jax.ShapeDtypeStruct((8, 256), jnp.float32)},
+    )
+    assert blocks(program) == [name.format(i) for i in range(4)]
+    assert len({stage.key for stage in program.stages}) == 2
+
+
 class LinenConvNeXtBlock(linen.Module):
     dim: int
 

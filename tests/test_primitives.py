@@ -159,6 +159,7 @@ REARRANGED = {
     "split": lambda x: jax.lax.split(x, (2, 4)),
     "squeeze": lambda x: jax.lax.squeeze(x[:1], (0,)),
     "transpose": lambda x: jax.lax.transpose(x, (2, 0, 1)),
+    "unstack": lambda x: (jnp.unstack(x, axis=0), jnp.unstack(x, axis=1)),
 }
 
 

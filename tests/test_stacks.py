@@ -159,6 +159,14 @@ FORMS: dict[str, tuple[Callable, Callable]] = {
             x,
         ),
     ),
+    "unstacked": (
+        lambda a: a,
+        lambda x, w: functools.reduce(
+            lambda x, row: layer(x, dict(zip(w, row, strict=True))),
+            zip(*map(jnp.unstack, w.values()), strict=True),
+            x,
+        ),
+    ),
     "first_by_hand": (lambda a: a, two_ends),
     "cast": (lambda a: a, lambda x, w: by_hand(x, tree(lambda a: a * 2.0 / 2.0, w))),
 }  # fmt: skip

@@ -240,6 +240,16 @@ def _split(eqn, grid, axes, known):
     return [_Moved(grid=part, axes=axes, params=None) for part in parts]
 
 
+def _unstack(eqn, grid, axes, known):
+    axis = eqn.params["axis"]
+    new = tuple(a - (axis < a) for a in axes if a != axis)
+    if axis not in axes:
+        params = {**eqn.params, "axis": _inner(axes, axis)}
+        return [_Moved(grid=grid, axes=new, params=params) for _ in eqn.outvars]
+    rows = np.moveaxis(grid, axes.index(axis), 0)
+    return [_Moved(grid=rows[i, ...], axes=new, params=None) for i in range(len(rows))]
+
+
 _RULES: dict[str, Callable[..., list[_Moved] | None]] = {
     "transpose": _transpose,
     "rev": _rev,
@@ -250,6 +260,7 @@ _RULES: dict[str, Callable[..., list[_Moved] | None]] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "split": _split,
+    "unstack": _unstack,
     **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS, _reduction),
     **dict.fromkeys(CUMULATIVE, _cumulative),
 }

@@ -17,7 +17,7 @@ from megatrain_jax._src.common.model_path import ModelPath
 # The matrices of an element: path below the element, and shape.
 Matrices = frozenset[tuple[ModelPath, tuple[int, ...]]]
 STACK = "[]"  # stands in a path where a slice's number will
-_INDEXED = re.compile(r"^(?:(.*)_)?(\d+)$")
+_INDEXED = re.compile(r"^(?:(.*)[-._])?(\d+)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,7 +240,10 @@ def _alike(one: Matrices, other: Matrices) -> bool:
 
 
 def _index(component: str | int) -> tuple[str, int] | None:
-    """Stem and number of a component: ("Block", 3) of `Block_3`; None if it has no number."""
+    """Stem and number of a component: ("Block", 3) of `Block_3`; None if it has no number.
+
+    A hyphen and a dot separate them, too. Without any of these, `norm1` is a name.
+    """
     if isinstance(component, int):
         return "", component
     match = _INDEXED.match(component)

@@ -59,7 +59,9 @@ ARG_REDUCTIONS = _names("argmax argmin")
 CUMULATIVE = _names("cumlogsumexp cummax cummin cumprod cumsum")
 
 # What only rearranges elements, or takes some of them.
-LAYOUT = _names("broadcast_in_dim dynamic_slice gather reshape rev slice split squeeze transpose")
+LAYOUT = _names(
+    "broadcast_in_dim dynamic_slice gather reshape rev slice split squeeze transpose unstack"
+)
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 
