@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import xxhash
@@ -14,7 +15,7 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
-from megatrain_jax._src.checkpoint import manifest
+from megatrain_jax._src.checkpoint import manifest, orbax
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -78,6 +79,42 @@ def test_checksums_are_those_of_what_plain_orbax_reads(saved):
 
     compare(loaded, ())
     assert seen == set(known)
+
+
+def stacked_loss(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["layers"])
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def test_every_array_is_verified(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    layers, head = rng.normal(size=(3, 64, 64)), rng.normal(size=64)
+    params = {"layers": np.float32(layers), "head": np.float32(head)}
+    options = {"precision": mt.Precision(compute=jnp.float32), "progress": False}
+    trainer = mt.Trainer(params, stacked_loss, small.OPTIMIZER, small.batch(0), **options)
+    trainer.read(trainer.step(small.batch(0)))
+    trainer.save(tmp_path / "1")
+    load, spoiled, names = orbax.load_arrays, [], []
+
+    def spoiling(folder, wanted):
+        found = {path: np.array(array) for path, array in load(folder, wanted).items()}
+        names.extend("/".join(path) for path in found)
+        for path in found.keys() & set(spoiled):
+            found[path].reshape(-1).view(np.uint8)[-1] ^= 1
+        return found
+
+    expected = small.state(trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax, "load_arrays", spoiling)
+        trainer.restore(tmp_path / "1")
+        every = [*dict.fromkeys(names)]
+        assert {"params/layers", "params/head", "opt_state/0/count", "run/step"} <= {*every}
+        for name in every:
+            spoiled[:] = [tuple(name.split("/"))]
+            with pytest.raises(mt.CheckpointError, match=f"{name} is not what was written"):
+                trainer.restore(tmp_path / "1")
+    trainer.restore(tmp_path / "1")
+    check_same_bits(small.state(trainer), expected)
 
 
 def test_parameters_to_start_from_are_verified(trainer, saved):

@@ -115,8 +115,8 @@ def history(path: Path) -> list[float]:
     ("optimizer", "kills"),
     [
         pytest.param("clipped", 2, marks=pytest.mark.slow),
-        pytest.param("plain", 25, marks=pytest.mark.long),
-        pytest.param("clipped", 25, marks=pytest.mark.long),
+        pytest.param("plain", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+        pytest.param("clipped", 25, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
     ],
 )
 def test_killed_runs_go_on_as_if_nothing_had_happened(server, optimizer, kills, tmp_path):
