@@ -11,7 +11,7 @@ from runs import check_close
 
 DIM, DEPTH = 4, 3
 BLOCKS = [f"blocks.{i}" for i in range(DEPTH)]
-OPTIMIZER = optax.sgd(5e-2, momentum=0.9)
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 SCALES = [(), (1,), (DIM,)]
 
 
@@ -26,7 +26,7 @@ def init_params(rng):
     params = {
         "embed": rng.normal(size=(DIM, DIM)),
         "blocks": [block() for _ in range(DEPTH)],
-        "head": {"bias": np.zeros(1), "kernel": rng.normal(size=(DIM, 1))},
+        "head": {"bias": np.ones(1), "kernel": rng.normal(size=(DIM, 1))},
     }
     return jax.tree.map(np.float32, params)
 
