@@ -207,14 +207,14 @@ def test_each_device_s_pool_takes_its_share(gpu, monkeypatch):
     )
     _, second = devices = jax.devices()[:2]
     placement = dataclasses.replace(placed_on(Mesh(devices, "data")), platform="gpu")
-    pool.reserve(placement, 72 * GIB, 4 * GIB)
+    pool.reserve(placement, 72 * GIB, 2 * GIB)
     expected = [(d, gib) for d in devices for gib in (4, 8, 32)]
     assert sorted(taken, key=str) == sorted(expected, key=str)
     assert sum(gib for _, gib in taken) * GIB + pool._PROCESS_BYTES == pool.process_bytes(
-        72 * GIB, 4 * GIB, 125 * GIB, num_devices=2
+        72 * GIB, 2 * GIB, 125 * GIB, num_devices=2
     )
     taken.clear()
-    pool.reserve(placement, 72 * GIB, 4 * GIB)
+    pool.reserve(placement, 72 * GIB, 2 * GIB)
     assert not taken
     live[second] = 36 * GIB  # another run's arrays, in one pool alone
     pool.reserve(placement, 48 * GIB)
@@ -225,7 +225,7 @@ def test_several_devices_pools_are_refused_before_any_is_taken(gpu):
     gpu(limit_gib=115, available_gib=80)
     placement = dataclasses.replace(placed_on(Mesh(jax.devices()[:2], "data")), platform="gpu")
     with pytest.raises(MemoryError, match=rf"take 88\.00 GiB.*{pool.LIMIT_VARIABLE}=36 "):
-        pool.reserve(placement, 72 * GIB, 4 * GIB)
+        pool.reserve(placement, 72 * GIB, 2 * GIB)
 
 
 @pytest.mark.gpu

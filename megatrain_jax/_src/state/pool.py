@@ -89,8 +89,8 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
         placement: Placement of the slabs that are to rest there.
         num_bytes: Bytes that this process is about to allocate there: its state and the arrays it
             has in flight.
-        array_bytes: The largest of these arrays on all devices of a process together: a device's
-            share lies in one piece, whose end may stay empty.
+        array_bytes: The largest part that one device has of these arrays: it lies in one piece,
+            whose end may stay empty.
 
     Raises:
         MemoryError: If the machine, or the limit of JAX's pools, has less.
@@ -100,13 +100,13 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
         return
     gc.collect()  # an earlier run's arrays may only be waiting for their cycle to be found
     devices = placement.local_devices
-    share, array = (-(-x // len(devices)) for x in (num_bytes, array_bytes))
+    share = -(-num_bytes // len(devices))
     in_use = _pinned_bytes_in_use(devices)
     pools = {d: _pools.get(d, _Pool()) for d in devices}
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
-    rooms = {d: _room(share, array, pools[d], in_use[d]) for d in wanting}
+    rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(growth for _, growth in rooms.values())
     # All look before any takes, and what processes of one host need adds up.
     hosts = placement.processes.gather("reserving host memory", socket.gethostname())
@@ -142,8 +142,8 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
         total: The machine's host memory; None if unknown.
         num_devices: Number of the process's devices.
     """
-    share, array = (-(-x // num_devices) for x in (num_bytes, array_bytes))
-    _, growth = _fresh(share, array, _limit_bytes(total))
+    share = -(-num_bytes // num_devices)
+    _, growth = _fresh(share, array_bytes, _limit_bytes(total))
     return num_devices * growth + _PROCESS_BYTES
 
 
