@@ -181,3 +181,20 @@ def test_precision_checks_its_dtypes():
         Precision(state=jnp.float16)
     with pytest.raises(ValueError, match=r"rounding='up'\) must be one of"):
         Precision(rounding=cast(Any, "up"))
+
+
+def test_initial_values_that_need_a_batch_of_arrays_name_it():
+    class Centred(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return x - self.param("mean", lambda key: x.mean(0))
+
+    def loss_fn(model, batch):
+        return (model(batch) ** 2).mean()
+
+    x = np.ones((2, 3), np.float32)
+    _, values = adapt(Centred(), loss_fn, x, 0)
+    np.testing.assert_array_equal(values.leaves([0])[0], [1, 1, 1])
+    _, values = adapt(Centred(), loss_fn, jax.ShapeDtypeStruct(x.shape, x.dtype), 0)
+    with pytest.raises(ValueError, match="values of `sample_batch`.*pass a `sample_batch` of arr"):
+        values.leaves([0])

@@ -87,7 +87,14 @@ def test_wrong_arguments_of_methods_are_named(tmp_path: Path):
     flags = {"params_only": NO_FLAGS}
     check_all(trainer().save, {"path": tmp_path / "there"}, {"path": (None, *NO_PATHS)} | flags)
     check_all(trainer().restore, {}, {"path": (None, *NO_PATHS)})
-    check_all(trainer().step, {}, {"batch": NO_BATCH})
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    check_all(trainer().step, {}, {"batch": (*NO_BATCH, shapes)})
+    for use in (
+        lambda: trainer().evaluate([shapes]),
+        lambda: mt.fit(build, loss_fn, [shapes], optax.sgd(0.1), progress=False),
+    ):
+        with pytest.raises(TypeError, match=r"batch\['x'\] is a jax.ShapeDtypeStruct.*pass arrays"):
+            use()
     check_all(trainer().read, {}, {"metrics": (None, 3, "loss", [1.0], loss_fn, {"a": "b"})})
     check_all(
         trainer().evaluate,

@@ -133,3 +133,35 @@ def test_a_mesh_set_around_a_run_of_several_devices_is_named():
             init_params(), loss_of(["plain"] * 4, "plain"), batches, optax.sgd(0.1),
             mesh=mesh, progress=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Explicit), (AxisType.Auto,) * 2])
+def test_a_trainer_steps_within_any_mesh_as_outside(num_devices, kinds, tmp_path):
+    around = jax.make_mesh((2, 2), ("rows", "cols"), axis_types=kinds, devices=jax.devices()[:4])
+    first, second = (
+        mt.Trainer(
+            init_params(), loss_of(["plain"] * 4, "plain"),
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), BATCH,
+            precision=mt.Precision(compute=jnp.float32), progress=False,
+            mesh=jax.make_mesh((num_devices,), ("d",), devices=jax.devices()[:num_devices]),
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    other = {"x": np.concatenate([BATCH["x"], 2 * BATCH["x"]])}
+    bad = {"x": np.full_like(BATCH["x"], np.nan)}
+
+    def run(trainer, folder):
+        found = [trainer.read(trainer.step(batch))["loss"] for batch in (BATCH, other)]
+        found.append(trainer.evaluate([other, BATCH])["loss"])
+        trainer.save(folder)
+        trainer.step(BATCH)
+        trainer.restore(folder)
+        with pytest.raises(FloatingPointError, match="nothing was updated"):
+            trainer.read(trainer.step(bad))
+        found.append(trainer.read(trainer.step(BATCH))["loss"])
+        return found, jax.tree.leaves((trainer.params, trainer.opt_state))
+
+    expected = run(first, tmp_path / "outside")
+    with jax.set_mesh(around):
+        jax.tree.map(np.testing.assert_array_equal, run(second, tmp_path / "within"), expected)

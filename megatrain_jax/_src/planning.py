@@ -69,7 +69,7 @@ def plan(
     """
     run = options_of(plan, Options, options)
     check_parts(model, loss_fn, optimizer)
-    check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices)
+    check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
     adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
     usable = None if run.hardware is None else run.hardware.usable_bytes

@@ -54,7 +54,7 @@ class RunState:
         Raises:
             RuntimeError: If an error has cut off a step or a restore: there is no state then.
         """
-        with deferred_interrupt():
+        with deferred_interrupt(), self._store.placement.outside_meshes():
             self._training.check_whole()
             self._engine.flush()
 
@@ -200,8 +200,9 @@ class RunState:
         if training.lost is None:
             training.settle_all()
             self.flush()
-        what = "restoring", self._spec, self._store.placement, self._progress
-        with deferred_interrupt(), group_bar(*what) as bar:
+        placement = self._store.placement
+        what = "restoring", self._spec, placement, self._progress
+        with deferred_interrupt(), placement.outside_meshes(), group_bar(*what) as bar:
             training.lose(f"{path} could not be restored to its end")
             self._engine.abandon()
             load(path, facts.get("arrays"), self._spec, self._store, entries, bar.update)

@@ -111,7 +111,8 @@ class Trainer(RunState):
         run = dataclasses.replace(run, hardware=run.hardware or machine, mesh=mesh)
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
-        check_batch(sample_batch, run.microbatches, "sample_batch", len(placement.local_devices))
+        num_devices = len(placement.local_devices)
+        check_batch(sample_batch, run.microbatches, "sample_batch", num_devices, or_shapes=True)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         del model
         adapted.check_batch(sample_batch)
@@ -148,9 +149,9 @@ class Trainer(RunState):
         self.check_batch(batch)
         step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
         self._training.wait_for_room()
-        with deferred_interrupt():
+        placement, where = self._store.placement, f"training step {self.num_steps + 1}"
+        with deferred_interrupt(), placement.outside_meshes():
             self._training.check_whole()
-            placement, where = self._store.placement, f"training step {self.num_steps + 1}"
             placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
             return self._training.dispatch(step, put_batch(batch, step, placement))
 
@@ -245,5 +246,6 @@ class Trainer(RunState):
         shapes = joined_shapes(batch, self._store.placement.processes.count)
         key = (batch_key(shapes), train, loss_fn)
         if key not in self._steps:
-            self._steps[key] = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+            with self._store.placement.outside_meshes():
+                self._steps[key] = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
         return self._steps[key]

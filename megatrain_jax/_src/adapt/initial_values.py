@@ -97,8 +97,8 @@ def initial_values_of_trace(
         needed = [x for x, is_used in zip(inputs, used, strict=True) if is_used]
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in needed):
             raise ValueError(
-                "The model's initial values depend on the values of sample_batch, which holds "
-                "only shapes (jax.ShapeDtypeStruct); pass a sample_batch of arrays."
+                "The model's initial values depend on the values of `sample_batch`, which "
+                "holds only shapes (jax.ShapeDtypeStruct); pass a `sample_batch` of arrays."
             )
         values = eval_jaxpr(sliced, consts, *needed)
         found = dict(zip(wanted, values, strict=True))

@@ -8,21 +8,27 @@ import numpy as np
 
 from megatrain_jax._src.common import checks
 
-_ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+_ARRAYS = (np.ndarray, jax.Array)
 _SCALAR = "write np.full(n, x) for a number x of n examples, or have loss_fn close over a constant"
 
 
 def check_batch(
-    batch: Any, microbatches: int = 1, name: str = "batch", num_devices: int = 1
+    batch: Any,
+    microbatches: int = 1,
+    name: str = "batch",
+    num_devices: int = 1,
+    *,
+    or_shapes: bool = False,
 ) -> None:
     """Checks that `batch` is a pytree of arrays that can be cut into microbatches.
 
     Args:
-        batch: A pytree of NumPy or JAX arrays (or their `jax.ShapeDtypeStruct`s) whose leading
-            axes, one entry an example, all have the same size.
+        batch: A pytree of NumPy or JAX arrays whose leading axes, one entry an example, all have
+            the same size.
         microbatches: Into how many equal parts the leading axis will be cut.
         name: What the batch is called.
         num_devices: Number of devices that each of these parts is divided over.
+        or_shapes: Whether their `jax.ShapeDtypeStruct`s will do.
 
     Raises:
         TypeError: If it is no pytree, or a leaf is no array or holds something a device can't
@@ -34,7 +40,7 @@ def check_batch(
     if not leaves:
         raise ValueError(f"`{name}` holds no arrays")
     for path, leaf in leaves:
-        _check_leaf(_name(path, name), leaf)
+        _check_leaf(_name(path, name), leaf, or_shapes)
     (first_path, first), *others = leaves
     examples = first.shape[0]
     for path, leaf in others:
@@ -104,8 +110,14 @@ def batch_size(batch: Any) -> tuple[int, str]:
     return (max(tokens), "tokens") if tokens else (leaves[0].shape[0], "examples")
 
 
-def _check_leaf(name: str, leaf: Any) -> None:
-    if not isinstance(leaf, _ARRAYS):
+def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if is_shape and not or_shapes:
+        raise TypeError(
+            f"{name} is a jax.ShapeDtypeStruct, a shape without values; only the `sample_batch` of "
+            "`Trainer` and `plan` may hold shapes: pass arrays"
+        )
+    if not is_shape and not isinstance(leaf, _ARRAYS):
         raise TypeError(
             f"a batch must be a pytree of NumPy or JAX arrays, but {name} is of type "
             f"{type(leaf).__name__}; convert a list with np.asarray; {_SCALAR}"

@@ -36,7 +36,7 @@ def evaluate_batches(
         with deferred_interrupt(insist=True):
             batch = next(iterator, _END)
         step = None if batch is _END else bind(batch)
-        with deferred_interrupt():
+        with deferred_interrupt(), placement.outside_meshes():
             where = f"batch {len(rows) + 1} of an evaluation"
             facts = {_EVALUATED: None if step is None else batch_key(batch)}
             placement.processes.agree(where, facts.copy)

@@ -152,10 +152,8 @@ class Training:
         updated = [names[g] for g, ok in flags if ok]
         touched = bool(updated) and bool(np.isfinite(loss)) and not deferred
         self._in_flight.clear()
-        self._engine.recover()
-        # What was dispatched after this step did nothing. A step that has changed something counts.
-        self.num_steps = metrics.step if touched else metrics.step - 1
-        self._engine.set_step(self.num_steps)
+        with self._engine.store.placement.outside_meshes():
+            self._recover(metrics, touched)
         step = f"step {metrics.step}"
         if touched:
             self.partial = f"{step} was done in part, since a gradient was not finite"
@@ -168,3 +166,10 @@ class Training:
             f"the gradient of {guilty} is not finite in {step}. Updated before it was met: "
             f"{', '.join(updated) or 'nothing'}; all other parameters are as before the step."
         )
+
+    def _recover(self, metrics: StepMetrics, touched: bool) -> None:
+        """Sets the state back to before a step that was not finite, unless that has changed it."""
+        self._engine.recover()
+        # What was dispatched after this step did nothing. A step that has changed something counts.
+        self.num_steps = metrics.step if touched else metrics.step - 1
+        self._engine.set_step(self.num_steps)

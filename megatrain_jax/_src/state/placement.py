@@ -6,7 +6,8 @@ Nothing else asks JAX which devices there are.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -74,6 +75,20 @@ class Placement:
         if self.platform != "gpu" or self.num_devices == 1:
             return {}
         return {f"xla_gpu_{kind}_combine_threshold_bytes": _NO_LIMIT for kind in _COLLECTIVES}
+
+    @contextmanager
+    def outside_meshes(self) -> Iterator[None]:
+        """Leaves a mesh that the caller has set (`jax.set_mesh`) for the body.
+
+        What it would add to functions compiled for this placement is not what they take. A mesh of
+        one device stays around a run on one device, whose loss may compute in it.
+        """
+        ambient = jax.sharding.get_abstract_mesh()
+        if ambient.empty or ambient.size == self.num_devices == 1:
+            yield
+            return
+        with jax.set_mesh(Mesh(np.empty((), object), ())):
+            yield
 
     def values(self, batched: bool) -> Sharding:
         """The sharding of an activation, divided along its first axis if that is of examples."""
