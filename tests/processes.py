@@ -121,6 +121,19 @@ def endings(folder: str) -> dict[str, Any]:
     }
 
 
+def completed(folder: str) -> dict[str, Any]:
+    """A run without any step, which fails in one process alone when it is completed."""
+    case = CASES["two_towers"]
+    trainer = make_trainer(case, OPTIMIZERS["adam"], sample=part(case.batch(0)), progress=False)
+    if jax.process_index() == 1:
+        trainer.flush = fail
+    try:
+        mt.train(trainer, iter(()), checkpoint_dir=folder)
+    except Exception as error:
+        return {"raised": f"{type(error).__name__}: {error}"}
+    return {"raised": None}
+
+
 def signalled(folder: str, name: str) -> dict[str, Any]:
     """A run of which the second process gets a signal."""
 
@@ -135,7 +148,8 @@ def main() -> None:
     jax.distributed.initialize(
         f"localhost:{port}", int(count), int(index), heartbeat_timeout_seconds=10
     )
-    found = {"equivalence": equivalence, "endings": endings, "signalled": signalled}[scenario]
+    scenarios = (equivalence, endings, completed, signalled)
+    found = {function.__name__: function for function in scenarios}[scenario]
     result = found(*arguments)
     Path(os.environ["RESULT"]).write_text(json.dumps(result))
 

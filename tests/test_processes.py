@@ -62,6 +62,9 @@ def test_two_processes_agree_with_plain_jax(pairs, tmp_path):
     assert (results, statuses) == ([{}, {}], [0, 0]), printed
 
 
+ALONE = "a disk of this process alone"
+
+
 def plain_losses(num_steps: int) -> list[float]:
     """The losses of the run that `processes.training` makes, on one device of this process."""
     case = CASES["two_towers"]
@@ -126,6 +129,15 @@ def assert_goes_on_alone(folder: Path, losses: list[float]) -> None:
         total, sum(float(np.abs(np.float64(x)).sum()) for x in restored), rtol=1e-12
     )
     assert [record["loss"] for record in trainer.history] == pytest.approx(losses, rel=1e-5)
+
+
+def test_an_error_in_one_process_before_any_step_leaves_no_other_waiting(tmp_path):
+    results, statuses, printed = started(tmp_path, "completed", str(tmp_path / "run"))
+    assert statuses == [0, 0], printed
+    first, second = results
+    assert first["raised"] == "PeerEndedError: process 1 has ended: OSError: " + ALONE
+    assert second["raised"] == "OSError: " + ALONE
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.isdigit()]
 
 
 def test_a_signal_to_one_process_ends_both_with_the_last_step_saved(tmp_path):

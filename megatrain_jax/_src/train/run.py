@@ -75,7 +75,8 @@ class Run:
             insisted: KeyboardInterrupt | None = None
             try:
                 if processes.unreachable is None:
-                    error = _complete(loop, error)
+                    error = _complete(loop, error, processes)
+                if processes.unreachable is None:
                     if series is not None:
                         bar.set_description("saving")
                     error = _saved(save, error, trained=trainer.num_steps > before)
@@ -147,13 +148,26 @@ def _known_to_all(error: BaseException, processes: Processes, signals: Signals) 
     return error
 
 
-def _complete(loop: Loop, error: BaseException | None) -> BaseException | None:
-    """Completes the steps in flight; returns the error that the run ends with."""
+def _complete(
+    loop: Loop, error: BaseException | None, processes: Processes
+) -> BaseException | None:
+    """Completes the steps in flight; returns the error that the run ends with.
+
+    An error here is one of all processes, too: whether there is one decides what they save.
+    """
+    late: Exception | None = None
     try:
         loop.finish()
-    except Exception as late:
-        return _joined(error, late)
-    return error
+    except Exception as raised:
+        late = raised
+    try:
+        words = processes.gather("the end of training", late and f"{type(late).__name__}: {late}")
+        ended = [i for i, text in enumerate(words) if text is not None]
+        if late is None and ended:
+            late = PeerEndedError(f"process {ended[0]} has ended: {words[ended[0]]}")
+    except PeerEndedError as unreachable:
+        late = unreachable if late is None else late
+    return error if late is None else _joined(error, late)
 
 
 def _saved(save: Save, error: BaseException | None, trained: bool) -> BaseException | None:
