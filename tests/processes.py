@@ -121,17 +121,39 @@ def endings(folder: str) -> dict[str, Any]:
     }
 
 
+class OnDisk:
+    """An array in a file that one process alone can't read."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if jax.process_index() == 1:
+            fail()
+        return self.array
+
+
 def completed(folder: str) -> dict[str, Any]:
-    """A run without any step, which fails in one process alone when it is completed."""
-    case = CASES["two_towers"]
-    trainer = make_trainer(case, OPTIMIZERS["adam"], sample=part(case.batch(0)), progress=False)
+    """Runs that fail in one process alone: as one starts, and as one without steps is completed."""
+    case, unstarted = CASES["two_towers"], None
+    options = {"sample": part(case.batch(0)), "progress": False}
+    trainer = make_trainer(case, OPTIMIZERS["adam"], **options)
+    files = jax.tree.map(OnDisk, trainer.params)
+    try:
+        make_trainer(case, OPTIMIZERS["adam"], params=files, **options)
+    except Exception as error:
+        unstarted = f"{type(error).__name__}: {error}"
     if jax.process_index() == 1:
         trainer.flush = fail
     try:
         mt.train(trainer, iter(()), checkpoint_dir=folder)
     except Exception as error:
-        return {"raised": f"{type(error).__name__}: {error}"}
-    return {"raised": None}
+        raised = f"{type(error).__name__}: {error}"
+    else:
+        raised = None
+    plan = trainer.plan
+    found = {"unstarted": unstarted, "raised": raised}
+    return {**found, "plan": [plan.num_processes, plan.processes_per_host, str(plan)]}
 
 
 def signalled(folder: str, name: str) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.division import divided_axes
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.report.bound import find_bound
+from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.workload import Costs, Link
+from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
@@ -158,6 +160,30 @@ def test_bounds_of_several_devices(changes, bound):
     alone = replace(MACHINE, peer_bytes_per_s=None)
     step |= {"collective_bytes": 1000}
     assert find_bound(hardware=alone, num_devices=4, **step) == "collectives"
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_process_s_host_has_its_devices_shares(compiled, together):
+    """Two processes with two devices each, on a host or on two."""
+    spec = spec_of(compiled[0])
+    spec = replace(spec, options=replace(spec.options, hardware=MACHINE))
+    alone, shared = make_plan(spec), make_plan(spec, 2, together)
+    assert (shared.num_devices, shared.devices_per_host) == (4, 2 * together)
+    assert shared.host_bytes == alone.host_bytes == 4 * shared.host_share_bytes
+    assert shared.host_peak_bytes == alone.host_peak_bytes
+    array, half = spec.largest_slab_bytes, alone.host_peak_bytes // 2
+    assert shared.host_process_bytes == pool.process_bytes(half, array, 10**9, 2)
+    moved = shared.bytes_in + shared.bytes_out
+    assert shared.bytes_through_host == 2 * together * moved
+    assert shared.seconds_in == pytest.approx(shared.bytes_in / min(10, 40 / (2 * together)))
+    least = together * shared.host_process_bytes
+    fits = (replace(shared, hardware=replace(MACHINE, host_bytes=n)).fits_host
+            for n in (least - 1, least))  # fmt: skip
+    assert list(fits) == [False, True]
+    words = " ".join(str(shared).split())
+    assert "one of 2, estimate" in words
+    assert ("of each host" in words) == (together == 1)
+    assert ("together with 1 more" in words) == (together == 2)
 
 
 def test_seconds_of_several_devices():

@@ -137,7 +137,11 @@ def test_an_error_in_one_process_before_any_step_leaves_no_other_waiting(tmp_pat
     first, second = results
     assert first["raised"] == "PeerEndedError: process 1 has ended: OSError: " + ALONE
     assert second["raised"] == "OSError: " + ALONE
+    assert first["unstarted"].startswith("PeerEndedError: process 1 has ended: ")
+    assert ALONE in first["unstarted"] and ALONE in second["unstarted"]
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.isdigit()]
+    assert first["plan"] == second["plan"] and first["plan"][:2] == [2, 2]  # of one host
+    assert "of each device" in first["plan"][2] and "of each host" not in first["plan"][2]
 
 
 def test_a_signal_to_one_process_ends_both_with_the_last_step_saved(tmp_path):

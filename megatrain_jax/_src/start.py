@@ -1,5 +1,7 @@
 """A run's start: its functions compiled, its host memory reserved, its store filled."""
 
+from contextlib import suppress
+
 import jax
 from tqdm.auto import tqdm
 
@@ -14,6 +16,7 @@ from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import Placement, on_several
+from megatrain_jax._src.state.processes import PeerEndedError
 
 
 def start(
@@ -33,7 +36,22 @@ def start(
 
     Raises:
         MemoryError: If host memory or the device's is too small.
+        PeerEndedError: If another process of the run could not start.
     """
+    try:
+        return _started(spec, placement, initial, progress, has_gpu)
+    except PeerEndedError:
+        raise
+    except BaseException as error:
+        with suppress(PeerEndedError):
+            placement.processes.leave(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _started(
+    spec: RunSpec, placement: Placement, initial: InitialValues, progress: bool, has_gpu: bool
+) -> tuple[RunSpec, Engine]:
+    """See `start`."""
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
     with group_bar("compiling", spec, placement, progress) as bar:
         free = pool.free_device_bytes(placement) if has_gpu else None
@@ -41,7 +59,7 @@ def start(
             free = min(processes.gather("asking for free device memory", free))
         if has_gpu:
             spec = fit_to_device(spec, kernels, free, placement)
-        plan = make_plan(spec)
+        plan = make_plan(spec, *processes.spread)
         check_device(plan, free)
         bar.set_description("reserving host memory")
         pool.reserve(placement, plan.host_peak_bytes // processes.count, spec.largest_slab_bytes)

@@ -230,7 +230,7 @@ class Trainer(RunState):
     @property
     def plan(self) -> Plan:
         """The plan of this run on this machine: memory, transfers, arithmetic."""
-        return make_plan(self._spec)
+        return make_plan(self._spec, *self.processes.spread)
 
     @property
     def schedule(self) -> Schedule:

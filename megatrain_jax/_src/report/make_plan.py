@@ -19,13 +19,19 @@ from megatrain_jax._src.state import pool
 _TASKS_IN_FLIGHT = 3
 
 
-def make_plan(spec: RunSpec) -> Plan:
+def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
     """The plan of a run, for steps of its first batch shape.
 
     Times and limits are those of the hardware in the run's options; without it there are none.
+
+    Args:
+        spec: The run.
+        num_processes: Number of the processes that share it.
+        processes_per_host: How many of them share a host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
-    hardware = spec.options.hardware and spec.options.hardware.times(devices)
+    own = devices // num_processes
+    hardware = spec.options.hardware and spec.options.hardware.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
     bytes_in, bytes_out, waiting_bytes = moved_bytes(
         schedule.steady, workload.sizes, workload.activations
@@ -33,7 +39,7 @@ def make_plan(spec: RunSpec) -> Plan:
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     peak = sum(state) + devices * (waiting_bytes + _in_flight_bytes(step))
     process = hardware and pool.process_bytes(
-        peak, spec.largest_slab_bytes, hardware.assumed_host_bytes, devices
+        peak // num_processes, spec.largest_slab_bytes, hardware.assumed_host_bytes, own
     )
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
@@ -61,6 +67,8 @@ def make_plan(spec: RunSpec) -> Plan:
         num_kept=len(schedule.kept),
         num_templates=num_templates,
         num_devices=devices,
+        num_processes=num_processes,
+        processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
         warnings=find_warnings(spec),
         hardware=hardware,

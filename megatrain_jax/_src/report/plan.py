@@ -42,8 +42,8 @@ class Plan:
         groups: The parameter groups, consecutive equal ones as one row.
         host_bytes: Host memory of the state at rest, of all devices' shares.
         host_peak_bytes: That with waiting gradients, activations and arrays in flight.
-        host_process_bytes: Host memory that the process takes in all, with the pool's unused
-            ends; None without a GPU.
+        host_process_bytes: Host memory that a process takes in all for its devices' shares, with
+            the pool's unused ends; None without a GPU.
         device_budget: Bytes of each device that state and activations may take; None for the least.
         device_state_bytes: Most memory of each device that the schedule gives to them.
         device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
@@ -64,6 +64,8 @@ class Plan:
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
         num_devices: Devices that share the state and the batch.
+        num_processes: Processes that share the run, each with equally many devices.
+        processes_per_host: How many of them share a host and its memory.
         collective_bytes: Bytes that each device receives from the others in a step: gathered
             parameters, and gradients to be summed.
         warnings: Sentences on what could not be done well.
@@ -92,6 +94,8 @@ class Plan:
     num_templates: int
     device_budget: int | None = None
     num_devices: int = 1
+    num_processes: int = 1
+    processes_per_host: int = 1
     collective_bytes: int = 0
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
@@ -102,14 +106,19 @@ class Plan:
         return self.host_bytes // self.num_devices
 
     @property
+    def devices_per_host(self) -> int:
+        """Devices that share a host's memory."""
+        return self.num_devices * self.processes_per_host // self.num_processes
+
+    @property
     def bytes_through_host(self) -> int:
-        """Bytes that a step moves through the host's memory, of all devices, both ways.
+        """Bytes that a step moves through a host's memory, of all its devices, both ways.
 
         Without a connection of their own, devices write and read there what they send each other.
         """
         apart = self.hardware is None or self.hardware.peer_bytes_per_s is not None
         exchanged = 0 if apart else 2 * self.collective_bytes
-        return self.num_devices * (self.bytes_in + self.bytes_out + exchanged)
+        return self.devices_per_host * (self.bytes_in + self.bytes_out + exchanged)
 
     @property
     def device_bytes(self) -> int:
@@ -138,7 +147,7 @@ class Plan:
         """Seconds a step's exchange between devices takes alone; `None` without hardware."""
         if self.hardware is None:
             return None
-        return self.collective_bytes / self.hardware.collective_bytes_per_s(self.num_devices)
+        return self.collective_bytes / self.hardware.collective_bytes_per_s(self.devices_per_host)
 
     @property
     def seconds_host(self) -> float | None:
@@ -157,21 +166,23 @@ class Plan:
             return "neither"
         return find_bound(
             hardware=self.hardware,
-            num_devices=self.num_devices,
+            num_devices=self.devices_per_host,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
             collective_bytes=self.collective_bytes,
-            flops=self.flops_per_step,
+            flops=self.flops_per_step * self.devices_per_host // self.num_devices,
         )
 
     def _seconds_alone(self, num_bytes: int) -> float | None:
         """Seconds for a step's transfers one way, of all devices at once."""
-        return self.hardware and num_bytes / self.hardware.transfer_bytes_per_s(self.num_devices)
+        number = self.devices_per_host
+        return self.hardware and num_bytes / self.hardware.transfer_bytes_per_s(number)
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether the host memory suffices for the process; `None` if it isn't known."""
-        needed = self.host_process_bytes or self.host_peak_bytes
+        """Whether a host's memory suffices for its processes; `None` if it isn't known."""
+        process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
+        needed = process * self.processes_per_host
         return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)
 
     @property

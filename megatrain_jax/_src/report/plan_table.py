@@ -83,6 +83,9 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
     of_all, share = "", ""
     if plan.num_devices > 1:
         of_all, share = " of all devices", f"{size(plan.host_share_bytes)} of each device"
+        number = plan.devices_per_host
+        if number < plan.num_devices:
+            share += f", {size(number * plan.host_share_bytes)} of each host"
     known, budget = plan.device_temporary_bytes, plan.device_budget
     guess = "estimate" if plan.device_temporary_estimated else ""
     temporaries = ["not counted", _UNCOUNTED] if known is None else [size(known), guess]
@@ -90,7 +93,13 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
     kept = f"{plan.num_kept} of {plan.num_stages} stages"
     taken = plan.host_process_bytes
     fits = _host_verdict(plan)
-    process = [["host memory, the process", size(taken), f"estimate, {fits}"]] if taken else []
+    at_peak = "" if taken else fits
+    if plan.devices_per_host < plan.num_devices:
+        of_host = size(plan.host_peak_bytes * plan.devices_per_host // plan.num_devices)
+        at_peak = f"{of_host} of each host" + (at_peak and f", {at_peak}")
+    several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
+    said = f"{several}estimate, {fits}"
+    process = [["host memory, the process", size(taken), said]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
@@ -104,7 +113,7 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
     cells = [
         *frozen,
         ["host memory at rest", size(plan.host_bytes), share],
-        ["host memory at peak", size(plan.host_peak_bytes), "" if taken else fits],
+        ["host memory at peak", size(plan.host_peak_bytes), at_peak],
         *process,
         *devices,
         ["device memory, state and activations", size(plan.device_state_bytes), within],
@@ -172,6 +181,8 @@ def _host_verdict(plan: "Plan") -> str:
     if (limit := machine.assumed_host_bytes) is None:
         return "unknown: the hardware has no `host_bytes`"
     typical = "" if machine.host_bytes is not None else ", a typical host"
+    if plan.processes_per_host > 1:
+        typical += f", together with {plan.processes_per_host - 1} more"
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
 
 

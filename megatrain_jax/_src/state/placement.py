@@ -248,4 +248,6 @@ def _all_processes() -> Processes:
             "set JAX_PLATFORMS=cuda,cpu, or leave it unset"
         ) from error
     first = {processor.process_index: processor for processor in reversed(processors)}
-    return Processes([first[i] for i in sorted(first)])
+    processes = Processes([first[i] for i in sorted(first)])
+    processes.find_hosts()
+    return processes

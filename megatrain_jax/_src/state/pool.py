@@ -8,7 +8,6 @@ allocated.
 
 import gc
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,8 +108,7 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
     rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(growth for _, growth in rooms.values())
     # All look before any takes, and what processes of one host need adds up.
-    hosts = placement.processes.gather("reserving host memory", socket.gethostname())
-    beside = hosts.count(socket.gethostname())
+    beside = placement.processes.num_here
     _check(beside * num_bytes, beside * growth, share)
     placement.processes.gather("taking host memory")
     with ThreadPoolExecutor(max(1, len(wanting))) as threads:

@@ -17,6 +17,7 @@ A worked example, two processes of which the second one's data fails after step 
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Processes:
     Attributes:
         count: Number of processes.
         index: Number of this one among them, from 0.
+        num_here: Number of those on this one's host.
         unreachable: The reason why the others can't be reached any more; None while they can.
     """
 
@@ -58,7 +60,7 @@ class Processes:
             devices: A processor ("cpu" device) of each process, in the order of their numbers;
                 empty for this process alone.
         """
-        self.count = max(1, len(devices))
+        self.count, self.num_here = max(1, len(devices)), 1
         self.index = [d.process_index for d in devices].index(jax.process_index()) if devices else 0
         self.unreachable: str | None = None
         if devices:
@@ -66,6 +68,16 @@ class Processes:
             self._divided = NamedSharding(row, PartitionSpec(_AXIS))
             whole = NamedSharding(row, PartitionSpec())
             self._gathered = jax.jit(lambda rows: rows, out_shardings=whole)
+
+    def find_hosts(self) -> None:
+        """Finds out which of them share this one's host; all of them have to do so."""
+        here = socket.gethostname()
+        self.num_here = self.gather("the first run of several processes", here).count(here)
+
+    @property
+    def spread(self) -> tuple[int, int]:
+        """The number of processes, and of those on a host."""
+        return self.count, self.num_here
 
     @property
     def is_first(self) -> bool:
