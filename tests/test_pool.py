@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +124,29 @@ def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
     assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
     fake.reserve(85 * GIB)
     assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
+
+
+def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
+    fake = gpu(limit_gib=115, available_gib=123)
+    resident, seen, enough = itertools.count(7 * GIB, 10 * GIB), [], threading.Event()
+    monkeypatch.setattr(pool, "resident_bytes", lambda: next(resident))
+    monkeypatch.setattr(pool, "_SECONDS_AT_A_TIME", 0.001)
+    take = fake.take
+
+    def take_when_seen(num_bytes):
+        assert enough.wait(60)
+        take(num_bytes)
+
+    def shown(taken, of):
+        seen.append((taken, of))
+        if len(seen) == 12:
+            enough.set()
+
+    fake.take = take_when_seen
+    fake.reserve(85 * GIB, 0, shown)
+    assert [taken for taken, _ in seen[:12]] == [min(10 * i, 88) * GIB for i in range(1, 13)]
+    assert {of for _, of in seen} == {88 * GIB} and seen[-1][0] == 88 * GIB
+    fake.reserve(85 * GIB, 0, lambda *_: pytest.fail("nothing is taken again"))
 
 
 @pytest.mark.parametrize("gib", [9, 38, 63, 64, 85, 100])

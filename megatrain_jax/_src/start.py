@@ -53,7 +53,7 @@ def _started(
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
-    with group_bar("compiling", spec, placement, progress) as bar:
+    with group_bar("compiling", spec, placement, progress):
         free = pool.free_device_bytes(placement) if has_gpu else None
         if free is not None:
             free = min(processes.gather("asking for free device memory", free))
@@ -61,12 +61,29 @@ def _started(
             spec = fit_to_device(spec, kernels, free, placement)
         plan = make_plan(spec, *processes.spread)
         check_device(plan, free)
-        bar.set_description("reserving host memory")
-        pool.reserve(placement, plan.host_peak_bytes // processes.count, spec.largest_slab_bytes)
-        bar.set_description("initialising")
+    _reserve(spec, plan.host_peak_bytes // processes.count, placement, progress)
+    with group_bar("initialising", spec, placement, progress) as bar:
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
+
+
+def _reserve(spec: RunSpec, num_bytes: int, placement: Placement, progress: bool) -> None:
+    """Pins host memory, and shows how much is pinned, how fast, and how long to go."""
+    with tqdm(
+        desc=f"pinning host memory{on_several(placement.devices)}",
+        unit="iB",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress or placement.platform == "cpu",
+        leave=False,
+    ) as bar:
+
+        def show(taken: int, of: int) -> None:
+            bar.total = of
+            bar.update(taken - bar.n)
+
+        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
 
 
 def group_bar(what: str, spec: RunSpec, placement: Placement, progress: bool) -> tqdm:

@@ -9,8 +9,8 @@ allocated.
 import gc
 import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.sizes import sized
-from megatrain_jax._src.state.host_memory import available_bytes, total_bytes
+from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.state.placement import Placement
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -30,6 +30,8 @@ _PROCESS_BYTES = 29 * 2**30 // 10
 _HEAD_ROOM_BYTES = 10 * 2**30
 
 _GIB = 2**30
+# How often what was taken is shown.
+_SECONDS_AT_A_TIME = 0.2
 # The ends of a fresh pool's pieces that may stay empty, in largest arrays.
 _SPARE_ARRAYS = 3
 # JAX's pool grows by regions of 2 MiB times a power of two.
@@ -76,7 +78,12 @@ def set_limit() -> None:
         os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes(total) // _GIB))
 
 
-def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
+def reserve(
+    placement: Placement,
+    num_bytes: int,
+    array_bytes: int = 0,
+    shown: Callable[[int, int], object] = lambda taken, of: None,
+) -> None:
     """Makes sure that pinned host memory for `num_bytes` more is there, or says why not.
 
     On a GPU each device's pool takes its share of the memory from the system here, in few large
@@ -90,6 +97,7 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
             has in flight.
         array_bytes: The largest part that one device has of these arrays: it lies in one piece,
             whose end may stay empty.
+        shown: Is told now and then how many bytes were taken from the system, and of how many.
 
     Raises:
         MemoryError: If the machine, or the limit of JAX's pools, has less.
@@ -111,8 +119,14 @@ def reserve(placement: Placement, num_bytes: int, array_bytes: int = 0) -> None:
     beside = placement.processes.num_here
     _check(beside * num_bytes, beside * growth, share)
     placement.processes.gather("taking host memory")
+    before = resident_bytes()
     with ThreadPoolExecutor(max(1, len(wanting))) as threads:
-        list(threads.map(lambda d: _take(d, rooms[d][0], share), wanting))
+        waited = [threads.submit(_take, d, rooms[d][0], share) for d in wanting]
+        while wait(waited, _SECONDS_AT_A_TIME).not_done:
+            shown(min(resident_bytes() - before, growth), growth)
+        for future in waited:
+            future.result()
+    shown(growth, growth)
     for device, (_, growth) in rooms.items():
         likely = pools[device].likely_bytes + growth
         _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
