@@ -51,8 +51,10 @@ def read(path: Path) -> dict[str, Any]:
         )
     checks = _CHECKS if number == 1 else _CHECKS | _SINCE_2
     wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]
-    if "data" in facts and not _is_position(facts["data"]):
-        wrong.append("data")
+    optional = {"data": _is_position, "coded": _each(dict, _is_coding)}
+    wrong += [
+        name for name, is_right in optional.items() if name in facts and not is_right(facts[name])
+    ]
     if wrong:
         listed = ", ".join(f"`{name}`" for name in wrong)
         raise _unreadable(path, f"{listed} in {MANIFEST} are missing or not what they should be")
@@ -119,6 +121,11 @@ def _is_count(value: Any) -> bool:
 
 def _is_position(value: Any) -> bool:
     return isinstance(value, dict) and _is_count(value.get("batches"))
+
+
+def _is_coding(value: Any) -> bool:
+    names = {"code", "bits", "signed", "block", "shape", "axes"}
+    return isinstance(value, dict) and names <= value.keys()
 
 
 def _is_text(value: Any) -> bool:
