@@ -138,13 +138,8 @@ def test_muon_has_the_matrices_of_blocks():
 
 def test_tokens_are_made_once_and_stand_for_whole_files(files, tmp_path, monkeypatch):
     sizes, folder = dataclasses.replace(SIZES, vocab=300), tmp_path / "out"
-    made = []
-
-    def learn(texts, vocab, learn=tokens._learn):
-        made.append(learn(texts, vocab))
-        return made[-1]
-
-    monkeypatch.setattr(tokens, "_learn", learn)
+    learn, made = tokens._learn, []
+    monkeypatch.setattr(tokens, "_learn", lambda *given: made.append(learn(*given)) or made[-1])
     monkeypatch.setattr(tokens, "_AT_ONCE", 7)
     arrays = tokens.read(sizes, folder)
     again = tokens.read(sizes, folder)

@@ -109,7 +109,7 @@ def _spread(values: Mapping[int, float]) -> dict[str, Any] | None:
 
 def _line(row: Mapping[str, Any]) -> str:
     loss, over = row["held_out_loss"], row["percent_over_yardstick"]
-    text = f"{row['name']:32} {loss['mean']:.4f} ({loss['min']:.4f} to {loss['max']:.4f})"
+    text = f"{row['name']:40} {loss['mean']:.4f} ({loss['min']:.4f} to {loss['max']:.4f})"
     if over is None or row["name"] == row["yardstick"]:
         return text
     spread = f"({over['min']:+.2f}% to {over['max']:+.2f}%)"
