@@ -15,10 +15,16 @@ import pytest
 import settings
 import sources
 import summary
+import tokens
 import workers
 from flax import nnx
 from quickstart import Decoder, loss_fn, random_batches, spread_batches
 from record import Origin
+from tokenizers import decoders
+
+import megatrain_jax as mt
+from megatrain_jax._src.checkpoint.contents import entries_of
+from megatrain_jax._src.checkpoint.forms import coding_of
 
 ROOT = Path(__file__).parents[1]
 ORIGIN = Origin(commit=None, commit_from=None, clean=False, run="x")
@@ -65,8 +71,8 @@ def test_whole_files_are_held_out_and_equal_ones_count_once(files, monkeypatch):
 @pytest.mark.parametrize("row", ["fp32", "muon"])
 def test_a_run_is_that_of_plain_jax(row, files, tmp_path):
     setting, seed = settings.SETTINGS[row], 3
-    found = one_run.train(setting, SIZES, seed, tmp_path / "checkpoints")
-    text, held_out, _ = sources.read(SIZES.packages)
+    text, held_out, figures = whole = sources.read(SIZES.packages)
+    found = one_run.train(setting, SIZES, seed, whole, tmp_path / "checkpoints")
     model = Decoder(SIZES.dim, SIZES.heads, SIZES.layers, jnp.float32, nnx.Rngs(seed))
     optimizer = one_run.optimizer(setting, SIZES)
     graph, params = nnx.split(model)
@@ -94,7 +100,29 @@ def test_a_run_is_that_of_plain_jax(row, files, tmp_path):
         assert list(ours) == list(expected)
         np.testing.assert_allclose(list(ours.values()), list(expected.values()), rtol=2e-5)
     np.testing.assert_allclose(found["held_out_loss"], held_out_loss(3), rtol=2e-5)
-    assert found["text"] == sources.read(SIZES.packages)[2]
+    assert found["text"] == figures
+    assert len(found["start_seconds"]) == 1 and len(found["evaluation_seconds"]) == 2
+
+
+def test_a_run_that_was_stopped_keeps_its_seconds(files, tmp_path, monkeypatch):
+    class Stops(one_run._Watch):
+        def __call__(self, trainer, record):
+            super().__call__(trainer, record)
+            if record["step"] == 4:
+                raise KeyboardInterrupt
+
+    def run():
+        text = sources.read(False)
+        return one_run.train(settings.SETTINGS["fp32"], SIZES, 0, text, tmp_path / "checkpoints")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one_run, "_Watch", Stops)
+        with pytest.raises(SystemExit, match=r"stopped after step [45], \d+ ms a step"):
+            run()
+    found = run()
+    assert list(found["curve"]) == ["3", "6"]
+    seconds = [*found["start_seconds"], *found["evaluation_seconds"]]
+    assert len(seconds) == 4 and min(*seconds, found["final_evaluation_seconds"]) > 0
 
 
 def test_muon_has_the_matrices_of_blocks():
@@ -108,6 +136,49 @@ def test_muon_has_the_matrices_of_blocks():
     assert all(any(x in name for x in ("qkv", "out", "up", "down")) for name in names)
 
 
+def test_tokens_are_made_once_and_stand_for_whole_files(files, tmp_path, monkeypatch):
+    sizes, folder = dataclasses.replace(SIZES, vocab=300), tmp_path / "out"
+    learn, made = tokens._learn, []
+    monkeypatch.setattr(tokens, "_learn", lambda *given: made.append(learn(*given)) or made[-1])
+    monkeypatch.setattr(tokens, "_AT_ONCE", 7)
+    arrays = tokens.read(sizes, folder)
+    again = tokens.read(sizes, folder)
+    (tokenizer,) = made
+    assert tokenizer.get_vocab_size() == 300 and again[2] == arrays[2]
+    tokenizer.decoder = decoders.ByteLevel()
+    for name, array, part in zip(("train", "held_out"), arrays, sources.find(False), strict=False):
+        assert isinstance(array, np.memmap) and array.dtype == np.uint16
+        assert array.max() < 300 and array.size == arrays[2][f"{name}_tokens"] < sum(map(len, part))
+        assert tokenizer.decode(array.tolist()) == b"".join(part).decode()
+    assert arrays[2].items() > sources.count(*sources.find(False)).items()
+    # Of more text than there is time for, files from all over it.
+    monkeypatch.setattr(tokens, "_TRAINED_ON", arrays[2]["train_bytes"] // 3)
+    fewer = tokens.read(sizes, tmp_path / "other")[2]
+    assert 0.3 < fewer["train_files"] / arrays[2]["train_files"] <= 0.34
+    assert fewer["held_out_files"] == arrays[2]["held_out_files"]
+
+
+def test_the_last_row_of_a_vocabulary_codes_embeddings_and_no_norms():
+    names = ("bf16 masters, int8 state", "bf16 masters, int8 state, embeddings too")
+    batch = {name: np.zeros((2, 4), np.int32) for name in ("inputs", "targets")}
+    coded = []
+    for name in names:
+        setting = settings.SETTINGS[name]
+        trainer = mt.Trainer(
+            Decoder(64, 2, 2, jnp.float32, nnx.Rngs(0), 512), loss_fn,
+            one_run.optimizer(setting, SIZES), batch, progress=False,
+            precision=mt.Precision(compute=jnp.float32, **setting.held),
+        )  # fmt: skip
+        coded.append(coding_of(trainer._spec, entries_of(trainer._spec)))
+    usual, too = coded
+    moments = [f"opt_state/1/0/{moment}" for moment in ("mu", "nu")]
+    assert set(too) - set(usual) == {f"{m}/embedding/embedding/value" for m in moments}
+    matrices = [f"blocks/{i}/{x}" for i in (0, 1) for x in ("qkv", "out", "up", "down")] + ["head"]
+    assert set(usual) == {f"{m}/{x}/kernel/value" for m in moments for x in matrices}
+    assert all(too[path] == row for path, row in usual.items())
+    assert {row["bits"] for row in too.values()} == {8}
+
+
 ONE_RUN = """
 import argparse, json, os, signal, sys
 from pathlib import Path
@@ -115,7 +186,6 @@ parser = argparse.ArgumentParser()
 for name in ("row", "seed", "sizes", "run", "commit", "unclean", "out"):
     parser.add_argument("--" + name)
 args = parser.parse_args()
-print("begun", args.row)
 if args.row == "int8 state":
     raise ValueError("no such state")
 if args.row == "bf16 masters":
@@ -148,10 +218,14 @@ def test_runs_that_are_done_stay_and_others_go_on(tmp_path, monkeypatch, capsys)
     assert dataclasses.replace(settings.FULL, **written["sizes"]) == SIZES
     # What is done is not begun again, and what takes too long is stopped.
     (out / names[0]).write_text("{}")
+    # What a process says when it is stopped is the last line of its log.
+    log = out / "bf16-masters-seed-0.log"
+    log.write_text("step 5: loss 1\nstopped after step 7, 100 ms a step\n")
     jobs = [("fp32", 0), ("bf16 masters", 0)]
     found = workers.run_all(jobs, SIZES, ORIGIN, out, workers=2, seconds=1)
     assert found == {"done": names[:1], "failed": [], "left": ["bf16-masters-seed-0.json"]}
     assert (out / names[0]).read_text() == "{}"
+    assert "bf16-masters-seed-0: stopped after step 7, 100 ms" in capsys.readouterr().out
 
 
 def made_up(name, seed, over, run="x"):
@@ -223,10 +297,30 @@ def test_what_is_not_alike_is_not_mixed(tmp_path):
     with pytest.raises(SystemExit, match="another run of 'fp32' with this seed"):
         summary.read([tmp_path / "a", tmp_path / "b"])
     save(tmp_path / "c", {**made_up("muon", 0, 1.0), "text": {"train_bytes": 2}})
+    small = made_up("fp32", 0, 1.0)
+    del small["sizes"]["vocab"]  # as files had it before there was another
+    save(tmp_path / "old", small)
+    workers.check_folder(tmp_path / "old", "x", sizes)
     with pytest.raises(SystemExit, match="of another text"):
         summary.read([tmp_path / "a", tmp_path / "c"])
     with pytest.raises(SystemExit, match="no JSON file"):
         summary.read([tmp_path / "none"])
+
+
+@pytest.mark.parametrize(
+    ("vocab", "name", "unit"), [(256, "", "byte"), (16384, "_16384_tokens", "token")]
+)
+def test_a_vocabulary_has_files_and_a_unit_of_its_own(tmp_path, monkeypatch, vocab, name, unit):
+    monkeypatch.setattr(summary, "_RESULTS", tmp_path / "results")
+    run = made_up("fp32", 0, 1.0)
+    run["sizes"]["vocab"] = vocab
+    save(tmp_path / "a", run)
+    summary.main([tmp_path / "a"], None, None)
+    assert (tmp_path / f"results/pictures/compact_quality{name}.png").exists()
+    found = json.loads((tmp_path / f"results/h200/compact_quality{name}.json").read_text())
+    assert found["loss_unit"] == f"nats per {unit}"
+    axes = summary.draw(summary.read([tmp_path / "a"])).axes
+    assert axes[1].get_title() == f"held-out loss, nats per {unit}"
 
 
 def test_every_row_has_a_name_of_its_own_and_a_yardstick():
@@ -238,15 +332,19 @@ def test_every_row_has_a_name_of_its_own_and_a_yardstick():
         assert sizes.steps % sizes.eval_every == 0 == sizes.steps % sizes.loss_every
 
 
-def test_the_script_runs_from_end_to_end(tmp_path, monkeypatch, files):
+@pytest.mark.parametrize(("vocab", "unit"), [(256, "nats per byte"), (300, "nats per token")])
+def test_the_script_runs_from_end_to_end(tmp_path, monkeypatch, files, vocab, unit):
     """One run in this process, which has imported all that it needs."""
+    sizes = dataclasses.replace(SIZES, vocab=vocab)
     path = tmp_path / "out" / "bf16-masters-seed-1.json"
     words = ["--row", "bf16 masters", "--seed", "1", "--unclean", "yes", "--out", str(path)]
-    words += ["--sizes", json.dumps(dataclasses.asdict(SIZES)), "--run", "x"]
+    words += ["--sizes", json.dumps(dataclasses.asdict(sizes)), "--run", "x"]
     monkeypatch.setattr(sys, "argv", ["one_run.py", *words])
     one_run.main()
     result = json.loads(path.read_text())
     assert result["held"] == {"master": "bfloat16"} and result["record"]["run"] == "x"
-    assert result["sizes"] == dataclasses.asdict(SIZES)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert result["sizes"] == dataclasses.asdict(sizes) and result["loss_unit"] == unit
+    rows = 2 * vocab * sizes.dim
+    assert 0 < result["num_parameters"] - rows == 12 * 2 * sizes.dim**2 + 5 * sizes.dim
+    assert {p.name for p in path.parent.iterdir()} - {"tokens-300-stdlib"} == {path.name}
     summary.main([path.parent], tmp_path / "s.json", tmp_path / "p.png")

@@ -4,6 +4,7 @@
     python experiments/compact_quality --summarise runs/compact_quality
 
 A decoder of 101M parameters is trained on the bytes of Python files, with each setting and seed.
+With `--vocab 16384` it has 134M, and is trained on tokens of so many kinds, made of the same files.
 Several runs share the device. Say the first line again, with the same id, until nothing is left:
 finished runs stay, and those that the time cut off go on from their checkpoints.
 """
@@ -11,14 +12,16 @@ finished runs stay, and those that the time cut off go on from their checkpoints
 import argparse
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 EXPERIMENTS = Path(__file__).resolve().parents[1]
 sys.path += [str(EXPERIMENTS), str(EXPERIMENTS / "throughput")]
 
 import summary  # noqa: E402
+import tokens  # noqa: E402
 from record import add_origin_options, find_origin  # noqa: E402
-from settings import FULL, SETTINGS, TINY  # noqa: E402
+from settings import BYTES, FULL, SETTINGS, TINY  # noqa: E402
 from workers import check_folder, run_all  # noqa: E402
 
 _SIZES = {"steps": int, "batch_size": int, "learning_rate": float, "eval_every": int}
@@ -40,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     for name, kind in _SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="instead of the usual")
+    parser.add_argument("--vocab", type=int, help="tokens of a BPE; 256 are bytes, the usual")
     parser.add_argument("--out", type=Path, default=Path("runs/compact_quality"))
     parser.add_argument(
         "--summarise",
@@ -48,13 +52,15 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="train nothing: sum up the runs in these folders",
     )
-    results = EXPERIMENTS / "results"
-    parser.add_argument("--summary", type=Path, default=results / "h200" / "compact_quality.json")
-    parser.add_argument("--picture", type=Path, default=results / "pictures/compact_quality.png")
+    usual = "instead of the usual in experiments/results"
+    parser.add_argument("--summary", type=Path, help=f"JSON file to write, {usual}")
+    parser.add_argument("--picture", type=Path, help=f"picture to write, {usual}")
     add_origin_options(parser)
     args = parser.parse_args()
     if args.summarise is None and args.run is None:
         parser.error("--run is missing: a name for this run, the same for all its calls")
+    if args.vocab is not None and not BYTES <= args.vocab <= tokens.MOST:
+        parser.error(f"--vocab must be from {BYTES} to {tokens.MOST}, not {args.vocab}")
     return args
 
 
@@ -65,7 +71,8 @@ def main() -> None:
         summary.main(args.summarise, args.summary, args.picture)
         return
     origin = find_origin(args)
-    given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    names = [name for name in (*_SIZES, "vocab") if getattr(args, name) is not None]
+    given = {name: getattr(args, name) for name in names}
     sizes = dataclasses.replace(TINY if args.tiny else FULL, **given)
     rows = args.rows or (["fp32", "bf16 masters"] if args.tiny else list(SETTINGS))
     seeds = args.seeds or ([0] if args.tiny else [0, 1, 2])
@@ -73,7 +80,11 @@ def main() -> None:
     jobs = [(name, seed) for seed in seeds for name in rows]
     check_folder(args.out, origin.run, sizes)
     args.out.mkdir(parents=True, exist_ok=True)
-    found = run_all(jobs, sizes, origin, args.out, args.workers, args.seconds)
+    end = time.monotonic() + args.seconds
+    if sizes.vocab != BYTES:
+        tokens.prepare(sizes, args.out)
+    seconds = end - time.monotonic()
+    found = run_all(jobs, sizes, origin, args.out, args.workers, seconds)
     print("left for the next call:", *found["left"], sep="\n  ", flush=True)
     if found["failed"]:
         sys.exit(f"failed: {', '.join(found['failed'])}")

@@ -12,6 +12,8 @@ import shlex
 import shutil
 import statistics
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ sys.path += [str(EXPERIMENTS), str(EXPERIMENTS / "throughput")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 import optax  # noqa: E402
-import sources  # noqa: E402
+import tokens  # noqa: E402
 from flax import nnx  # noqa: E402
-from machine import hardware, peak_device_gib, versions  # noqa: E402
+from machine import hardware, peak_device_gib, process_seconds, versions  # noqa: E402
 from optax.contrib import MuonDimensionNumbers, muon  # noqa: E402
 from quickstart import Decoder, loss_fn, random_batches, spread_batches  # noqa: E402
 from record import add_origin_options, find_origin, write  # noqa: E402
@@ -32,9 +35,13 @@ from settings import FULL, SETTINGS, Setting, Sizes  # noqa: E402
 import megatrain_jax as mt  # noqa: E402
 
 _EVERYTHING = 10**15
+_START, _EVALUATION = "start_seconds", "evaluation_seconds"
+Text = tuple[np.ndarray, np.ndarray, dict[str, Any]]
 
 
-def train(setting: Setting, sizes: Sizes, seed: int, checkpoints: Path) -> dict[str, Any]:
+def train(
+    setting: Setting, sizes: Sizes, seed: int, text: Text, checkpoints: Path
+) -> dict[str, Any]:
     """Trains with all state on the device, or goes on with it, and returns the run's figures.
 
     Initial values and the order of the data follow from the seed, whatever the setting.
@@ -43,44 +50,50 @@ def train(setting: Setting, sizes: Sizes, seed: int, checkpoints: Path) -> dict[
         setting: How masters and state are held, and the optimizer.
         sizes: The sizes.
         seed: Of initial values, data and rounding.
+        text: What to train on, what is held out, and the figures of both.
         checkpoints: Folder that a run which is stopped goes on from.
 
     Raises:
         SystemExit: If a signal ended the run.
     """
     compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    text, held_out, text_figures = sources.read(sizes.packages)
+    to_train_on, held_out, text_figures = text
 
     def held_out_batches(count: int) -> list[dict[str, Any]]:
         return spread_batches(held_out, sizes.eval_batch_size, sizes.seq_len, count)
 
     def build() -> Decoder:
-        return Decoder(sizes.dim, sizes.heads, sizes.layers, compute, nnx.Rngs(seed))
+        rngs = nnx.Rngs(seed)
+        return Decoder(sizes.dim, sizes.heads, sizes.layers, compute, rngs, sizes.vocab)
 
+    watch = _Watch(held_out_batches(sizes.eval_batches))
     result = mt.fit(
         build,
         loss_fn,
-        random_batches(text, sizes.batch_size, sizes.seq_len, seed),
+        random_batches(to_train_on, sizes.batch_size, sizes.seq_len, seed),
         optimizer(setting, sizes),
         steps=sizes.steps,
         seed=seed,
         precision=mt.Precision(compute=compute, **setting.held),
         device_budget=_EVERYTHING,
-        eval_data=held_out_batches(sizes.eval_batches),
+        eval_data=watch.begin_evaluation,
         eval_every=sizes.eval_every,
         checkpoint_dir=checkpoints,
         keep=1,
-        callbacks=[_show],
+        callbacks=[watch],
         progress=False,
     )
-    if result.interrupted:
-        sys.exit(f"stopped after step {result.trainer.num_steps}")
-    final = result.trainer.evaluate(held_out_batches(sizes.final_batches))
     plan, history = result.trainer.plan, list(result.history)
+    if result.interrupted:
+        pace = f", {1000 * _seconds_per_step(history):.0f} ms a step" if history else ""
+        sys.exit(f"stopped after step {result.trainer.num_steps}{pace}")
+    began = time.perf_counter()
+    final = result.trainer.evaluate(held_out_batches(sizes.final_batches))
     return {
         "num_parameters": plan.num_parameters,
         "host_bytes_per_parameter": plan.host_bytes / plan.num_parameters,
         "text": text_figures,
+        "loss_unit": sizes.loss_unit,
         "held_out_loss": final["loss"],
         "curve": {str(r["step"]): r["eval_loss"] for r in history if "eval_loss" in r},
         "training_curve": {
@@ -90,7 +103,12 @@ def train(setting: Setting, sizes: Sizes, seed: int, checkpoints: Path) -> dict[
             )
         },
         # Beside other runs on the same device, so it is no measure of speed.
-        "median_seconds_per_step_beside_others": statistics.median(r["seconds"] for r in history),
+        "median_seconds_per_step_beside_others": _seconds_per_step(history),
+        # A value for each process that the run had; functions that evaluate are compiled by the
+        # first evaluation of each.
+        "start_seconds": [r[_START] for r in history if _START in r],
+        "evaluation_seconds": [r[_EVALUATION] for r in history if _EVALUATION in r],
+        "final_evaluation_seconds": time.perf_counter() - began,
         "peak_device_gib": peak_device_gib(),
     }
 
@@ -125,10 +143,34 @@ def _matrices_of_blocks(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(numbers, params)
 
 
-def _show(trainer: mt.Trainer, record: dict[str, Any]) -> None:
-    if "eval_loss" in record:
-        loss, held_out = record["loss"], record["eval_loss"]
-        print(f"step {record['step']}: loss {loss:.4f}, held out {held_out:.4f}", flush=True)
+class _Watch:
+    """A callback that shows evaluations, and notes seconds in the history, which checkpoints have.
+
+    They are those of an evaluation, and those from the start of the process until its first step
+    was over, which is when all of it is compiled.
+    """
+
+    def __init__(self, eval_batches: list[dict[str, Any]]):
+        self.eval_batches = eval_batches
+        self.began = 0.0
+        self.is_starting = True
+
+    def begin_evaluation(self) -> list[dict[str, Any]]:
+        self.began = time.perf_counter()
+        return self.eval_batches
+
+    def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        if self.is_starting:
+            record[_START] = process_seconds()
+            self.is_starting = False
+        if "eval_loss" in record:
+            record[_EVALUATION] = time.perf_counter() - self.began
+            loss, held_out = record["loss"], record["eval_loss"]
+            print(f"step {record['step']}: loss {loss:.4f}, held out {held_out:.4f}", flush=True)
+
+
+def _seconds_per_step(history: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.median(record["seconds"] for record in history)
 
 
 def main() -> None:
@@ -145,7 +187,7 @@ def main() -> None:
     origin, setting = find_origin(args), SETTINGS[args.row]
     sizes = dataclasses.replace(FULL, **args.sizes)
     checkpoints = args.out.with_suffix(".checkpoints")
-    figures = train(setting, sizes, args.seed, checkpoints)
+    figures = train(setting, sizes, args.seed, tokens.read(sizes, args.out.parent), checkpoints)
     result = {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "name": args.row,

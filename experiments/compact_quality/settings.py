@@ -22,11 +22,15 @@ class Setting:
     yardstick: str = "fp32"
 
 
+BYTES = 256
 _BF16 = {"master": "bfloat16"}
 _COMPACT = {**_BF16, "state": "int8"}
+# What the default holds in fp32 is the embedding's state and that of vectors: the norms' scales.
+_EMBEDDINGS_TOO = {"*/scale/value": "float32", "*": "int8"}
 SETTINGS = {
     "fp32": Setting(),
     "bf16 masters, int8 state": Setting(held=_COMPACT),
+    "bf16 masters, int8 state, embeddings too": Setting(held={**_BF16, "state": _EMBEDDINGS_TOO}),
     "int8 state": Setting(held={"state": "int8"}),
     "bf16 masters": Setting(held=_BF16),
     "bf16 masters to nearest": Setting(held={**_BF16, "rounding": "nearest"}),
@@ -45,7 +49,8 @@ class Sizes:
         dim: The decoder's width.
         heads: Attention heads of a block.
         layers: Blocks.
-        seq_len: Bytes in a window.
+        vocab: Rows of the embedding and the head: 256 for bytes, more for tokens of so many kinds.
+        seq_len: Bytes or tokens in a window.
         batch_size: Windows in a step.
         steps: Training steps.
         learning_rate: Its peak, after a twentieth of the steps.
@@ -60,6 +65,7 @@ class Sizes:
     dim: int = 1024
     heads: int = 8
     layers: int = 8
+    vocab: int = BYTES
     seq_len: int = 256
     batch_size: int = 16
     steps: int = 3000
@@ -70,6 +76,11 @@ class Sizes:
     eval_batch_size: int = 64
     loss_every: int = 10
     packages: bool = True
+
+    @property
+    def loss_unit(self) -> str:
+        """What losses are in."""
+        return "nats per byte" if self.vocab == BYTES else "nats per token"
 
 
 FULL = Sizes()

@@ -12,23 +12,28 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
-from settings import SETTINGS
+from settings import BYTES, SETTINGS, Sizes
 
 Result = Mapping[str, Any]
 Runs = dict[str, dict[int, Result]]
 _COMMON = ("sizes", "num_parameters", "text", "hardware", "versions")
 _SMOOTHED_OVER = 100
+_RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def main(folders: Sequence[Path], summary: Path, picture: Path) -> None:
+def main(folders: Sequence[Path], summary: Path | None, picture: Path | None) -> None:
     """Writes both files and prints the table.
 
     Args:
         folders: Folders of runs' JSON files.
-        summary: The JSON file to write.
-        picture: The picture to write.
+        summary: The JSON file to write; None for the usual one of the runs' vocabulary.
+        picture: The picture to write; None for the usual one.
     """
     runs = read(folders)
+    vocab = _sizes(runs).vocab
+    name = "compact_quality" if vocab == BYTES else f"compact_quality_{vocab}_tokens"
+    summary = summary or _RESULTS / "h200" / f"{name}.json"
+    picture = picture or _RESULTS / "pictures" / f"{name}.png"
     found = summarise(runs)
     for path in (summary, picture):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +55,7 @@ def read(folders: Sequence[Path]) -> Runs:
     first = json.loads(paths[0].read_text())
     for path in paths:
         result = json.loads(path.read_text())
-        if (result["sizes"], result["text"]) != (first["sizes"], first["text"]):
+        if any(result[key] != first[key] for key in ("sizes", "text")):
             sys.exit(f"{path} is of other sizes or of another text than the files before")
         if result["seed"] in found.setdefault(result["name"], {}):
             sys.exit(f"{path}: there is another run of {result['name']!r} with this seed")
@@ -83,7 +88,13 @@ def summarise(runs: Runs) -> dict[str, Any]:
                 "records": {str(seed): run["record"] for seed, run in sorted(seeds.items())},
             }
         )
-    return {**{key: newest[key] for key in _COMMON}, "rows": rows, "record": newest["record"]}
+    common = {key: newest[key] for key in _COMMON} | {"loss_unit": _sizes(runs).loss_unit}
+    return {**common, "rows": rows, "record": newest["record"]}
+
+
+def _sizes(runs: Runs) -> Sizes:
+    """The sizes of all runs."""
+    return Sizes(**next(run for seeds in runs.values() for run in seeds.values())["sizes"])
 
 
 def _spread(values: Mapping[int, float]) -> dict[str, Any] | None:
@@ -98,7 +109,7 @@ def _spread(values: Mapping[int, float]) -> dict[str, Any] | None:
 
 def _line(row: Mapping[str, Any]) -> str:
     loss, over = row["held_out_loss"], row["percent_over_yardstick"]
-    text = f"{row['name']:32} {loss['mean']:.4f} ({loss['min']:.4f} to {loss['max']:.4f})"
+    text = f"{row['name']:40} {loss['mean']:.4f} ({loss['min']:.4f} to {loss['max']:.4f})"
     if over is None or row["name"] == row["yardstick"]:
         return text
     spread = f"({over['min']:+.2f}% to {over['max']:+.2f}%)"
@@ -129,10 +140,11 @@ def draw(runs: Runs) -> Figure:
         ]
         if over:
             _band(difference, over, colour, name)
+    unit = _sizes(runs).loss_unit
     difference.axhline(0, color="#555555", linewidth=0.8)
     for axes, title in (
-        (training, f"training loss, mean of {_SMOOTHED_OVER} steps, nats per byte"),
-        (held_out, "held-out loss, nats per byte"),
+        (training, f"training loss, mean of {_SMOOTHED_OVER} steps, {unit}"),
+        (held_out, f"held-out loss, {unit}"),
         (difference, "held-out loss over fp32's, same optimizer and seed, %"),
     ):
         axes.set_xlabel("step")

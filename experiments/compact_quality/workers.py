@@ -49,7 +49,11 @@ def run_all(
         if path.exists():
             return "done", path.name
         log = path.with_suffix(".log")
-        if time.monotonic() >= end or not _ends(_command(job, sizes, origin, path), log):
+        if time.monotonic() >= end:
+            return "left", path.name
+        if not _ends(_command(job, sizes, origin, path), log):
+            # It says where it stopped, unless it had not even begun to train.
+            print(f"{path.stem}:", *log.read_text().splitlines()[-1:], flush=True)
             return "left", path.name
         print(_told(path, log), flush=True)
         return ("done" if path.exists() else "failed"), path.name
@@ -101,5 +105,5 @@ def check_folder(folder: Path, run: str, sizes: Sizes) -> None:
     """
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
-        if (found["record"]["run"], found["sizes"]) != (run, dataclasses.asdict(sizes)):
+        if (found["record"]["run"], Sizes(**found["sizes"])) != (run, sizes):
             sys.exit(f"{path} is of another run or of other sizes: give another --out")
