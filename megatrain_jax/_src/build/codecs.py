@@ -1,5 +1,6 @@
 """The codecs that a run's precision asks for: how each master and each state array is held."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,25 +16,16 @@ from megatrain_jax._src.program.optimizer.traits import Traits, state_traits
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
 
+# Elements of a parameter whose state gets codes, at least: below it there is nothing to save.
+_FEWEST = 4096
 _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
 
 def held_dtype(precision: Precision, leaf: Leaf) -> Any:
     """The dtype in which the host keeps a parameter; int8 stands for codes."""
     if leaf.is_trainable or precision.frozen is None:
-        wide = _is_wide(precision.master, leaf.shape)
-        return precision.update if wide else precision.master_of(path_name(leaf.path))
-    wide = precision.frozen in _CODES and _is_wide(precision.frozen, leaf.shape)
-    return precision.update if wide else precision.frozen
-
-
-def _is_wide(given: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array stays in fp32 though it is asked for narrower.
-
-    Vectors do, norms and biases, unless a path names them: they are a ten-thousandth of a model,
-    and bfloat16 has no number between 1 and 1 + 1/128.
-    """
-    return not isinstance(given, tuple) and len(shape) < 2
+        return precision.master_of(path_name(leaf.path))
+    return precision.frozen
 
 
 def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, list[Plain]]:
@@ -93,11 +85,11 @@ def _state_codec(
     form = precision.state_of(path)
     if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
-    by_default = not isinstance(precision.state, tuple)
-    if _is_wide(precision.state, leaf.shape) or (by_default and form in _CODES and is_table):
-        return Plain()
-    if by_default and traits.like_parameters:
-        form = jnp.dtype("bfloat16")
+    if form in _CODES and not isinstance(precision.state, tuple):
+        if len(leaf.shape) < 2 or math.prod(leaf.shape) < _FEWEST or is_table:
+            return Plain()
+        if traits.like_parameters:
+            form = jnp.dtype("bfloat16")
     if form not in _CODES:
         return Rounded(dtype="bfloat16", stochastic=stochastic)
     return Blockwise(

@@ -1,16 +1,11 @@
 """Updates that leave slabs whole, where an optimizer treats all elements of a leaf alike.
 
-A slab is updated in as many pieces as there are ways in which its elements are held: in two, if
-its matrices' moments are held in codes and its vectors' in fp32. One array of all of a slab's
-numbers would have to be written and read once more.
-
-The same goes for the scales of codes, which are known only when a block has been computed. It is
-computed twice, for its scale and for its codes, since that costs less than writing and reading it:
-of AdamW's moments 16 bytes a parameter, where codes, masters and gradient have 6.
+A slab is updated in as many pieces as there are ways in which its elements are held: with its
+matrices' moments in codes and its vectors' in fp32 in two. One array of all of a slab's numbers
+would have to be written and read once more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,40 +43,35 @@ def update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None:
     kind_of, functions = found
     cuts = sorted({at for slab in slabs for at in slab.cuts})
 
-    def piece(start: int, rows: Sequence[jax.Array], others: Mapping[int, Any]) -> list[jax.Array]:
-        kinds = _kinds_at(layout.master, kind_of, start, rows[0].shape[-1])
-        results = {kind: functions[kind](rows, others) for kind in sorted(set(kinds.values()))}
-        columns = [[(kind, new[s]) for kind, new in results.items()] for s in range(len(slabs))]
-        return [
-            _by_leaf(layout.master, kinds, start, column).astype(slab.dtype)
-            for slab, column in zip(slabs, columns, strict=True)
-        ]
-
-    def computed(gradient, held, others) -> list[Sequence[jax.Array]]:
-        """The pieces of each slab after the update."""
+    def compute(masters, state, gradient, messages, draws):
+        others = dict(enumerate(fragment.consts))
+        others.update(enumerate(messages, first + sum(map(len, inputs))))
+        held = [masters, *layout.state.by_slab(state)]
         columns = [
             layout.master.pieces(gradient, cuts),
             *(slab.decode_pieces(own, cuts) for slab, own in zip(slabs, held, strict=True)),
         ]
-        pieces = [piece(start, rows, others) for start, *rows in zip(cuts, *columns, strict=True)]
-        return list(zip(*pieces, strict=True))
-
-    def compute(masters, state, gradient, messages, draws):
-        others = dict(enumerate(fragment.consts))
-        others.update(enumerate(messages, first + sum(map(len, inputs))))
-        held = [tuple(masters), *layout.state.by_slab(state)]
-        new = computed(gradient, held, others)
-        twins: Sequence[Any] = [None] * len(slabs)
-        if any(segment.codec.block > 1 for slab in slabs for segment in slab.segments):
-            # Without the barrier a compiler would see one computation, and keep what it gives.
-            twins = computed(*jax.lax.optimization_barrier((gradient, held)), others)
-        of_state = range(len(slabs) - 1)
-        bits = [draws[0], *(draws[1] and part_of(draws[1], s) for s in of_state)]
-        rows = [
-            slab.encode_pieces(pieces, cuts, draw, twin)
-            for slab, pieces, draw, twin in zip(slabs, new, bits, twins, strict=True)
-        ]
-        return rows[0], tuple(x for row in rows[1:] for x in row)
+        pieces = []
+        for start, *rows in zip(cuts, *columns, strict=True):
+            kinds = _kinds_at(layout.master, kind_of, start, rows[0].shape[-1])
+            results = {kind: functions[kind](rows, others) for kind in sorted(set(kinds.values()))}
+            pieces.append(
+                [
+                    _by_leaf(
+                        layout.master, kinds, start, [(k, new[s]) for k, new in results.items()]
+                    ).astype(slab.dtype)
+                    for s, slab in enumerate(slabs)
+                ]
+            )
+        new = [list(column) for column in zip(*pieces, strict=True)]
+        return (
+            layout.master.encode_pieces(new[0], cuts, draws[0]),
+            tuple(
+                x
+                for s, (slab, own) in enumerate(zip(slabs[1:], new[1:], strict=True))
+                for x in slab.encode_pieces(own, cuts, draws[1] and part_of(draws[1], s))
+            ),
+        )
 
     return compute
 

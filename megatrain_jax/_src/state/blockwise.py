@@ -76,12 +76,11 @@ class Blockwise(Plain):
         """The dtype of levels times scales."""
         return "float32"
 
-    def encode(self, x: Array, draw: Draw | None, twin: Array | None = None) -> tuple[Array, ...]:
+    def encode(self, x: Array, draw: Draw | None) -> tuple[Array, ...]:
         """Codes and scales of numbers of shape (n,); see `Plain.encode`."""
         xp = _numpy_of(x)
         rows = x.astype(np.float32).reshape(-1, self.block)
-        measured = rows if twin is None else twin.astype(np.float32).reshape(-1, self.block)
-        largest = xp.max(xp.abs(measured), axis=1, keepdims=True)
+        largest = xp.max(xp.abs(rows), axis=1, keepdims=True)
         scales = xp.where(largest < _SMALLEST, xp.zeros_like(largest), largest)
         usual = (scales > 0) & (scales < np.inf)
         # A compiler may divide by multiplying, and the reciprocal of a large scale is no normal
@@ -95,8 +94,6 @@ class Blockwise(Plain):
             place = xp.floor(place + part.reshape(rows.shape))
         else:
             place = xp.rint(place)
-        # A twin's last bits may be others.
-        place = xp.minimum(place, 2**self._magnitude_bits - 1)
         if self.code == "dynamic":
             place = xp.maximum(place, usual & (xp.abs(rows) >= _SMALLEST))
         place = xp.where(rows < 0, -place if self.signed else 0, place)

@@ -61,15 +61,8 @@ class Plain:
         """The dtype in which numbers, computed on in `dtype`, are read without loss."""
         return dtype
 
-    def encode(self, x: Array, draw: Draw | None, twin: Array | None = None) -> tuple[Array, ...]:
-        """The arrays at rest of numbers of shape (n,); `n` is a multiple of `block`.
-
-        Args:
-            x: The numbers.
-            draw: Draw of the random bits for rounding; None rounds to nearest.
-            twin: The same numbers computed a second time, for what is measured of them; see
-                `kernels.slab_update`.
-        """
+    def encode(self, x: Array, draw: Draw | None) -> tuple[Array, ...]:
+        """The arrays at rest of numbers of shape (n,); `n` is a multiple of `block`."""
         return (x,)
 
     def decode(self, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
@@ -106,7 +99,7 @@ class Rounded(Plain):
         """The narrower dtype."""
         return self.dtype
 
-    def encode(self, x: Array, draw: Draw | None, twin: Array | None = None) -> tuple[Array, ...]:
+    def encode(self, x: Array, draw: Draw | None) -> tuple[Array, ...]:
         """The rounded numbers; see `Plain.encode`."""
         if self.stochastic and draw is not None:
             return (round_stochastically(x, random_bits(draw, x.size)),)

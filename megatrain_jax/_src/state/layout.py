@@ -124,37 +124,18 @@ class Layout:
         return self.encode_pieces(self.pieces(slab, self.cuts), self.cuts, draw)
 
     def encode_pieces(
-        self,
-        pieces: Sequence[Array],
-        cuts: Sequence[int],
-        draw: Draw | None = None,
-        twins: Sequence[Array] | None = None,
+        self, pieces: Sequence[Array], cuts: Sequence[int], draw: Draw | None = None
     ) -> tuple[Array, ...]:
-        """The arrays at rest that stand for a slab, of its pieces.
-
-        Args:
-            pieces: The pieces, as `decode_pieces` gives them.
-            cuts: First elements of the pieces in every shard.
-            draw: Draw of the random bits for rounding; None rounds to nearest.
-            twins: The same pieces computed a second time; see `Plain.encode`.
-        """
+        """The arrays at rest that stand for a slab, of its pieces; see `decode_pieces`."""
         found: list[Array] = []
         for number, segment in enumerate(self.segments):
-            x, twin = (
-                None if all_ is None else self._part(all_, cuts, segment)
-                for all_ in (pieces, twins)
-            )
+            own = [x for x, at in zip(pieces, cuts, strict=True) if segment.has(at)]
+            part = own[0] if len(own) == 1 else jnp.concatenate(own, axis=-1)
+            if segment.codec.block > 1:
+                part = self._without_padding(part, segment)
             bits = draw if draw is None or len(self.segments) == 1 else part_of(draw, number)
-            found += segment.codec.encode(x, bits, twin)
+            found += segment.codec.encode(part.reshape(-1), bits)
         return tuple(found)
-
-    def _part(self, pieces: Sequence[Array], cuts: Sequence[int], segment: Segment) -> Array:
-        """A segment's numbers, of the pieces that it consists of."""
-        own = [x for x, at in zip(pieces, cuts, strict=True) if segment.has(at)]
-        part = own[0] if len(own) == 1 else jnp.concatenate(own, axis=-1)
-        if segment.codec.block > 1:
-            part = self._without_padding(part, segment)
-        return part.reshape(-1)
 
     @property
     def cuts(self) -> tuple[int, ...]:
