@@ -7,8 +7,6 @@ import optax
 import pytest
 
 from megatrain_jax._src.kernels import updates
-from megatrain_jax._src.kernels.slab_update import update_of_slabs
-from megatrain_jax._src.state.host_leaves import read_leaves
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES
@@ -49,27 +47,26 @@ def random_arguments(layout, part, num_messages, seed=0):
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_whole_slabs_get_what_their_leaves_get(name):
     for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
-        whole = update_of_slabs(part, layout)
+        whole = updates._update_of_slabs(part, layout)
         assert whole is not None
-        masters, state, gradient, messages = random_arguments(layout, part, num_messages)
-        at_rest = layout.master.encode(masters), layout.state.encode(state)
-        args = (*at_rest, gradient, messages, (None, None))
+        args = random_arguments(layout, part, num_messages)
         mine = jax.jit(whole)(*args)
         theirs = jax.jit(updates._update_of_leaves(part, layout))(*args)
         for ours, plain in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
             assert ours.dtype == plain.dtype and ours.shape == plain.shape
-        both = (layout.master, layout.state)
-        for own, ours, plain in zip(both, mine, theirs, strict=True):
-            # What lies between leaves is nobody's.
-            rows = zip(read_leaves(own, ours), read_leaves(own, plain), strict=True)
-            for one, other in rows:
+        rows = [(layout.master, mine[0], theirs[0])]
+        rows += zip(layout.state.layouts, mine[1], theirs[1], strict=True)
+        for slab_layout, ours, plain in rows:  # what lies between leaves is nobody's
+            ours, plain = (slab_layout.read(slab_layout.encode(slab)) for slab in (ours, plain))
+            for one, other in zip(ours, plain, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_ELEMENTWISE))
 def test_what_mixes_elements_stays_leaf_by_leaf(name):
     assert all(
-        update_of_slabs(part, layout) is None for part, layout, _ in parts_of(OPTIMIZERS[name])
+        updates._update_of_slabs(part, layout) is None
+        for part, layout, _ in parts_of(OPTIMIZERS[name])
     )
 
 
@@ -85,7 +82,7 @@ def test_an_array_for_each_leaf_is_not_one_number():
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
     for part, layout, _ in parts_of(shifted):
-        assert update_of_slabs(part, layout) is None
+        assert updates._update_of_slabs(part, layout) is None
 
 
 @pytest.mark.parametrize("name", ["adamw_schedule", "masked_tree", "lion"])

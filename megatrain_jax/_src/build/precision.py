@@ -129,7 +129,7 @@ def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
         raise ValueError(f"Precision({name}={{}}) must name at least one path; '*' is any.")
     for pattern in given:
         if not isinstance(pattern, str):
-            raise TypeError(refused(name, "a mapping whose paths are strings", pattern))
+            raise TypeError(refused(f"a path in Precision.{name}", "a string", pattern))
     pairs = [(pattern, _held(name, dtype, allowed)) for pattern, dtype in given.items()]
     wide = [pattern for pattern, dtype in pairs if not hasattr(dtype, "name") or dtype == "float64"]
     if wide:

@@ -18,12 +18,13 @@ from jaxtyping import Array, Bool, Float
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel, placed
-from megatrain_jax._src.kernels.slab_update import update_of_slabs
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.program.optimizer.elementwise import line_up
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.state.draws import draw_of, part_of
 from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
 
 _LOSS = jax.ShapeDtypeStruct((), jnp.float32)
@@ -188,13 +189,16 @@ def _key() -> jax.ShapeDtypeStruct:
 
 def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
-    compute = update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
+    compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
-        old, draws = (tuple(masters), tuple(state)), (None, None)
+        old = tuple(masters), tuple(state)
+        slabs = layout.master.decode(masters), layout.state.decode(state)
+        masters, state = compute(*slabs, gradient.astype(layout.master.dtype), messages)
+        draws = [None, None]
         if draw is not None:
-            draws = tuple(part_of(draw_of(*draw), number) for number in range(2))
-        new = compute(masters, state, gradient.astype(layout.master.dtype), messages, draws)
+            draws = [part_of(draw_of(*draw), number) for number in range(2)]
+        new = layout.master.encode(masters, draws[0]), layout.state.encode(state, draws[1])
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group
@@ -215,15 +219,75 @@ def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
     """An update that unpacks slabs into leaves, where they can't be updated whole."""
     count = len(layout.master.shapes)
 
-    def compute(masters, state, gradient, messages, draws):
-        masters = layout.master.decode(masters)
+    def compute(masters, state, gradient, messages):
         args = [
             *(layout.master.unpack(gradient, i) for i in range(count)),
             *(layout.master.unpack(masters, i) for i in range(count)),
-            *layout.state.unpack(layout.state.decode(state)),
+            *layout.state.unpack(state),
         ]
         out = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, *messages])
-        new = layout.master.pack(out[:count]), layout.state.pack(out[count:])
-        return layout.master.encode(new[0], draws[0]), layout.state.encode(new[1], draws[1])
+        return layout.master.pack(out[:count]), layout.state.pack(out[count:])
 
     return compute
+
+
+def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None:
+    """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
+    count, first = len(layout.master.shapes), len(fragment.consts)
+    slabs = layout.state.layouts
+    # A state that lies otherwise than the masters has no element in line with theirs.
+    if any(slab.offsets != layout.master.offsets for slab in slabs):
+        return None
+    state = [
+        [i for i, (slab, _) in enumerate(layout.state.places) if slab == s]
+        for s in range(len(slabs))
+    ]
+    leaves = list(range(count))
+    starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
+    inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
+    outputs = [leaves, *([count + i for i in row] for row in state)]
+    found = line_up(fragment.jaxpr, layout.master.shapes, inputs, outputs)
+    if found is None:
+        return None
+    kind_of, functions = found
+
+    def compute(masters, state, gradient, messages):
+        others = dict(enumerate(fragment.consts))
+        others.update(enumerate(messages, first + sum(map(len, inputs))))
+        rows = [gradient, masters, *state]
+        results = [function(rows, others) for function in functions]
+        new = [
+            _by_leaf(layout.master, kind_of, [row.astype(slab.dtype) for row in column])
+            for slab, column in zip(
+                (layout.master, *slabs), zip(*results, strict=True), strict=True
+            )
+        ]
+        return new[0], tuple(new[1:])
+
+    return compute
+
+
+def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array]) -> jax.Array:
+    """A slab in which each leaf's elements come from the array of its kind.
+
+    With leaves at 0, 64 and 128 of kinds 0, 1 and 0, elements 64 to 127 that leaf 1 fills are those
+    of `kinds[1]`, all others those of `kinds[0]`.
+
+    Args:
+        layout: Layout of the slab.
+        kind_of: For each leaf, which function of those found computes it.
+        kinds: The slab as each of these functions computes it.
+    """
+    if len(kinds) == 1:
+        return kinds[0]
+    chosen, at = kinds[0], jnp.arange(layout.size)
+    if layout.num_shards > 1:
+        at = at % (layout.size // layout.num_shards)  # in its shard
+    for kind, values in enumerate(kinds[1:], 1):
+        inside = jnp.zeros(layout.size, bool)
+        for leaf, other in enumerate(kind_of):
+            if other == kind:
+                start = layout.offsets[leaf]
+                inside |= (at >= start) & (at < start + layout.shares[leaf])
+        chosen = jnp.where(inside, values, chosen)
+    return chosen

@@ -50,10 +50,6 @@ class Segment:
     start: int
     stop: int
 
-    def has(self, at: int) -> bool:
-        """Whether an element of a shard is in it; the last one of a slab without any has none."""
-        return self.start <= at < self.stop or self.start == self.stop == at
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -121,47 +117,14 @@ class Layout:
             slab: The slab.
             draw: Draw of the random bits for rounding; None rounds to nearest.
         """
-        return self.encode_pieces(self.pieces(slab, self.cuts), self.cuts, draw)
-
-    def encode_pieces(
-        self, pieces: Sequence[Array], cuts: Sequence[int], draw: Draw | None = None
-    ) -> tuple[Array, ...]:
-        """The arrays at rest that stand for a slab, of its pieces; see `decode_pieces`."""
-        found: list[Array] = []
+        rows, found = slab.reshape(-1, self.size // self.num_shards), []
         for number, segment in enumerate(self.segments):
-            own = [x for x, at in zip(pieces, cuts, strict=True) if segment.has(at)]
-            part = own[0] if len(own) == 1 else jnp.concatenate(own, axis=-1)
+            part = rows[:, segment.start : segment.stop]
             if segment.codec.block > 1:
                 part = self._without_padding(part, segment)
-            bits = draw if draw is None or len(self.segments) == 1 else part_of(draw, number)
-            found += segment.codec.encode(part.reshape(-1), bits)
+            own = draw if draw is None or len(self.segments) == 1 else part_of(draw, number)
+            found += segment.codec.encode(part.reshape(-1), own)
         return tuple(found)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The first element of each segment in every shard."""
-        return tuple(segment.start for segment in self.segments)
-
-    def pieces(self, slab: Array, cuts: Sequence[int]) -> list[Array]:
-        """A slab cut before some elements of every shard; shards are rows if there are several."""
-        return _cut_before(slab.reshape(*self._rows, -1), cuts)
-
-    def decode_pieces(self, arrays: Sequence[Array], cuts: Sequence[int]) -> list[Array]:
-        """The pieces of the slab that these arrays at rest stand for.
-
-        With several kinds of codes in a slab, what is computed on its pieces needs no array of all
-        its numbers.
-
-        Args:
-            arrays: The arrays at rest.
-            cuts: First elements of the pieces in every shard, ascending, those of segments among
-                them.
-        """
-        found = []
-        for segment, own in zip(self.segments, self.by_segment(arrays), strict=True):
-            rows = segment.codec.decode(own, self.dtype).reshape(*self._rows, -1)
-            found += _cut_before(rows, [at - segment.start for at in cuts if segment.has(at)])
-        return found
 
     def decode(self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None) -> Array:
         """The slab that these arrays at rest stand for; for use inside jit.
@@ -265,7 +228,6 @@ class Layout:
 
     def _without_padding(self, rows: jax.Array, segment: Segment) -> jax.Array:
         """A segment's part of each shard with zeros for padding, which would count in a scale."""
-        rows = rows.reshape(self.num_shards, -1)
         shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in range(2))
         for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
             size, block = math.prod(shape), segment.codec.block
@@ -276,14 +238,6 @@ class Layout:
                 is_padding = (inside >= share) | (shard * share + inside >= size)
                 rows = jnp.where(is_leaf & is_padding, 0, rows)
         return rows
-
-
-def _cut_before(rows: Array, cuts: Sequence[int]) -> list[Array]:
-    """Parts of an array's last axis, which begin at these elements."""
-    if len(cuts) == 1:
-        return [rows]
-    ends = [*cuts[1:], rows.shape[-1]]
-    return [rows[..., start:stop] for start, stop in zip(cuts, ends, strict=True)]
 
 
 def layout_of(
