@@ -27,8 +27,7 @@ SETTINGS = {
     "nearest": mt.Precision(
         master=jnp.bfloat16, state=jnp.bfloat16, rounding="nearest", compute=jnp.bfloat16
     ),
-    # A path for each, since models as small as these would keep their state in fp32.
-    "int8": mt.Precision(master=jnp.bfloat16, state={"*": jnp.int8}, compute=jnp.float32),
+    "int8": mt.Precision.compact(compute=jnp.float32),
     "int4": mt.Precision(state={"*/nu/*": "int8", "*": "int4"}, compute=jnp.float32),
 }
 NUM_STEPS = 4
@@ -125,8 +124,8 @@ def test_checkpoints_of_numbers_and_of_codes_start_each_others_runs(tmp_path, ca
         np.testing.assert_array_equal(array, saved[path], err_msg=str(path))
 
 
-def test_codes_are_for_large_matrices_by_default():
-    """Embeddings, vectors and small matrices keep their state in fp32, and paths overrule that."""
+def test_codes_are_for_matrices_by_default():
+    """Vectors keep their state in fp32, and paths overrule that."""
 
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -150,13 +149,13 @@ def test_codes_are_for_large_matrices_by_default():
 
     adam, muon = optax.adamw(1e-3), contrib.muon(1e-3)
     trainer, coded = codes(mt.Precision.compact(), adam)
-    kernels = [f"{name}/kernel/value" for name in ("layers/0", "layers/1", "head")]
+    kernels = [f"{name}/kernel/value" for name in ("layers/0", "layers/1", "gate", "head")]
+    kernels.append("embed/embedding/value")
     assert set(coded) == {f"opt_state/0/{m}/{k}" for m in ("mu", "nu") for k in kernels}
     assert all(row["code"] == "dynamic" for row in coded.values())
     assert all(row["signed"] == ("/mu/" in path) for path, row in coded.items())
-    parameters = sum(x.size for x in jax.tree.leaves(trainer.params))
-    coded_elements = 2 * 64 * 64 + 64 * 512
-    expected = 2 * parameters + 8 * parameters - 2 * coded_elements * (4 - 1 - 4 / 128)
+    vectors, matrices = 2 * 64 + 2 + 512, 2 * 64 * 64 + 2 * 64 + 2 * 64 * 512
+    expected = 10 * vectors + (4 + 8 / 128) * matrices
     assert abs(trainer.plan.host_bytes - expected) < 0.02 * expected
     _, coded = codes(mt.Precision(state={"*/nu/head/*": "int4", "*/head/*": jnp.int8}), adam)
     assert {path: row["bits"] for path, row in coded.items()} == {

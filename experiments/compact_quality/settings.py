@@ -24,20 +24,22 @@ class Setting:
 
 BYTES = 256
 _BF16 = {"master": "bfloat16"}
-_COMPACT = {**_BF16, "state": "int8"}
-# What the default holds in fp32 is the embedding's state and that of vectors: the norms' scales.
-_EMBEDDINGS_TOO = {"*/scale/value": "float32", "*": "int8"}
+_WIDE = {"*/scale/value": "float32", "*/embedding/*": "float32"}  # norms and the embedding
+_INT8, _INT4 = {**_WIDE, "*": "int8"}, {**_WIDE, "*": "int4"}
 SETTINGS = {
     "fp32": Setting(),
-    "bf16 masters, int8 state": Setting(held=_COMPACT),
-    "bf16 masters, int8 state, embeddings too": Setting(held={**_BF16, "state": _EMBEDDINGS_TOO}),
-    "int8 state": Setting(held={"state": "int8"}),
+    "bf16 masters, int8 state": Setting(held={**_BF16, "state": _INT8}),
+    # What `megatrain_jax.Precision.compact()` is.
+    "bf16 masters, int8 state, embeddings too": Setting(held={**_BF16, "state": "int8"}),
+    "int8 state": Setting(held={"state": _INT8}),
     "bf16 masters": Setting(held=_BF16),
     "bf16 masters to nearest": Setting(held={**_BF16, "rounding": "nearest"}),
     "bf16 masters, bf16 state": Setting(held={**_BF16, "state": "bfloat16"}),
-    "bf16 masters, int4 state": Setting(held={**_BF16, "state": "int4"}),
+    "bf16 masters, int4 state": Setting(held={**_BF16, "state": _INT4}),
     "muon": Setting(optimizer="muon"),
-    "muon, bf16 masters, int8 state": Setting(held=_COMPACT, optimizer="muon", yardstick="muon"),
+    "muon, bf16 masters, int8 state": Setting(
+        held={**_BF16, "state": _INT8}, optimizer="muon", yardstick="muon"
+    ),
 }
 
 

@@ -1,7 +1,6 @@
 """The codecs that a run's precision asks for: how each master and each state array is held."""
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ from megatrain_jax._src.program.optimizer.traits import Traits, state_traits
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
 
-# Elements of a parameter whose state gets codes, at least: below it there is nothing to save.
-_FEWEST = 4096
 _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
 
@@ -52,11 +49,7 @@ def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, li
 
 
 def state_codecs(
-    precision: Precision,
-    optimizer: OptimizerCut,
-    group: int,
-    num_leaves: int,
-    looked_up: Collection[int],
+    precision: Precision, optimizer: OptimizerCut, group: int, num_leaves: int
 ) -> list[Plain]:
     """The codecs of a group's optimizer state: only what mirrors a parameter is coded.
 
@@ -65,7 +58,6 @@ def state_codecs(
         optimizer: The optimizer.
         group: Number of the group.
         num_leaves: Number of the group's parameters.
-        looked_up: Those of the trained parameters that are lookup tables, by number.
     """
     state = optimizer.state[group]
     if precision.state is None or not state:
@@ -73,21 +65,19 @@ def state_codecs(
     traits = state_traits(optimizer.initial_state[group], optimizer.apply[group], num_leaves)
     paths = _paths(optimizer)
     return [
-        _state_codec(precision, leaf, paths[leaf.leaf], row, leaf.mirrors in looked_up)
+        _state_codec(precision, leaf, paths[leaf.leaf], row)
         for leaf, row in zip(state, traits, strict=True)
     ]
 
 
-def _state_codec(
-    precision: Precision, leaf: StateLeaf, path: str, traits: Traits, is_table: bool
-) -> Plain:
+def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Traits) -> Plain:
     stochastic = precision.rounding == "stochastic"
     form = precision.state_of(path)
     if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
     if form in _CODES and not isinstance(precision.state, tuple):
-        if len(leaf.shape) < 2 or math.prod(leaf.shape) < _FEWEST or is_table:
-            return Plain()
+        if len(leaf.shape) < 2:
+            return Plain()  # norms and biases: a ten-thousandth of a model
         if traits.like_parameters:
             form = jnp.dtype("bfloat16")
     if form not in _CODES:

@@ -41,9 +41,8 @@ class Precision:
         state: how the host keeps optimizer state that has a number for each of a parameter's, such
             as Adam's moments: bfloat16; "int8" or "int4", codes in blocks of 128 with a scale each;
             None (or float32) as the optimizer makes it; or a mapping from paths to these. Without
-            a mapping, the state of parameters of one axis (norms, biases), of fewer than 4096
-            elements and of lookup tables (embeddings) has no codes, but stays in fp32, and state
-            that begins as a copy of parameters is held in bfloat16 at the least.
+            a mapping, the state of parameters of one axis (norms, biases) has no codes, but stays
+            in fp32, and what begins as a copy of parameters is held in bfloat16 at the least.
         rounding: how an update rounds what is held narrower: "stochastic", up or down at random so
             that the mean is right, or "nearest", which loses updates smaller than half of the gap
             between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits follow from
@@ -129,7 +128,7 @@ def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
         raise ValueError(f"Precision({name}={{}}) must name at least one path; '*' is any.")
     for pattern in given:
         if not isinstance(pattern, str):
-            raise TypeError(refused(f"a path in Precision.{name}", "a string", pattern))
+            raise TypeError(refused(name, "a mapping whose paths are strings", pattern))
     pairs = [(pattern, _held(name, dtype, allowed)) for pattern, dtype in given.items()]
     wide = [pattern for pattern, dtype in pairs if not hasattr(dtype, "name") or dtype == "float64"]
     if wide:

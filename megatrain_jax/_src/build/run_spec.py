@@ -21,7 +21,6 @@ from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.program.blocks import Leaf
-from megatrain_jax._src.program.loss.tables import lookup_tables
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
@@ -233,9 +232,6 @@ def _trace(
 def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
     precision = options.precision
-    tables = {cut.leaves[i].parameter for i in lookup_tables(cut.program.stages)}
-    trained = sorted({leaf.parameter for leaf in cut.leaves if leaf.is_trainable})
-    looked_up = frozenset(n for n, p in enumerate(trained) if p in tables)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
         dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])
@@ -247,7 +243,7 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
                 dtype,
                 options.num_devices,
                 codecs,
-                state_codecs(precision, cut.optimizer, g, len(rows), looked_up),
+                state_codecs(precision, cut.optimizer, g, len(rows)),
             )
         )
     return tuple(found)
