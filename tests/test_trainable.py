@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-import megatrain_jax as mt
 from inside import spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.common.keys import PASSING, Kind
