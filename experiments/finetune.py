@@ -52,7 +52,9 @@ def main() -> None:
     compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     settings: dict[str, Any] = {
         "microbatches": args.microbatches,
-        "precision": mt.Precision(compute=compute, frozen=args.frozen_dtype),
+        "precision": mt.Precision(
+            compute=compute, frozen=args.frozen_dtype, master=args.master, state=args.state
+        ),
         "trainable": args.trainable,
     }
     result = mt.fit(
@@ -151,6 +153,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=float, default=0.02, help="share of the conversations")
     parser.add_argument("--trainable", help="train only parameters whose path has this in it")
     parser.add_argument("--frozen-dtype", help="dtype of the others, such as bfloat16")
+    parser.add_argument("--master", default="float32", help="dtype of what is trained, at rest")
+    parser.add_argument("--state", help="how optimizer state is held, such as bfloat16")
     parser.add_argument("--eval-every", type=int)
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument(

@@ -59,23 +59,29 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder over bytes."""
+    """A decoder over bytes, or over tokens of another vocabulary."""
 
     def __init__(
-        self, dim: int, num_heads: int, num_layers: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+        self,
+        dim: int,
+        num_heads: int,
+        num_layers: int,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        vocab_size: int = VOCAB_SIZE,
     ):
         """Makes the parameters of an embedding, the blocks and a head."""
         normal = nnx.initializers.normal
         # An embedding's dtype is that of all layers after it, which adapt to what they are given.
         self.embedding = nnx.Embed(
-            VOCAB_SIZE, dim, dtype=dtype, embedding_init=normal(1.0), rngs=rngs
+            vocab_size, dim, dtype=dtype, embedding_init=normal(1.0), rngs=rngs
         )
         self.blocks = nnx.List([Block(dim, num_heads, rngs) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
-        self.head = nnx.Linear(dim, VOCAB_SIZE, use_bias=False, kernel_init=normal(0.01), rngs=rngs)
+        self.head = nnx.Linear(dim, vocab_size, use_bias=False, kernel_init=normal(0.01), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps tokens [batch, length] to fp32 logits [batch, length, 256]."""
+        """Maps tokens [batch, length] to fp32 logits [batch, length, vocab_size]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -83,7 +89,7 @@ class Decoder(nnx.Module):
 
 
 def loss_fn(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the mean cross-entropy in nats per byte."""
+    """Returns the mean cross-entropy in nats per byte or token."""
     logits = model(batch["inputs"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 

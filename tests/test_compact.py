@@ -1,12 +1,20 @@
 """State in fewer bytes: held narrower than it is computed on, the same bits however it moves."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from optax import contrib
+from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from megatrain_jax._src.build.options import DeviceBudget
+from megatrain_jax._src.checkpoint.contents import entries_of, flat
+from megatrain_jax._src.checkpoint.forms import coding_of, decoded
 from optimizers import OPTIMIZERS
 from oracle import open_model
 from runs import check_same_bits, train
@@ -19,6 +27,8 @@ SETTINGS = {
     "nearest": mt.Precision(
         master=jnp.bfloat16, state=jnp.bfloat16, rounding="nearest", compute=jnp.bfloat16
     ),
+    "int8": mt.Precision.compact(compute=jnp.float32),
+    "int4": mt.Precision(state={"*/nu/*": "int8", "*": "int4"}, compute=jnp.float32),
 }
 NUM_STEPS = 4
 
@@ -43,6 +53,8 @@ def make_trainer(case, name, setting, budget: DeviceBudget = "least", **options)
         ("nnx_tied", "clip_adamw", "bf16"),
         ("nnx_tied", "adamw_schedule", "bf16_state"),
         ("linen_scan_remat", "clip_adamw", "bf16_state"),
+        ("linen_scan_remat", "adamw_schedule", "int8"),
+        ("nnx_tied", "muon", "int4"),
         pytest.param("nnx_tied", "adamw_schedule", "nearest", marks=pytest.mark.long),
         pytest.param("unet", "adafactor", "bf16_state", marks=pytest.mark.long),
     ],
@@ -65,6 +77,120 @@ def test_streamed_resident_and_resumed_are_the_same_bits(tmp_path, case, optimiz
         assert run.losses == reference.losses[-len(run.losses) :]
         check_same_bits(run.params, reference.params)
         check_same_bits(run.opt_state, reference.opt_state)
+
+
+@pytest.mark.usefixtures("started_once_in_test")
+@pytest.mark.parametrize(("case", "setting"), [("linen_scan_remat", "int4"), ("nnx_tied", "int8")])
+def test_checkpoints_of_numbers_and_of_codes_start_each_others_runs(tmp_path, case, setting):
+    """What a compact run was is what a run in fp32 goes on from, and plain Orbax decodes it."""
+    case = CASES[case]
+    fp32 = mt.Precision(compute=jnp.float32)
+    compact, plain = (
+        mt.Trainer(
+            case.build(), case.loss_fn, OPTIMIZERS["clip_adamw"](None), case.batch(0),
+            precision=precision, progress=False,
+        )
+        for precision in (SETTINGS[setting], fp32)
+    )  # fmt: skip
+    train(compact, [case.batch(0)], gradients=False)
+    held = compact.params, compact.opt_state
+    compact.save(tmp_path / "compact")
+    with pytest.warns(UserWarning, match=r"holds \d+ arrays in other dtypes or codes"):
+        plain.restore(tmp_path / "compact")
+    for a, b in zip(*map(jax.tree.leaves, (held, (plain.params, plain.opt_state))), strict=True):
+        assert b.dtype == (jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
+        np.testing.assert_array_equal(np.asarray(a, b.dtype), b)
+    facts = json.loads((tmp_path / "compact" / "megatrain.json").read_text())["coded"]
+    saved = flat(v1.load(str(tmp_path / "compact")))
+    paths = [path for path in saved if path[-1] == "codes"]
+    exact = flat(held[1])
+    assert {"/".join(path[:-1]) for path in paths} == set(facts)
+    for path in paths:
+        assert saved[path].dtype in (np.int8, np.uint8)
+        found = decoded(facts["/".join(path[:-1])], saved[path], saved[(*path[:-1], "scales")])
+        np.testing.assert_array_equal(found, exact[path[1:-1]])
+    # Saved in fp32 and read by the compact run, it is the same again: codes, too.
+    plain.save(tmp_path / "plain")
+    again = mt.Trainer(
+        case.build(), case.loss_fn, OPTIMIZERS["clip_adamw"](None), case.batch(0),
+        precision=SETTINGS[setting], progress=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="they were converted"):
+        again.restore(tmp_path / "plain")
+    check_same_bits(again.params, held[0])
+    check_same_bits(again.opt_state, held[1])
+    again.save(tmp_path / "again")
+    for path, array in flat(v1.load(str(tmp_path / "again"))).items():
+        np.testing.assert_array_equal(array, saved[path], err_msg=str(path))
+
+
+def test_codes_are_for_matrices_by_default():
+    """Vectors keep their state in fp32, and paths overrule that."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(512, 64, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(2)])
+            self.gate = nnx.Linear(64, 2, rngs=rngs)
+            self.head = nnx.Linear(64, 512, rngs=rngs)
+
+    def loss_fn(model, batch):
+        x = model.embed(batch["x"])
+        for layer in model.layers:
+            x = jax.nn.relu(layer(x))
+        return jnp.mean(model.head(x) ** 2) + jnp.mean(model.gate(x) ** 2)
+
+    def codes(precision, optimizer):
+        trainer = mt.Trainer(
+            lambda: Model(nnx.Rngs(0)), loss_fn,
+            optimizer, {"x": np.zeros((2, 4), int)}, precision=precision, progress=False,
+        )  # fmt: skip
+        return trainer, coding_of(trainer._spec, entries_of(trainer._spec))
+
+    adam, muon = optax.adamw(1e-3), contrib.muon(1e-3)
+    trainer, coded = codes(mt.Precision.compact(), adam)
+    kernels = [f"{name}/kernel/value" for name in ("layers/0", "layers/1", "gate", "head")]
+    kernels.append("embed/embedding/value")
+    assert set(coded) == {f"opt_state/0/{m}/{k}" for m in ("mu", "nu") for k in kernels}
+    assert all(row["code"] == "dynamic" for row in coded.values())
+    assert all(row["signed"] == ("/mu/" in path) for path, row in coded.items())
+    vectors, matrices = 2 * 64 + 2 + 512, 2 * 64 * 64 + 2 * 64 + 2 * 64 * 512
+    expected = 10 * vectors + (4 + 8 / 128) * matrices
+    assert abs(trainer.plan.host_bytes - expected) < 0.02 * expected
+    _, coded = codes(mt.Precision(state={"*/nu/head/*": "int4", "*/head/*": jnp.int8}), adam)
+    assert {path: row["bits"] for path, row in coded.items()} == {
+        f"opt_state/0/{m}/head/{name}/value": 4 if m == "nu" else 8
+        for m in ("mu", "nu")
+        for name in ("kernel", "bias")
+    }  # fmt: skip
+    _, coded = codes(mt.Precision.compact(), muon)
+    assert {row["code"] for path, row in coded.items()} == {"linear"}
+
+
+def test_frozen_parameters_in_codes(tmp_path):
+    """A frozen base in 8 bits: read as it is computed with, and a checkpoint starts other runs."""
+    case = CASES["nnx_tied"]
+
+    def make(frozen, **options):
+        return mt.Trainer(
+            case.build(), case.loss_fn, OPTIMIZERS["adam"](None), case.batch(0), progress=False,
+            precision=mt.Precision(frozen=frozen, compute=jnp.float32),
+            trainable="bias", **options,
+        )  # fmt: skip
+
+    coded, full = make("int8"), make(None)
+    for a, b in zip(*map(jax.tree.leaves, (coded.params, full.params)), strict=True):
+        scale = np.abs(b).max()
+        assert 0 <= np.abs(a - b).max() <= 0.51 / 127 * scale
+    same = make(None, params=coded.params)
+    runs = [train(t, [case.batch(i) for i in range(3)], gradients=False) for t in (coded, same)]
+    np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=1e-6)
+    coded.save(tmp_path / "coded")
+    other = make(None, params=tmp_path / "coded")
+    check_same_bits(other.params, coded.params)
+    resumed = make("int8")
+    resumed.restore(tmp_path / "coded")
+    check_same_bits(resumed.params, coded.params)
 
 
 def test_updates_round_what_fp32_gives():

@@ -129,6 +129,9 @@ def test_the_script_trains_saves_resumes_and_exports(tmp_path, monkeypatch):
         logits = theirs(torch.tensor(tokens[:, :-1]).long()).logits.numpy()
     ours = jax.tree.map(jnp.asarray, trainer.model)(tokens[:, :-1])
     np.testing.assert_allclose(ours, logits, atol=1e-4)
+    for option, dtype in (("master", "int8"), ("state", "int3")):
+        with pytest.raises(ValueError, match=rf"Precision\({option}=.*{dtype}"):
+            run(monkeypatch, *common, "--out", tmp_path / option, f"--{option}", dtype)
     with pytest.raises(SystemExit, match="exists"):
         run(monkeypatch, *common, "--out", tmp_path / "out")
     # A part of the parameters: all others are as they were, to the bit.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.state.host_leaves import read_leaves
 from megatrain_jax._src.state.layout import ALIGNMENT, layout_of
 from megatrain_jax._src.state.mixed_layout import mixed_layout_of
 
@@ -40,7 +41,7 @@ def test_leaves_of_interleaved_dtypes_come_out_as_they_went_in(seed):
     arrays = jax.jit(layout.encode)(slabs)
     assert [(x.shape, x.dtype) for x in arrays] == [(x.shape, x.dtype) for x in layout.at_rest]
     assert sum(x.nbytes for x in arrays) == layout.num_bytes
-    views = layout.read(arrays)
+    views = read_leaves(layout, arrays)
     unpacked = jax.jit(lambda arrays: layout.unpack(layout.decode(arrays)))(arrays)
     for leaf, view, array in zip(leaves, views, unpacked, strict=True):
         for found in (view, np.asarray(array)):
@@ -65,7 +66,7 @@ def test_leaves_are_aligned_views_and_what_is_missing_is_zero(seed):
     expected = [
         np.zeros(s, np.float32) if x is None else x for x, s in zip(leaves, shapes, strict=True)
     ]
-    for view, leaf in zip(layout.read(arrays), expected, strict=True):
+    for view, leaf in zip(read_leaves(layout, arrays), expected, strict=True):
         assert np.shares_memory(view, slab), "a slab at rest is read in place"
         np.testing.assert_array_equal(view, leaf)
     assert np.abs(slab).sum() == sum(np.abs(x).sum() for x in expected), "padding is zero"

@@ -20,6 +20,7 @@ from inside import spec_of, store_of
 from megatrain_jax import losses
 from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.state.host_leaves import read_leaf, read_leaves, write_part
 from megatrain_jax._src.state.layout import ALIGNMENT, layout_of
 from megatrain_jax._src.state.placement import default_mesh
 from optimizers import OPTIMIZERS, SIGN_LIKE
@@ -236,14 +237,14 @@ def test_shards_hold_shares_of_every_leaf(seed):
     assert slab.size == layout.size and not layout.size % (shards * ALIGNMENT)
     filled = np.zeros_like(slab)
     for i, leaf in enumerate(leaves):
-        layout.fill(filled, i, leaf)
+        write_part(layout, [filled], i, 0, leaf)
     np.testing.assert_array_equal(filled, slab)
     order = rng.sample(range(len(shapes)), 4)
     gather = jax.jit(lambda slab: layout.unpack_whole(slab, order, "float32", lambda x: x))
     unpack = jax.jit(lambda slab: [layout.unpack(slab, i) for i in order])
-    read = layout.read([slab])
+    read = read_leaves(layout, [slab])
     for i, gathered, unpacked in zip(order, gather(slab), unpack(slab), strict=True):
-        for found in (gathered, unpacked, read[i], layout.read_leaf([slab], i)):
+        for found in (gathered, unpacked, read[i], read_leaf(layout, [slab], i)):
             np.testing.assert_array_equal(found, leaves[i])
     for shape, share in zip(shapes, layout.shares, strict=True):
         assert math.prod(shape) <= share * shards

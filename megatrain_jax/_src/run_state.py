@@ -10,6 +10,7 @@ from typing import Any
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import local_path
+from megatrain_jax._src.checkpoint.forms import coding_of
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
@@ -165,6 +166,7 @@ class RunState:
             "params_only": params_only,
             "partial": self._training.partial,
             "history": as_json(self.history),  # as it is now
+            "coded": coding_of(self._spec, entries),
             **(facts or {}),
         }
         self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
@@ -178,8 +180,8 @@ class RunState:
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Goes on from a checkpoint of the same model and optimizer.
 
-        It may have been written with another device budget, number of microbatches or compute
-        dtype.
+        It may have been written with another device budget, number of microbatches or precision:
+        what it holds in another dtype or code is converted, with a warning.
 
         Args:
             path: A folder that `save` or `fit` has written.
@@ -195,7 +197,7 @@ class RunState:
         path = local_path(checks.path("path", path), "path")
         self._join_saving()
         entries = entries_of(self._spec)
-        facts = check(path, entries)
+        facts, others = check(path, self._spec, entries)
         training = self._training
         if training.lost is None:
             training.settle_all()
@@ -205,9 +207,13 @@ class RunState:
         with deferred_interrupt(), placement.outside_meshes(), group_bar(*what) as bar:
             training.lose(f"{path} could not be restored to its end")
             self._engine.abandon()
-            load(path, facts.get("arrays"), self._spec, self._store, entries, bar.update)
+            known = facts.get("arrays")
+            load(path, known, self._spec, self._store, entries, others, bar.update)
             training.go_on_from(facts)
             self.history = History(facts["history"])
+        if others:
+            forms = f"{len(others)} arrays in other dtypes or codes than `precision` asks for"
+            warnings.warn(f"{path} holds {forms}; they were converted.", stacklevel=2)
         if training.partial is not None:
             message = f"{path}: {training.partial}. Training goes on from there."
             warnings.warn(message, stacklevel=2)

@@ -1,25 +1,97 @@
 """The codecs that a run's precision asks for: how each master and each state array is held."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.trace import StateLeaf
+from megatrain_jax._src.program.optimizer.traits import Traits, state_traits
+from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
 
+_CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
-def master_codec(precision: Precision) -> Plain:
-    """The codec of a trained parameter."""
-    if precision.master == precision.update:
+
+def held_dtype(precision: Precision, leaf: Leaf) -> Any:
+    """The dtype in which the host keeps a parameter; int8 stands for codes."""
+    if leaf.is_trainable or precision.frozen is None:
+        return precision.master_of(path_name(leaf.path))
+    return precision.frozen
+
+
+def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, list[Plain]]:
+    """The dtype that a group's parameters are computed on in, and the codec of each of them.
+
+    Args:
+        precision: Precision of the run.
+        leaves: The group's parameters: all of them are trained, or none is.
+    """
+    held = [held_dtype(precision, leaf) for leaf in leaves]
+    frozen = not leaves[0].is_trainable and precision.frozen is not None
+    dtype = precision.frozen if frozen and precision.frozen not in _CODES else precision.update
+    stochastic = leaves[0].is_trainable and precision.rounding == "stochastic"
+
+    def codec(form: Any) -> Plain:
+        if form == dtype:
+            return Plain()
+        if form in _CODES:
+            # Weights act together in products, so that all are best equally precise.
+            return Blockwise(code="linear")
+        return Rounded(dtype=jnp.dtype(form).name, stochastic=stochastic)
+
+    return dtype, [codec(form) for form in held]
+
+
+def state_codecs(
+    precision: Precision, optimizer: OptimizerCut, group: int, num_leaves: int
+) -> list[Plain]:
+    """The codecs of a group's optimizer state: only what mirrors a parameter is coded.
+
+    Args:
+        precision: Precision of the run.
+        optimizer: The optimizer.
+        group: Number of the group.
+        num_leaves: Number of the group's parameters.
+    """
+    state = optimizer.state[group]
+    if precision.state is None or not state:
+        return [Plain()] * len(state)
+    traits = state_traits(optimizer.initial_state[group], optimizer.apply[group], num_leaves)
+    paths = _paths(optimizer)
+    return [
+        _state_codec(precision, leaf, paths[leaf.leaf], row)
+        for leaf, row in zip(state, traits, strict=True)
+    ]
+
+
+def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Traits) -> Plain:
+    stochastic = precision.rounding == "stochastic"
+    form = precision.state_of(path)
+    if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
-    return _rounded(precision)
+    if form in _CODES and not isinstance(precision.state, tuple):
+        if len(leaf.shape) < 2:
+            return Plain()  # norms and biases: a ten-thousandth of a model
+        if traits.like_parameters:
+            form = jnp.dtype("bfloat16")
+    if form not in _CODES:
+        return Rounded(dtype="bfloat16", stochastic=stochastic)
+    return Blockwise(
+        code="linear" if traits.is_mixed else "dynamic",
+        bits=4 if form == jnp.dtype("int4") else 8,
+        signed=not traits.never_negative,
+        stochastic=stochastic,
+    )
 
 
-def state_codec(precision: Precision, leaf: StateLeaf) -> Plain:
-    """The codec of an array of optimizer state: only one that mirrors a parameter is coded."""
-    if precision.state is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
-        return Plain()
-    return _rounded(precision)
-
-
-def _rounded(precision: Precision) -> Rounded:
-    return Rounded(dtype="bfloat16", stochastic=precision.rounding == "stochastic")
+def _paths(optimizer: OptimizerCut) -> list[str]:
+    """The path of each array of Optax's state, as checkpoints have it."""
+    tree = jax.tree.unflatten(optimizer.state_def, optimizer.state_shapes)
+    rows, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return ["/".join(jax.tree_util.keystr((k,), simple=True) for k in keys) for keys, _ in rows]

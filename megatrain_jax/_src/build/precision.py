@@ -1,9 +1,11 @@
-"""The precision of a run: the dtypes that parameters and optimizer state have, and where.
+"""The precision of a run: the forms that parameters and optimizer state have, and where.
 
 One small record, because what is held, what computes and what the optimizer sees belong together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,6 +15,9 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.common.checks import refused
 
 Rounding = Literal["stochastic", "nearest"]
+_MASTERS = ("bfloat16", "float32", "float64")
+_FLOAT32 = jnp.dtype("float32")
+_STATES = ("bfloat16", "float32", "int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,65 +25,137 @@ class Precision:
     """The dtypes of one run.
 
     The optimizer itself computes in fp32, or in float64 where masters have that: what is held in a
-    narrower dtype is widened before an update and rounded after it.
+    narrower form is widened before an update and rounded after it.
+
+    Where a mapping is allowed, its keys are patterns of paths, as a checkpoint has them (`"*"`
+    stands for any text, `"layers/*/bias"` or, for state, `"*/nu/*"`); the first that fits decides,
+    and what none fits is held in fp32.
 
     Attributes:
         master: dtype in which the host keeps the parameters that are trained: bfloat16, float32 or,
-            with 64-bit types switched on, float64.
+            with 64-bit types switched on, float64; or a mapping from paths to bfloat16 or float32.
         compute: dtype that parameters are cast to before the model sees them.
         frozen: dtype in which the host keeps parameters that are not trained; None for that of the
-            masters. With bfloat16 they take half the memory and half the time on the link.
+            masters. With bfloat16 they take half the memory and half the time on the link, with
+            int8, in blocks of 128 with a scale each, a quarter.
         state: how the host keeps optimizer state that has a number for each of a parameter's, such
-            as Adam's moments: bfloat16, or None (or float32) as the optimizer makes it.
-        rounding: how an update rounds what is kept in bfloat16: "stochastic", up or down at random
-            so that the mean is right, or "nearest", which loses updates smaller than half of the
-            gap between two numbers (1/256 to 1/512 of a number). Random bits follow from the
-            seed, the step and the parameter's group.
+            as Adam's moments: bfloat16; "int8" or "int4", codes in blocks of 128 with a scale each;
+            None (or float32) as the optimizer makes it; or a mapping from paths to these. Without
+            a mapping, the state of parameters of one axis (norms, biases) has no codes, but stays
+            in fp32, and what begins as a copy of parameters is held in bfloat16 at the least.
+        rounding: how an update rounds what is held narrower: "stochastic", up or down at random so
+            that the mean is right, or "nearest", which loses updates smaller than half of the gap
+            between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits follow from
+            the seed, the step and the parameter's group.
 
     Raises:
-        TypeError: `rounding` is no string.
-        ValueError: a dtype is no real floating-point dtype, or one that masters or state can't
-            have, or is one of 64 bits while JAX has 64-bit types switched off; or `rounding` is
-            unknown.
+        TypeError: `rounding` is no string, or a path is none.
+        ValueError: a dtype is none that the attribute may have, or is one of 64 bits while JAX has
+            64-bit types switched off; a mapping is empty; or `rounding` is unknown.
     """
 
-    master: DTypeLike = jnp.float32
+    master: DTypeLike | Mapping[str, DTypeLike] = jnp.float32
     compute: DTypeLike = jnp.bfloat16
     frozen: DTypeLike | None = None
-    state: DTypeLike | None = None
+    state: DTypeLike | Mapping[str, DTypeLike] | None = None
     rounding: Rounding = "stochastic"
 
     def __post_init__(self) -> None:
-        """Checks the dtypes and stores them in their canonical form."""
-        for name in ("master", "compute", "frozen", "state"):
-            given = getattr(self, name)
-            if given is not None or name in ("master", "compute"):
-                object.__setattr__(self, name, _dtype(name, given))
-        _check_held("master", self.master, (jnp.bfloat16, jnp.float32, jnp.float64))
-        if self.state is not None:
-            _check_held("state", self.state, (jnp.bfloat16, jnp.float32))
-            object.__setattr__(self, "state", None if self.state == jnp.float32 else self.state)
+        """Checks the dtypes and stores them in their canonical form, mappings as pairs."""
+        state = None if self.state is None else _held("state", self.state, _STATES)
+        canonical = {
+            "master": _held("master", self.master, _MASTERS),
+            "compute": _floating("compute", _dtype("compute", self.compute)),
+            "frozen": None if self.frozen is None else _frozen(self.frozen),
+            "state": None if state == _FLOAT32 else state,
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
         allowed = get_args(Rounding)
         if not isinstance(self.rounding, str):
             raise TypeError(refused("Precision.rounding", " or ".join(allowed), self.rounding))
         if self.rounding not in allowed:
             raise ValueError(f"Precision(rounding={self.rounding!r}) must be one of {allowed}.")
 
+    @classmethod
+    def compact(cls, compute: DTypeLike = jnp.bfloat16) -> "Precision":
+        """Four bytes a parameter with Adam: masters in bfloat16, moments in 8 bits.
+
+        Args:
+            compute: dtype that parameters are cast to before the model sees them.
+        """
+        return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute)
+
     @property
     def update(self) -> Any:
         """The dtype that the optimizer sees: fp32, or the masters' where that is wider."""
-        return jnp.promote_types(self.master, jnp.float32)
+        return self.master if self.master == jnp.dtype("float64") else _FLOAT32
 
-    def held(self, trainable: bool) -> DTypeLike:
-        """The dtype in which the host keeps a parameter."""
-        return self.master if trainable or self.frozen is None else self.frozen
+    def master_of(self, path: str) -> Any:
+        """The dtype in which the host keeps a trained parameter of this path."""
+        return _chosen(self.master, path)
+
+    def state_of(self, path: str) -> Any | None:
+        """The form of a state array of this path that mirrors a parameter; None for its own."""
+        found = None if self.state is None else _chosen(self.state, path)
+        return None if found == _FLOAT32 else found
+
+
+def _chosen(given: Any, path: str) -> Any:
+    if not isinstance(given, tuple):
+        return given
+    fits = (dtype for pattern, dtype in given if fnmatchcase(path, pattern))
+    return next(fits, _FLOAT32)
+
+
+def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
+    """A dtype or a mapping that was given, in its canonical form: a mapping as pairs.
+
+    Raises:
+        TypeError: A path is no string.
+        ValueError: A dtype is none of those that are allowed, or a mapping is empty.
+    """
+    if not isinstance(given, Mapping):
+        dtype = _dtype(name, given)
+        if dtype.name in allowed:
+            return dtype
+        raise ValueError(
+            f"Precision({name}={dtype.name}) must be one of {', '.join(allowed)}: what an "
+            "optimizer updates needs fp32's range of exponents, or small numbers are lost and "
+            "large ones overflow."
+        )
+    if not given:
+        raise ValueError(f"Precision({name}={{}}) must name at least one path; '*' is any.")
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(refused(name, "a mapping whose paths are strings", pattern))
+    pairs = [(pattern, _held(name, dtype, allowed)) for pattern, dtype in given.items()]
+    wide = [pattern for pattern, dtype in pairs if not hasattr(dtype, "name") or dtype == "float64"]
+    if wide:
+        raise ValueError(
+            f"Precision({name}=...) must map {wide[0]!r} to bfloat16, float32 or, for state, codes."
+        )
+    return tuple(pairs)
+
+
+def _frozen(given: Any) -> Any:
+    dtype = _dtype("frozen", given)
+    if dtype == jnp.dtype("int8"):
+        return dtype
+    return _floating("frozen", dtype, " or int8")
+
+
+def _floating(name: str, dtype: Any, other: str = "") -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    raise ValueError(f"Precision({name}={dtype.name}) must be a real floating dtype{other}.")
 
 
 def _dtype(name: str, given: Any) -> Any:
     """A dtype that was given, in its canonical form.
 
     Raises:
-        ValueError: It is none of real floating-point numbers, or JAX has it switched off.
+        ValueError: It is none, or JAX has it switched off.
     """
     try:
         if given is None:
@@ -86,20 +163,9 @@ def _dtype(name: str, given: Any) -> Any:
         dtype = jnp.dtype(given)
     except Exception as error:  # NumPy reads strings of several kinds
         raise ValueError(f"Precision({name}={given!r}) is no dtype.") from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"Precision({name}={dtype.name}) must be a real floating dtype.")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"Precision({name}={dtype.name}) needs 64-bit types, which JAX has switched "
             "off; set jax_enable_x64 or choose a smaller dtype."
         )
     return dtype
-
-
-def _check_held(name: str, dtype: Any, allowed: tuple[Any, ...]) -> None:
-    if dtype not in allowed:
-        names = ", ".join(jnp.dtype(x).name for x in allowed)
-        raise ValueError(
-            f"Precision({name}={dtype.name}) must be one of {names}: what an optimizer updates "
-            "needs fp32's range of exponents, or small numbers are lost and large ones overflow."
-        )

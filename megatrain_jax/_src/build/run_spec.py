@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
-from megatrain_jax._src.build.codecs import master_codec, state_codec
+from megatrain_jax._src.build.codecs import held_dtype, master_codecs, state_codecs
 from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
@@ -162,12 +162,13 @@ def make_run_spec(
 
 def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
     """The dtype of each parameter's master; None where the run asks for one that may round."""
-    precision, narrow = spec.precision, spec.precision.master != spec.precision.update
-    trained = {leaf.parameter: leaf.is_trainable for leaf in spec.leaves}
-    return [
-        None if narrow or (precision.frozen is not None and not trained[p]) else precision.master
-        for p in range(len(spec.adapted.paths))
-    ]
+    precision = spec.precision
+    found: dict[int, DTypeLike | None] = {}
+    for leaf in spec.leaves:
+        dtype = held_dtype(precision, leaf)
+        by_default = leaf.is_trainable or precision.frozen is None
+        found[leaf.parameter] = dtype if by_default and dtype == precision.update else None
+    return [found[p] for p in range(len(spec.adapted.paths))]
 
 
 def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
@@ -233,16 +234,16 @@ def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     precision = options.precision
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
-        trains, state = g not in cut.grouping.frozen, cut.optimizer.state[g]
+        dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])
         found.append(
             layout_group(
                 cut.leaves,
                 rows,
-                [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state],
-                precision.update if trains else precision.held(False),
+                [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in cut.optimizer.state[g]],
+                dtype,
                 options.num_devices,
-                [master_codec(precision)] * len(rows) if trains else None,
-                [state_codec(precision, leaf) for leaf in state],
+                codecs,
+                state_codecs(precision, cut.optimizer, g, len(rows)),
             )
         )
     return tuple(found)

@@ -17,8 +17,10 @@ import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.index import Index, joined, numbers
+from megatrain_jax._src.program.index import Index, joined, numbers, sliced_axes
 from megatrain_jax._src.runtime.store import Reader, Store
+from megatrain_jax._src.state.host_leaves import part_shape
+from megatrain_jax._src.state.layout import Layout
 
 TreePath = tuple[str, ...]
 """The path of an array in the tree of a checkpoint, such as `("params", "layers", "3", "w")`."""
@@ -51,12 +53,19 @@ class StorePlace:
         return self.holder.owner if isinstance(self.holder, Key) else None
 
 
+_Slice = tuple[Index, StorePlace]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayEntry:
-    """One array of a checkpoint.
+    """One array of a checkpoint: an array of the run, or a part of one that is held as codes.
 
     Attributes:
         path: The array's path in the checkpoint.
+        array: Path of the run's array: without the part's own name.
+        part: Number of the part.
+        whole: Shape of the run's array.
+        cuts: Index of the run's array's slice at each place.
         shape: The array's shape there.
         dtype: Name of the array's dtype there.
         places: The array's places in the store; several if the store keeps it layer by layer.
@@ -65,6 +74,10 @@ class ArrayEntry:
     """
 
     path: TreePath
+    array: TreePath
+    part: int = 0
+    whole: tuple[int, ...]
+    cuts: tuple[Index, ...] = ((),)
     shape: tuple[int, ...]
     dtype: str
     places: tuple[StorePlace, ...]
@@ -94,37 +107,57 @@ def entries_of(spec: RunSpec) -> tuple[ArrayEntry, ...]:
 
 
 def _parameters(spec: RunSpec) -> Iterable[ArrayEntry]:
-    places: dict[int, list[tuple[Index, StorePlace]]] = defaultdict(list)
-    dtypes: dict[int, str] = {}
+    slices: dict[int, list[_Slice]] = defaultdict(list)
     for g, rows in enumerate(spec.grouping.leaves):
         for position, i in enumerate(rows):
-            leaf = spec.leaves[i]
-            (part,) = spec.layouts[g].master.parts(position)
-            dtypes[leaf.parameter] = part.dtype
-            place = StorePlace(holder=Key(Kind.MASTERS, g), position=position)
-            places[leaf.parameter].append((leaf.index, place))
+            leaf, place = spec.leaves[i], StorePlace(holder=Key(Kind.MASTERS, g), position=position)
+            slices[leaf.parameter].append((leaf.index, place))
     for p, (path, shape) in enumerate(zip(spec.adapted.paths, spec.adapted.shapes, strict=True)):
-        yield _entry((PARAMS, *map(str, path)), shape.shape, dtypes[p], places[p])
+        yield from _parts(spec, (PARAMS, *map(str, path)), shape.shape, slices[p])
 
 
 def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
     cut = spec.optimizer
-    places: dict[int, list[tuple[Index, StorePlace]]] = defaultdict(list)
-    dtypes = {i: shape.dtype for i, shape in enumerate(cut.state_shapes)}
+    slices: dict[int, list[_Slice]] = defaultdict(list)
     for g, rows in enumerate(cut.state):
         for position, leaf in enumerate(rows):
-            (part,) = spec.layouts[g].state.parts(position)
-            dtypes[leaf.leaf] = jnp.dtype(part.dtype)
             place = StorePlace(holder=Key(Kind.OPTIMIZER_STATE, g), position=position)
-            places[leaf.leaf].append((leaf.index, place))
+            slices[leaf.leaf].append((leaf.index, place))
     for position, leaf in enumerate(cut.globals):
         place = StorePlace(holder=Small.OPTIMIZER, position=position)
-        places[leaf.leaf].append((leaf.index, place))
+        slices[leaf.leaf].append((leaf.index, place))
     tree = jax.tree.unflatten(cut.state_def, cut.state_shapes)
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     for i, (keys, shape) in enumerate(flat):
         path = (STATE, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
-        yield _entry(path, shape.shape, dtypes[i], places[i])
+        if any(isinstance(place.holder, Small) for _, place in slices[i]):
+            yield _entry(path, shape.shape, shape.dtype, slices[i])
+        else:
+            yield from _parts(spec, path, shape.shape, slices[i])
+
+
+def _parts(
+    spec: RunSpec, path: TreePath, shape: tuple[int, ...], slices: Sequence[_Slice]
+) -> Iterable[ArrayEntry]:
+    """The entries of an array in slabs: one, or one for each array that it is held as."""
+    layout, i = layout_at(spec, slices[0][1])
+    for p, part in enumerate(layout.parts(i)):
+        rows, whole = slices, shape
+        if part.per > 1:
+            # It has no axes of the array's own; those that are sliced come first.
+            axes = sliced_axes(slices[0][0])
+            whole = (*(shape[axis] for axis in axes), *part_shape(layout, i, p))
+            rows = [(numbers(index), place) for index, place in slices]
+        own = (*path, part.name) if part.name else path
+        entry = _entry(own, whole, jnp.dtype(part.dtype), rows)
+        cuts = tuple(sorted((index for index, _ in slices), key=numbers))
+        yield dataclasses.replace(entry, array=path, part=p, whole=tuple(shape), cuts=cuts)
+
+
+def layout_at(spec: RunSpec, place: StorePlace) -> tuple[Layout, int]:
+    """The layout of the slab that an array is in, and the array's number there."""
+    assert isinstance(place.holder, Key)
+    return spec.layouts[place.holder.owner].leaf(place.holder.kind, place.position)
 
 
 def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
@@ -150,6 +183,9 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     ordered = sorted(places, key=lambda row: numbers(row[0]))
     return ArrayEntry(
         path=path,
+        array=path,
+        whole=tuple(shape),
+        cuts=tuple(index for index, _ in ordered),
         shape=tuple(shape),
         dtype=jnp.dtype(dtype).name,
         places=tuple(place for _, place in ordered),
@@ -167,12 +203,12 @@ def rows_of(store: Store, entries: Iterable[ArrayEntry]) -> list[tuple[ArrayEntr
     """
     small = small_arrays(store)
 
-    def reader(place: StorePlace) -> Reader:
+    def reader(place: StorePlace, part: int) -> Reader:
         if isinstance(place.holder, Small):
             return functools.partial(_as_data, small[place.holder][place.position])
-        return store.reader(place.holder, place.position)
+        return store.reader(place.holder, place.position, part)
 
-    return [(entry, [reader(place) for place in entry.places]) for entry in entries]
+    return [(entry, [reader(place, entry.part) for place in entry.places]) for entry in entries]
 
 
 def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:

@@ -11,8 +11,9 @@ import numpy as np
 
 from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.checksums import verify
-from megatrain_jax._src.checkpoint.contents import TreePath
+from megatrain_jax._src.checkpoint.contents import TreePath, pointer
 from megatrain_jax._src.checkpoint.folder import CheckpointError, has_manifest, local_path, steps
+from megatrain_jax._src.checkpoint.forms import decoded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,41 @@ class SavedArray:
         return array if dtype is None else array.astype(dtype)
 
 
-def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedCodes:
+    """An array of a checkpoint on disk that is held as codes, which NumPy loads by `__array__`.
+
+    Attributes:
+        codes: Its codes.
+        scales: Its scales.
+        coding: How it is coded, as the checkpoint's manifest says it.
+    """
+
+    codes: SavedArray
+    scales: SavedArray
+    coding: Mapping[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's shape."""
+        return tuple(self.coding["shape"])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the numbers that codes stand for."""
+        return np.dtype(np.float32)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Loads the array and decodes it.
+
+        Raises:
+            CheckpointError: If a checksum is not that of what was written.
+        """
+        array = decoded(self.coding, np.asarray(self.codes), np.asarray(self.scales))
+        return array if dtype is None else array.astype(dtype)
+
+
+def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | SavedCodes]:
     """The arrays of a checkpoint by path; nothing is loaded yet.
 
     Raises:
@@ -60,15 +95,22 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray]:
             f"`params`={where} holds the checkpoints of a run; choose one: "
             f"{', '.join(str(where / str(step)) for step in found[-3:])}"
         )
-    known = manifest.facts_of(where).get("arrays") if has_manifest(where) else None
-    return {
+    facts = manifest.facts_of(where) if has_manifest(where) else {}
+    arrays = {
         path: SavedArray(
             folder=where,
             path=path,
             shape=tuple(found.shape),
             dtype=jnp.dtype(found.dtype),
-            checksums=known,
+            checksums=facts.get("arrays"),
         )
         for path, found in orbax.metadata(where).items()
         if hasattr(found, "shape")  # Python numbers have none
+    }
+    by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
+    coded = {by_pointer[name]: coding for name, coding in facts.get("coded", {}).items()}
+    parts = {path: (arrays.pop((*path, "codes")), arrays.pop((*path, "scales"))) for path in coded}
+    return arrays | {
+        path: SavedCodes(codes=codes, scales=scales, coding=coded[path])
+        for path, (codes, scales) in parts.items()
     }

@@ -48,10 +48,8 @@ def read(path: Path) -> dict[str, Any]:
         )
     checks = _CHECKS if number == 1 else _CHECKS | _SINCE_2
     wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]
-    if "data" in facts and not _is_position(facts["data"]):
-        wrong.append("data")
-    if not _is_count(facts.get("skipped_in_row", 0)):
-        wrong.append("skipped_in_row")
+    given = {name: is_right for name, is_right in _OPTIONAL.items() if name in facts}
+    wrong += [name for name, is_right in given.items() if not is_right(facts[name])]
     if wrong:
         listed = ", ".join(f"`{name}`" for name in wrong)
         raise _unreadable(path, f"{listed} in {MANIFEST} are missing or not what they should be")
@@ -120,6 +118,11 @@ def _is_position(value: Any) -> bool:
     return isinstance(value, dict) and _is_count(value.get("batches"))
 
 
+def _is_coding(value: Any) -> bool:
+    names = {"code", "bits", "signed", "block", "shape", "axes"}
+    return isinstance(value, dict) and names <= value.keys()
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -142,4 +145,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 _SINCE_2: dict[str, Callable[[Any], bool]] = {
     "arrays": _each(dict, _is_text),
     "checksum": _is_text,
+}
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "data": _is_position,
+    "skipped_in_row": _is_count,
+    "coded": _each(dict, _is_coding),
 }

@@ -4,10 +4,12 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
+from megatrain_jax._src.build.codecs import held_dtype
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -74,8 +76,11 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
-            dtype = spec.precision.held(spec.leaves[i].is_trainable)
-            slices[i] = store.small(whole[selector(index)].astype(dtype))
+            dtype = held_dtype(spec.precision, spec.leaves[i])
+            row = whole[selector(index)]
+            slices[i] = store.small(
+                row.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else row
+            )
         jax.block_until_ready(list(slices.values()))
     return slices
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.host_leaves import read_leaves, read_part
 from megatrain_jax._src.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]
@@ -97,16 +98,16 @@ class Store:
     def leaves(self, key: Key) -> list[np.ndarray]:
         """The leaves of a part as arrays in host memory, which share its bytes where they can."""
         layout, arrays = self.layouts[key.owner], self._readable(self.host.get(key, ()))
-        return (layout.master if key.kind is Kind.MASTERS else layout.state).read(arrays)
+        own = layout.master if key.kind is Kind.MASTERS else layout.state
+        return read_leaves(own, arrays)
 
-    def reader(self, key: Key, position: int) -> Reader:
-        """A function that reads one leaf of a part; it holds the slab that the leaf is in."""
+    def reader(self, key: Key, position: int, part: int) -> Reader:
+        """A function that reads one part of a leaf as it is held; it holds the leaf's slab."""
         layout, arrays = self.layouts[key.owner], self.host[key]
-        if key.kind is Kind.MASTERS:
-            return lambda: layout.master.read_leaf(self._readable(arrays), position)
-        slab, at = layout.state.places[position]
-        own = layout.state.by_slab(arrays)[slab]
-        return lambda: layout.state.layouts[slab].read_leaf(self._readable(own), at)
+        own, i = layout.leaf(key.kind, position)
+        if key.kind is Kind.OPTIMIZER_STATE:
+            arrays = layout.state.by_slab(arrays)[layout.state.places[position][0]]
+        return lambda: read_part(own, self._readable(arrays), i, part)
 
     def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
         """Arrays at rest that this process can read all of; of copies, the last ones are kept."""

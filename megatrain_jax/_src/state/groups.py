@@ -67,6 +67,13 @@ class GroupLayout:
         """Whether encoding an update draws random bits."""
         return self.master.draws or self.state.draws
 
+    def leaf(self, kind: Kind, position: int) -> tuple[Layout, int]:
+        """The layout of the slab that a leaf of masters or of state is in, and its number there."""
+        if kind is Kind.MASTERS:
+            return self.master, position
+        slab, i = self.state.places[position]
+        return self.state.layouts[slab], i
+
     def sizes(self, gradient: jax.typing.DTypeLike | None) -> dict[Kind, int]:
         """Bytes of each kind of part that travels to and from each device.
 

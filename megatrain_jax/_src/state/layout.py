@@ -19,7 +19,6 @@ from itertools import accumulate, islice
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megatrain_jax._src.state.codec import Array, Part, Plain
 from megatrain_jax._src.state.draws import Draw, part_of
@@ -112,33 +111,30 @@ class Layout:
         return any(segment.codec.draws for segment in self.segments)
 
     def encode(self, slab: Array, draw: Draw | None = None) -> tuple[Array, ...]:
-        """The arrays at rest that stand for a slab or a shard, traced in a kernel or of numpy's.
+        """The arrays at rest that stand for a slab; for use inside jit.
 
         Args:
-            slab: The slab or shard.
+            slab: The slab.
             draw: Draw of the random bits for rounding; None rounds to nearest.
         """
-        if len(self.segments) == 1:
-            return self.segments[0].codec.encode(slab, draw)
-        rows = slab.reshape(-1, self.size // self.num_shards)
-        return tuple(
-            array
-            for number, segment in enumerate(self.segments)
-            for array in segment.codec.encode(
-                rows[:, segment.start : segment.stop].reshape(-1),
-                None if draw is None else part_of(draw, number),
-            )
-        )
+        rows, found = slab.reshape(-1, self.size // self.num_shards), []
+        for number, segment in enumerate(self.segments):
+            part = rows[:, segment.start : segment.stop]
+            if segment.codec.block > 1:
+                part = self._without_padding(part, segment)
+            own = draw if draw is None or len(self.segments) == 1 else part_of(draw, number)
+            found += segment.codec.encode(part.reshape(-1), own)
+        return tuple(found)
 
     def decode(self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None) -> Array:
-        """The slab or shard that these arrays at rest stand for; see `encode`.
+        """The slab that these arrays at rest stand for; for use inside jit.
 
         Args:
             arrays: The arrays at rest.
             dtype: Dtype of the result if it is decoded; None for the slab's own.
         """
         dtype = self.dtype if dtype is None else dtype
-        pairs = list(zip(self.segments, self._by_segment(arrays), strict=True))
+        pairs = list(zip(self.segments, self.by_segment(arrays), strict=True))
         if len(pairs) == 1:
             ((segment, own),) = pairs
             return own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
@@ -150,7 +146,7 @@ class Layout:
 
     def parts(self, i: int) -> tuple[Part, ...]:
         """The arrays that stand for leaf `i` at rest."""
-        return self._segment(i)[0].codec.parts(self.dtype)
+        return self.segment_of(i)[0].codec.parts(self.dtype)
 
     def gradient_aval(self, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a slab of gradients, in which they lie as the leaves do."""
@@ -208,26 +204,6 @@ class Layout:
             parts.append(jnp.zeros((*shards, left), dtype))
         return jnp.concatenate(parts, axis=-1).reshape(-1)
 
-    def read(self, arrays: Sequence[Array]) -> list[np.ndarray]:
-        """The leaves of arrays at rest in host memory; read-only, and views where they can be."""
-        return [self.read_leaf(arrays, i) for i in range(len(self.shapes))]
-
-    def read_leaf(self, arrays: Sequence[Array], i: int) -> np.ndarray:
-        """Leaf `i` of arrays at rest in host memory; see `read`."""
-        codec = self._segment(i)[0].codec
-        dtype = jnp.dtype(codec.read_dtype(self.dtype))
-        pieces = [self._pieces(arrays, i, p) for p in range(len(codec.parts(self.dtype)))]
-        parts = [codec.decode(shard, dtype) for shard in zip(*pieces, strict=True)]
-        return self._joined(parts, i)
-
-    def fill(self, slab: np.ndarray, i: int, leaf: np.ndarray) -> None:
-        """Writes leaf `i` into a slab of numpy's."""
-        start, share = self.offsets[i], self.shares[i]
-        for shard, part in zip(
-            slab.reshape(self.num_shards, -1), _cut(leaf.reshape(-1), share), strict=False
-        ):
-            shard[start : start + part.size] = part
-
     @property
     def _rows(self) -> tuple[int, ...]:
         """Leading axes of a slab whose shards are rows; one shard needs none."""
@@ -239,42 +215,29 @@ class Layout:
         flat = jax.lax.slice_in_dim(rows, start, start + share, axis=-1).reshape(-1)
         return flat[: math.prod(shape)].reshape(shape)
 
-    def _by_segment(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+    def by_segment(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
         """The arrays at rest of each segment."""
         row = iter(arrays)
         return [tuple(islice(row, len(s.codec.parts(self.dtype)))) for s in self.segments]
 
-    def _segment(self, i: int) -> tuple[Segment, int]:
+    def segment_of(self, i: int) -> tuple[Segment, int]:
         """The segment that leaf `i` is in, and its number; the last for a leaf without elements."""
         at, last = self.offsets[i], len(self.segments) - 1
         number = next((n for n, s in enumerate(self.segments) if at < s.stop), last)
         return self.segments[number], number
 
-    def _pieces(self, arrays: Sequence[Array], i: int, p: int) -> list[np.ndarray]:
-        """Part `p` of leaf `i`: its elements in each shard of arrays at rest, as views."""
-        segment, number = self._segment(i)
-        part = segment.codec.parts(self.dtype)[p]
-        start = (self.offsets[i] - segment.start) // part.per
-        stop = start + -(-self.shares[i] // part.per)
-        shards = _shards_of(self._by_segment(arrays)[number][p], self.num_shards)
-        return [shard[start:stop] for shard in shards]
-
-    def _joined(self, parts: Sequence[np.ndarray], i: int) -> np.ndarray:
-        """Leaf `i` of its shares, in the order of shards."""
-        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return flat[: math.prod(self.shapes[i])].reshape(self.shapes[i])
-
-
-def _shards_of(array: Array, num_shards: int) -> list[np.ndarray]:
-    """What each device has of an array in host memory, in order and without copies."""
-    if isinstance(array, np.ndarray) or num_shards == 1:
-        return list(np.asarray(array).reshape(num_shards, -1))
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [np.asarray(shard.data) for shard in shards]
-
-
-def _cut(flat: np.ndarray, share: int) -> list[np.ndarray]:
-    return [flat[start : start + share] for start in range(0, flat.size, max(share, 1))]
+    def _without_padding(self, rows: jax.Array, segment: Segment) -> jax.Array:
+        """A segment's part of each shard with zeros for padding, which would count in a scale."""
+        shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in range(2))
+        for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
+            size, block = math.prod(shape), segment.codec.block
+            whole = share * self.num_shards == size and share % block == 0
+            if segment.start <= offset < segment.stop and not whole:
+                inside = at - (offset - segment.start)
+                is_leaf = (inside >= 0) & (inside < -(-share // block) * block)
+                is_padding = (inside >= share) | (shard * share + inside >= size)
+                rows = jnp.where(is_leaf & is_padding, 0, rows)
+        return rows
 
 
 def layout_of(

@@ -6,7 +6,6 @@ from itertools import islice
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megatrain_jax._src.state.codec import Array, Part, Plain
 from megatrain_jax._src.state.draws import Draw, part_of
@@ -73,12 +72,6 @@ class MixedLayout:
         for (s, _), leaf in zip(self.places, leaves, strict=True):
             rows[s].append(leaf)
         return tuple(layout.pack(row) for layout, row in zip(self.layouts, rows, strict=True))
-
-    def read(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-        """All leaves of arrays at rest in host memory; see `Layout.read`."""
-        pairs = zip(self.layouts, self.by_slab(arrays), strict=True)
-        rows = [layout.read(own) for layout, own in pairs]
-        return [rows[s][i] for s, i in self.places]
 
 
 def mixed_layout_of(

@@ -1,0 +1,139 @@
+"""The forms that arrays have in a checkpoint: as numbers of some dtype, or as codes with scales.
+
+A checkpoint of codes says in its manifest how they are coded, so that they can be decoded without
+the run that wrote them, and a run can go on from a checkpoint that holds its arrays in another
+form: one of fp32 starts a compact run, and the other way round.
+
+A worked example, the first moment of a (2, 6, 50) stack of layers that is trained layer by layer::
+
+    opt_state/0/mu/w/codes    int8[2, 6, 50]
+    opt_state/0/mu/w/scales   float32[2, 3]
+    manifest: "coded": {"opt_state/0/mu/w": {"code": "dynamic", "bits": 8, "signed": true,
+                        "block": 128, "shape": [2, 6, 50], "axes": [0]}}
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, layout_at, pointer
+from megatrain_jax._src.program.index import sliced_axes
+from megatrain_jax._src.state.blockwise import Blockwise
+
+_FLOATS = ("bfloat16", "float32")
+
+
+def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[str, Any]]:
+    """How each array that a run holds as codes is coded, by the pointer of its path, as JSON."""
+    found = {}
+    for first, *others in _by_array(entries).values():
+        if not others:
+            continue
+        layout, i = layout_at(spec, first.places[0])
+        codec = layout.segment_of(i)[0].codec
+        assert isinstance(codec, Blockwise)
+        found[pointer(first.array)] = {
+            "code": codec.code,
+            "bits": codec.bits,
+            "signed": codec.signed,
+            "block": codec.block,
+            "shape": list(first.whole),
+            "axes": list(sliced_axes(first.cuts[0])),
+        }
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherForm:
+    """An array that a checkpoint holds in another form than the run.
+
+    Attributes:
+        sources: Entries of the checkpoint's arrays that it is made of.
+        coding: How it is coded there; None for numbers.
+    """
+
+    sources: tuple[ArrayEntry, ...]
+    coding: Mapping[str, Any] | None = None
+
+    def numbers(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The array's numbers, from the arrays that it is made of; fp32 or narrower."""
+        return arrays[0] if self.coding is None else decoded(self.coding, *arrays)
+
+
+def decoded(coding: Mapping[str, Any], codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The numbers that codes and scales of a checkpoint stand for, in fp32.
+
+    Args:
+        coding: How they are coded, as `coding_of` says it.
+        codes: The codes.
+        scales: The scales.
+    """
+    codec = Blockwise(code=coding["code"], bits=coding["bits"], signed=coding["signed"])
+    assert coding["block"] == codec.block
+    shape, axes = tuple(coding["shape"]), tuple(coding["axes"])
+    front = tuple(range(len(axes)))
+    moved = np.moveaxis(np.empty(shape, bool), axes, front).shape
+    if codec.bits == 8:
+        codes = np.moveaxis(codes, axes, front)
+    slices = int(np.prod(moved[: len(axes)]))
+    size = int(np.prod(moved[len(axes) :]))
+    rows = zip(codes.reshape(slices, -1), scales.reshape(slices, -1), strict=True)
+    whole = np.stack([codec.decode(row, np.float32)[:size] for row in rows])
+    return np.moveaxis(whole.reshape(moved), front, axes)
+
+
+def other_forms(
+    entries: Sequence[ArrayEntry],
+    here: Mapping[str, Mapping[str, Any]],
+    there: Mapping[TreePath, Any],
+    coded: Mapping[str, Mapping[str, Any]],
+) -> dict[TreePath, OtherForm]:
+    """Finds the arrays that a checkpoint holds in another form than the run, but can be read.
+
+    Args:
+        entries: Entries of the run's arrays.
+        here: How the run's codes are coded, by `coding_of`.
+        there: What Orbax knows of the checkpoint's arrays, by path.
+        coded: How the checkpoint's codes are coded.
+    """
+    found = {}
+    for array, rows in _by_array(entries).items():
+        if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
+            continue
+        coding, own = coded.get(pointer(array)), here.get(pointer(array))
+        same = all(_dtype(there.get(row.path)) == row.dtype for row in rows)
+        if same and coding == own:
+            continue
+        if coding is not None and tuple(coding["shape"]) == rows[0].whole:
+            paths = [(*array, name) for name in ("codes", "scales")]
+        elif _dtype(there.get(array)) in _FLOATS:
+            paths, coding = [array], None
+        else:
+            continue
+        sources = tuple(_source(path, there[path], rows[0]) for path in paths if path in there)
+        if coding is None and sources[0].shape != rows[0].whole:
+            continue
+        found[array] = OtherForm(sources=sources, coding=coding)
+    return found
+
+
+def _by_array(entries: Sequence[ArrayEntry]) -> dict[TreePath, list[ArrayEntry]]:
+    found: dict[TreePath, list[ArrayEntry]] = defaultdict(list)
+    for entry in entries:
+        found[entry.array].append(entry)
+    return found
+
+
+def _dtype(metadata: Any) -> str | None:
+    return jnp.dtype(metadata.dtype).name if hasattr(metadata, "shape") else None
+
+
+def _source(path: TreePath, metadata: Any, like: ArrayEntry) -> ArrayEntry:
+    """The entry of an array of the checkpoint, as it is there."""
+    shape, dtype = tuple(metadata.shape), jnp.dtype(metadata.dtype).name
+    return dataclasses.replace(like, path=path, shape=shape, dtype=dtype)

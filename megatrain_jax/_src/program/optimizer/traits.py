@@ -1,0 +1,153 @@
+"""Traits of optimizer state, read off the equations that update it.
+
+Codes of few bits suit what they are for: state that is never below zero needs no sign, where a
+product mixes a matrix's elements each counts by its size alone, and what begins as a copy of
+parameters is as precise as they are. Nobody has to say which state is which; an optimizer's
+equations do.
+
+A worked example, Adam and Muon on one matrix each::
+
+    mu = b1 * mu + (1 - b1) * g         may be below zero, as g may
+    nu = b2 * nu + (1 - b2) * g ** 2    never: b2 * nu isn't if nu wasn't, a square isn't
+    p  = p - lr * mu / sqrt(nu)         elements meet no others
+    p  = p - lr * orthogonal(mu)        products of mu with itself: its elements are mixed
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.optimizer.slicing import Fragment
+from megatrain_jax._src.program.primitives import LAYOUT, PRODUCTS
+
+# Never below zero whatever they are given.
+_ALWAYS = frozenset("abs exp exp2 is_finite logistic rsqrt sqrt square".split())
+# Never below zero if none of their operands is.
+_IF_ALL = LAYOUT | frozenset(
+    """
+    add add_any mul div min pow cbrt log1p expm1 tanh sign concatenate convert_element_type
+    copy reduce_precision reduce_sum reduce_max reduce_min reduce_prod dot_general stop_gradient
+    cumsum cummax cummin cumprod
+    """.split()
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What an optimizer's equations say of one array of its state.
+
+    Attributes:
+        never_negative: Whether no element is ever below zero.
+        is_mixed: Whether a parameter's update takes its elements through a product of matrices.
+        like_parameters: Whether it is made of parameters at first, as averages of them are.
+    """
+
+    never_negative: bool
+    is_mixed: bool
+    like_parameters: bool
+
+
+def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[Traits, ...]:
+    """The traits of a group's state.
+
+    Args:
+        initial: The group's first state, `(*params) -> state`.
+        apply: The group's update, `(*grads, *params, *state, *messages) -> (*params, *state)`.
+        num_leaves: Number of the group's parameters.
+    """
+    num_tokens = len(apply.jaxpr.outvars) - num_leaves
+    before = len(apply.consts) + 2 * num_leaves
+    after = len(apply.jaxpr.invars) - before - num_tokens
+    signs = _signs(initial.consts) + [False] * num_leaves
+    positive = _never_negative(initial.jaxpr, signs)
+    # State that was said to be never below zero has to stay so after an update of such state.
+    while True:
+        signs = _signs(apply.consts) + [False] * 2 * num_leaves + positive + [False] * after
+        still = _never_negative(apply.jaxpr, signs)[num_leaves:]
+        if still == positive:
+            break
+        positive = [a and b for a, b in zip(positive, still, strict=True)]
+    tokens = apply.jaxpr.invars[before : before + num_tokens]
+    mixed = _mixed(apply.jaxpr, tokens, apply.jaxpr.outvars[:num_leaves])
+    of_parameters = jx.dependent(initial.jaxpr, initial.jaxpr.invars[len(initial.consts) :])
+    copies = [not jx.is_literal(v) and v in of_parameters for v in initial.jaxpr.outvars]
+    return tuple(
+        Traits(never_negative=p, is_mixed=m, like_parameters=c)
+        for p, m, c in zip(positive, mixed, copies, strict=True)
+    )
+
+
+def _signs(constants: Sequence[Any]) -> list[bool]:
+    """Of constants, whether no element is below zero."""
+    return [_is_number(x) and bool((np.asarray(x) >= 0).all()) for x in constants]
+
+
+def _is_number(x: Any) -> bool:
+    return np.issubdtype(getattr(x, "dtype", np.asarray(x).dtype), np.number)
+
+
+def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
+    """Which outputs are never below zero, given which inputs aren't."""
+    found = dict(zip(jaxpr.invars, known, strict=True))
+    found.update(zip(jaxpr.constvars, [False] * len(jaxpr.constvars), strict=True))
+
+    def holds(atom: Any) -> bool:
+        return _signs([atom.val])[0] if jx.is_literal(atom) else found[atom]
+
+    for eqn in jaxpr.eqns:
+        name, operands = eqn.primitive.name, [holds(a) for a in eqn.invars]
+        inner = jx.called(eqn)
+        if inner is not None:
+            results = _never_negative(inner, operands)
+        elif name == "integer_pow":
+            results = [operands[0] or eqn.params["y"] % 2 == 0]
+        elif name == "mul" and eqn.invars[0] is eqn.invars[1]:
+            results = [True]
+        elif name == "max":
+            results = [any(operands)]
+        elif name == "select_n":
+            results = [all(operands[1:])]
+        elif name == "clamp":
+            results = [operands[0] or all(operands[1:])]
+        elif name in _ALWAYS:
+            results = [True] * len(eqn.outvars)
+        elif name in _IF_ALL:
+            results = [all(operands)] * len(eqn.outvars)
+        else:
+            results = None
+        found.update(zip(eqn.outvars, results or [False] * len(eqn.outvars), strict=True))
+    return [holds(a) for a in jaxpr.outvars]
+
+
+def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list[bool]:
+    """Which of some inputs meet a product of matrices on their way to a parameter.
+
+    Sets of inputs are the bits of numbers, so that one walk serves all of them.
+    """
+    reaches = {v: 1 << i for i, v in enumerate(tokens)}
+    mixes: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        operands = jx.variables(eqn.invars)
+        own, through = _union(reaches, operands), _union(mixes, operands)
+        if _has_product(eqn):
+            through |= own
+        reaches.update(dict.fromkeys(eqn.outvars, own))
+        mixes.update(dict.fromkeys(eqn.outvars, through))
+    found = _union(mixes, jx.variables(parameters))
+    return [bool(found >> i & 1) for i in range(len(tokens))]
+
+
+def _union(sets: dict[Any, int], variables: Sequence[Any]) -> int:
+    whole = 0
+    for v in variables:
+        whole |= sets.get(v, 0)
+    return whole
+
+
+def _has_product(eqn: Any) -> bool:
+    if eqn.primitive.name in PRODUCTS:
+        return True
+    return any(_has_product(e) for inner in jx.inner_jaxprs(eqn) for e in inner.eqns)
