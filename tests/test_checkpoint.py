@@ -149,7 +149,8 @@ def test_the_next_slab_is_read_while_one_is_stored(tmp_path, monkeypatch):
     trainer.save(tmp_path / "0")
     before = everything(trainer)
     num_slabs = sum(len(layout.slabs) for layout in spec_of(trainer).layouts)
-    read, fill, put = restore._load, restore._filled, jax.device_put
+    loading = restore._Loading
+    read, fill, put = loading._read, loading._filled, jax.device_put
     changed, begun, filled = threading.Condition(), 0, []
 
     def watched_read(*args):
@@ -166,14 +167,15 @@ def test_the_next_slab_is_read_while_one_is_stored(tmp_path, monkeypatch):
         return filled[-1]
 
     def watched_put(x, target):
-        if any(x is slab for slab in filled):
+        stored = [id(array) for arrays in filled for array in arrays]
+        if any(id(array) in stored for array in jax.tree.leaves(x)):
             with changed:
                 assert changed.wait_for(lambda: begun > min(len(filled), num_slabs - 1), 60)
         return put(x, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(restore, "_load", watched_read)
-        patch.setattr(restore, "_filled", watched_fill)
+        patch.setattr(loading, "_read", watched_read)
+        patch.setattr(loading, "_filled", watched_fill)
         patch.setattr(jax, "device_put", watched_put)
         trainer.restore(tmp_path / "0")
     assert len(filled) == num_slabs

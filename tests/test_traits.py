@@ -1,5 +1,7 @@
 """Traits of optimizer state that are read off equations, against what state does hold."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from megatrain_jax._src.program.optimizer.cut import cut_optimizer
 from megatrain_jax._src.program.optimizer.traits import state_traits
 from optimizers import OPTIMIZERS
 
-PARAMS = {"a": jnp.ones((6, 4)) / 3, "b": jnp.ones((4, 4)) / 5}
+PARAMS: Any = {"a": jnp.ones((6, 4)) / 3, "b": jnp.ones((4, 4)) / 5}
 MORE = (optax.amsgrad, optax.adabelief, optax.adagrad, optax.rmsprop, optax.yogi, optax.adan)
 EVERY = OPTIMIZERS | {f.__name__: lambda _, make=f: make(1e-2) for f in MORE}
 # `1 - b2` of a traced b2 and a difference of squares may be below zero, as far as signs tell.
@@ -36,7 +38,8 @@ def traits_of(optimizer):
 def lowest_state(optimizer):
     """The least value that each element of a flat state has had in some random steps."""
     optimizer, rng = optax.with_extra_args_support(optimizer), np.random.default_rng(0)
-    params, state = PARAMS, optimizer.init(PARAMS)
+    params: Any = PARAMS
+    state = optimizer.init(params)
     lowest = jax.tree.leaves(state)
     for _ in range(6):
         gradients = {k: jnp.asarray(rng.normal(size=v.shape), v.dtype) for k, v in params.items()}

@@ -22,7 +22,8 @@ def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
     def timed(instruction: Instruction, live: Any) -> None:
         nonlocal waited
         start, waits = time.perf_counter(), instruction.op in WAITS
-        jax.block_until_ready([x for x in engine._tokens.values() if not x.is_deleted()])
+        running = [x for x in engine._tokens.values() if x is not None and not x.is_deleted()]
+        jax.block_until_ready(running)
         if waits:
             obey(instruction, live)
         waited += time.perf_counter() - start
