@@ -154,6 +154,16 @@ def dd_of_several(result: Result) -> Figure:
     return max(row["gib_per_s"] for writers, row in result["dd"].items() if int(writers) > 1)
 
 
+def num_seeds(result: Result) -> int:
+    """The number of seeds that a row's mean loss is of."""
+    return len(result["held_out_loss"]["of_seeds"])
+
+
+def over_yardstick(result: Result) -> Figure:
+    """The loss over that of the yardstick, as a share; the mean of runs of the same seed."""
+    return result["percent_over_yardstick"]["mean"] / 100
+
+
 def percent_of_gpu(result: Result) -> int | None:
     """The share of the GPU that JAX was given, in percent; None where that is not known."""
     hardware = result.get("hardware", {})
@@ -225,6 +235,8 @@ FIGURES: dict[str, Callable[[Result], Figure]] = {
         link_share,
         temporary_device_gib,
         dd_of_several,
+        num_seeds,
+        over_yardstick,
     )
 }
 # Rates beside that of another file, by its path from a file's folder, with the file's own words in
@@ -260,6 +272,10 @@ COLUMNS = {
     "stages not recomputed": _column("{} of {}", "stages_that_keep_residuals", "num_stages"),
     "dispatch": _column("{:.3f}", "dispatch_share"),
     "at most": _column("{:.3f}", "drained_at_most"),
+    "seeds": _column("{}", "num_seeds"),
+    "host bytes a parameter": _column("{:.2f}", "host_bytes_per_parameter"),
+    "held-out loss": _column("{:.4f}", "held_out_loss.mean"),
+    "over fp32": _column("{:+.2%}", "over_yardstick"),
     "save": _column("{:.2f} GiB/s", "save.gib_per_s"),
     "restore": _column("{:.2f} GiB/s", "restore.gib_per_s"),
     "state": _column("{:.1f} GiB", "state_gib"),
