@@ -213,7 +213,7 @@ def test_linen_values_that_depend_on_the_batch_need_a_batch_of_arrays():
     _, initial = adapt(Centred(), mean_square, BATCH, 0)
     assert_same(initial.leaves([0]), [jnp.mean(jnp.asarray(BATCH["x"]), axis=0)])
     _, initial = adapt(Centred(), mean_square, jax.eval_shape(lambda: BATCH), 0)
-    with pytest.raises(ValueError, match="pass a sample_batch of arrays"):
+    with pytest.raises(ValueError, match="pass a `sample_batch` of arrays"):
         initial.leaves([0])
 
 
