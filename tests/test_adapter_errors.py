@@ -3,6 +3,7 @@
 Each case is one mistake; the message has to name the user's own argument, path or function.
 """
 
+import dataclasses
 from typing import Any, cast
 
 import jax
@@ -179,6 +180,12 @@ def test_precision_checks_its_dtypes():
         Precision(master=jnp.float16)
     with pytest.raises(ValueError, match=r"state=float16\) must be one of bfloat16, float32"):
         Precision(state=jnp.float16)
+    with pytest.raises(ValueError, match=r"state={'a': float16}\) must be one of bfloat16, .*int4"):
+        Precision(state={"*": "int8", "a": "float16"})
+    with pytest.raises(ValueError, match=r"state=uint8\) must be one of [^:]*$"):
+        Precision(state="uint8")
+    mapped = Precision(state={"*/mu/*": "int8"}, master={"*w": "bfloat16"})
+    assert dataclasses.replace(mapped, rounding="nearest").state == mapped.state
     with pytest.raises(ValueError, match=r"rounding='up'\) must be one of"):
         Precision(rounding=cast(Any, "up"))
 

@@ -163,6 +163,15 @@ def test_codes_are_for_matrices_by_default():
         for m in ("mu", "nu")
         for name in ("kernel", "bias")
     }  # fmt: skip
+    _, coded = codes(mt.Precision.compact(), optax.rmsprop(1e-3, centered=True))
+    assert not coded  # rounded apart, the difference of its moments may fall below zero
+    wrong = (
+        mt.Precision(state={"*/typo/*": "int8", "*": "int8"}),
+        mt.Precision(master={"Head/*": "bfloat16"}),
+    )
+    for precision in wrong:
+        with pytest.raises(ValueError, match=r"which fits none of the paths .*embed/embedding"):
+            codes(precision, adam)
     _, coded = codes(mt.Precision.compact(), muon)
     assert {row["code"] for path, row in coded.items()} == {"linear"}
 
@@ -188,6 +197,10 @@ def test_frozen_parameters_in_codes(tmp_path):
     coded.save(tmp_path / "coded")
     other = make(None, params=tmp_path / "coded")
     check_same_bits(other.params, coded.params)
+    compact = make_trainer(case, "clip_adamw", "int8")
+    compact.save(tmp_path / "parameters", params_only=True)  # without the state that has codes
+    other = make_trainer(case, "clip_adamw", "bf16", params=tmp_path / "parameters")
+    check_same_bits(other.params, compact.params)
     resumed = make("int8")
     resumed.restore(tmp_path / "coded")
     check_same_bits(resumed.params, coded.params)

@@ -64,3 +64,14 @@ def test_traits_are_what_state_does(name):
             assert negative != traits.never_negative, leaf.name
         assert traits.is_mixed == (name == "muon"), leaf.name
         assert traits.like_parameters == (".z[" in leaf.name), leaf.name
+        assert not traits.is_paired, leaf.name
+
+
+def test_what_differs_under_a_root_is_paired():
+    """Centred RMSProp: nu - mu ** 2, whatever is chained to it; its momentum is no part of that."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.rmsprop(1e-2, centered=True, momentum=0.9)
+    )
+    found = {leaf.name: traits.is_paired for leaf, traits in traits_of(optimizer)}
+    assert len(found) == 6
+    assert all(is_paired == (".trace[" not in name) for name, is_paired in found.items())

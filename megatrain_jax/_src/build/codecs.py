@@ -1,6 +1,7 @@
 """The codecs that a run's precision asks for: how each master and each state array is held."""
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -23,6 +24,28 @@ def held_dtype(precision: Precision, leaf: Leaf) -> Any:
     if leaf.is_trainable or precision.frozen is None:
         return precision.master_of(path_name(leaf.path))
     return precision.frozen
+
+
+def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: OptimizerCut) -> None:
+    """Refuses patterns of paths that fit nothing, as one with a typing error.
+
+    Raises:
+        ValueError: A pattern fits no path; the first paths there are are listed.
+    """
+    paths, state = _paths(optimizer), (leaf for row in optimizer.state for leaf in row)
+    there = {
+        "master": dict.fromkeys(path_name(leaf.path) for leaf in leaves),
+        "state": dict.fromkeys(paths[leaf.leaf] for leaf in state if leaf.mirrors is not None),
+    }
+    for name, known in there.items():
+        given = getattr(precision, name)
+        for pattern, _ in given if isinstance(given, tuple) else ():
+            if not any(fnmatchcase(path, pattern) for path in known):
+                shown = ", ".join(list(known)[:6]) + (", ..." if len(known) > 6 else "")
+                raise ValueError(
+                    f"`precision`: Precision({name}=...) has {pattern!r}, which fits none of the "
+                    f"paths {shown or 'of state that mirrors parameters, as there is none'}"
+                )
 
 
 def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, list[Plain]]:
@@ -76,8 +99,9 @@ def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Trait
     if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
     if form in _CODES and not isinstance(precision.state, tuple):
-        if len(leaf.shape) < 2:
-            return Plain()  # norms and biases: a ten-thousandth of a model
+        # Norms and biases are a ten-thousandth of a model.
+        if len(leaf.shape) < 2 or traits.is_paired:
+            return Plain()
         if traits.like_parameters:
             form = jnp.dtype("bfloat16")
     if form not in _CODES:

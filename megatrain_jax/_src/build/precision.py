@@ -29,7 +29,7 @@ class Precision:
 
     Where a mapping is allowed, its keys are patterns of paths, as a checkpoint has them (`"*"`
     stands for any text, `"layers/*/bias"` or, for state, `"*/nu/*"`); the first that fits decides,
-    and what none fits is held in fp32.
+    and what none fits is held in fp32. A pattern that fits nothing is refused.
 
     Attributes:
         master: dtype in which the host keeps the parameters that are trained: bfloat16, float32 or,
@@ -37,16 +37,17 @@ class Precision:
         compute: dtype that parameters are cast to before the model sees them.
         frozen: dtype in which the host keeps parameters that are not trained; None for that of the
             masters. With bfloat16 they take half the memory and half the time on the link, with
-            int8, in blocks of 128 with a scale each, a quarter.
+            int8, in blocks of 128 with a scale each, norms and biases among them, a quarter.
         state: how the host keeps optimizer state that has a number for each of a parameter's, such
             as Adam's moments: bfloat16; "int8" or "int4", codes in blocks of 128 with a scale each;
             None (or float32) as the optimizer makes it; or a mapping from paths to these. Without
-            a mapping, the state of parameters of one axis (norms, biases) has no codes, but stays
-            in fp32, and what begins as a copy of parameters is held in bfloat16 at the least.
+            a mapping, codes are for matrices: the state of parameters of one axis (norms, biases)
+            stays in fp32 then, as does state whose difference an optimizer takes the root of, and
+            what begins as a copy of parameters is held in bfloat16.
         rounding: how an update rounds what is held narrower: "stochastic", up or down at random so
             that the mean is right, or "nearest", which loses updates smaller than half of the gap
             between two numbers (in bfloat16 1/256 to 1/512 of a number). Random bits follow from
-            the seed, the step and the parameter's group.
+            the seed, the step, the parameter's group and the number of devices.
 
     Raises:
         TypeError: `rounding` is no string, or a path is none.
@@ -115,27 +116,37 @@ def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
         TypeError: A path is no string.
         ValueError: A dtype is none of those that are allowed, or a mapping is empty.
     """
+    if isinstance(given, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in given):
+        given = dict(given)  # the canonical form itself
     if not isinstance(given, Mapping):
-        dtype = _dtype(name, given)
-        if dtype.name in allowed:
-            return dtype
-        raise ValueError(
-            f"Precision({name}={dtype.name}) must be one of {', '.join(allowed)}: what an "
-            "optimizer updates needs fp32's range of exponents, or small numbers are lost and "
-            "large ones overflow."
-        )
+        return _allowed(name, str(given), _dtype(name, given), allowed)
     if not given:
         raise ValueError(f"Precision({name}={{}}) must name at least one path; '*' is any.")
-    for pattern in given:
+    pairs = []
+    for pattern, form in given.items():
         if not isinstance(pattern, str):
             raise TypeError(refused(name, "a mapping whose paths are strings", pattern))
-    pairs = [(pattern, _held(name, dtype, allowed)) for pattern, dtype in given.items()]
-    wide = [pattern for pattern, dtype in pairs if not hasattr(dtype, "name") or dtype == "float64"]
-    if wide:
-        raise ValueError(
-            f"Precision({name}=...) must map {wide[0]!r} to bfloat16, float32 or, for state, codes."
-        )
+        shown = f"{{{pattern!r}: {form}}}"
+        if form is None or isinstance(form, Mapping | tuple):
+            raise ValueError(
+                f"Precision({name}={shown}) must map paths to dtypes; float32 is wide."
+            )
+        in_mapping = tuple(x for x in allowed if x != "float64")
+        pairs.append((pattern, _allowed(name, shown, _dtype(name, form), in_mapping)))
     return tuple(pairs)
+
+
+def _allowed(name: str, shown: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
+    if dtype.name in allowed:
+        return dtype
+    shown = shown if shown.startswith("{") else dtype.name
+    why = ""
+    if jnp.issubdtype(dtype, jnp.floating):
+        why = (
+            ": what an optimizer updates needs fp32's range of exponents, or small numbers are "
+            "lost and large ones overflow"
+        )
+    raise ValueError(f"Precision({name}={shown}) must be one of {', '.join(allowed)}{why}.")
 
 
 def _frozen(given: Any) -> Any:

@@ -16,7 +16,12 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.adapt.adapters import AdaptedModel
 from megatrain_jax._src.build.bound_step import BoundStep, bind_step
-from megatrain_jax._src.build.codecs import held_dtype, master_codecs, state_codecs
+from megatrain_jax._src.build.codecs import (
+    check_paths,
+    held_dtype,
+    master_codecs,
+    state_codecs,
+)
 from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
@@ -232,6 +237,7 @@ def _trace(
 def _layouts(cut: Cut, options: Options) -> tuple[GroupLayout, ...]:
     """The layout of each group's masters and optimizer state in slabs."""
     precision = options.precision
+    check_paths(precision, cut.leaves, cut.optimizer)
     found = []
     for g, rows in enumerate(cut.grouping.leaves):
         dtype, codecs = master_codecs(precision, [cut.leaves[i] for i in rows])

@@ -108,7 +108,8 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
         if hasattr(found, "shape")  # Python numbers have none
     }
     by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
-    coded = {by_pointer[name]: coding for name, coding in facts.get("coded", {}).items()}
+    codings = facts.get("coded", {})
+    coded = {path: codings[name] for name, path in by_pointer.items() if name in codings}
     parts = {path: (arrays.pop((*path, "codes")), arrays.pop((*path, "scales"))) for path in coded}
     return arrays | {
         path: SavedCodes(codes=codes, scales=scales, coding=coded[path])

@@ -11,6 +11,9 @@ A worked example, Adam and Muon on one matrix each::
     nu = b2 * nu + (1 - b2) * g ** 2    never: b2 * nu isn't if nu wasn't, a square isn't
     p  = p - lr * mu / sqrt(nu)         elements meet no others
     p  = p - lr * orthogonal(mu)        products of mu with itself: its elements are mixed
+
+Centred RMSProp divides by the root of nu - mu ** 2, which rounding mu and nu apart may make less
+than zero: they are *paired*.
 """
 
 import dataclasses
@@ -43,11 +46,13 @@ class Traits:
         never_negative: Whether no element is ever below zero.
         is_mixed: Whether a parameter's update takes its elements through a product of matrices.
         like_parameters: Whether it is made of parameters at first, as averages of them are.
+        is_paired: Whether a root is taken of its difference to other state.
     """
 
     never_negative: bool
     is_mixed: bool
     like_parameters: bool
+    is_paired: bool
 
 
 def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[Traits, ...]:
@@ -72,11 +77,12 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
         positive = [a and b for a, b in zip(positive, still, strict=True)]
     tokens = apply.jaxpr.invars[before : before + num_tokens]
     mixed = _mixed(apply.jaxpr, tokens, apply.jaxpr.outvars[:num_leaves])
+    paired = _paired(apply.jaxpr, tokens)
     of_parameters = jx.dependent(initial.jaxpr, initial.jaxpr.invars[len(initial.consts) :])
     copies = [not jx.is_literal(v) and v in of_parameters for v in initial.jaxpr.outvars]
     return tuple(
-        Traits(never_negative=p, is_mixed=m, like_parameters=c)
-        for p, m, c in zip(positive, mixed, copies, strict=True)
+        Traits(never_negative=p, is_mixed=m, like_parameters=c, is_paired=d)
+        for p, m, c, d in zip(positive, mixed, copies, paired, strict=True)
     )
 
 
@@ -138,6 +144,45 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
         mixes.update(dict.fromkeys(eqn.outvars, through))
     found = _union(mixes, jx.variables(parameters))
     return [bool(found >> i & 1) for i in range(len(tokens))]
+
+
+def _paired(jaxpr: Any, tokens: Sequence[Any]) -> list[bool]:
+    """Which of some inputs meet another one in a difference that a root is taken of."""
+    found = _roots(jaxpr, {v: 1 << i for i, v in enumerate(tokens)}, {})
+    return [bool(found >> i & 1) for i in range(len(tokens))]
+
+
+def _roots(jaxpr: Any, reaches: dict[Any, int], apart: dict[Any, int]) -> int:
+    """The inputs in differences under roots; `apart` are those in differences, by variable.
+
+    Both are continued to the jaxpr's outputs, calls included.
+    """
+    found = 0
+    for eqn in jaxpr.eqns:
+        name, operands = eqn.primitive.name, jx.variables(eqn.invars)
+        own, differences = _union(reaches, operands), _union(apart, operands)
+        if name == "sub" and len(operands) == 2:
+            left, right = (reaches.get(v, 0) for v in operands)
+            differences |= left | right if left and right and left != right else 0
+        elif name in ("sqrt", "rsqrt"):
+            found |= differences
+        elif name in ("square", "abs") or (name == "integer_pow" and eqn.params["y"] % 2 == 0):
+            differences = 0  # never below zero again
+        inner = jx.called(eqn)
+        if inner is None:
+            reaches.update(dict.fromkeys(eqn.outvars, own))
+            apart.update(dict.fromkeys(eqn.outvars, differences))
+            continue
+        outside = zip(inner.invars, eqn.invars, strict=True)
+        known = [(v, a) for v, a in outside if not jx.is_literal(a)]
+        inside = {v: reaches.get(a, 0) for v, a in known}
+        inside_apart = {v: apart.get(a, 0) for v, a in known}
+        found |= _roots(inner, inside, inside_apart)
+        for out, v in zip(eqn.outvars, inner.outvars, strict=True):
+            literal = jx.is_literal(v)
+            reaches[out] = 0 if literal else inside.get(v, 0)
+            apart[out] = 0 if literal else inside_apart.get(v, 0)
+    return found
 
 
 def _union(sets: dict[Any, int], variables: Sequence[Any]) -> int:
