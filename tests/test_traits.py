@@ -67,6 +67,21 @@ def test_traits_are_what_state_does(name):
         assert not traits.is_paired, leaf.name
 
 
+def test_what_begins_below_zero_may_be_below_zero():
+    """Though an update makes a square of it; and what depends on such state may be, too."""
+
+    def init(params):
+        return {"a": jax.tree.map(lambda x: -x, params), "b": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        b = jax.tree.map(jnp.add, state["a"], state["b"])
+        return updates, {"a": jax.tree.map(jnp.square, updates), "b": b}
+
+    found = traits_of(optax.GradientTransformation(init, update))
+    assert len(found) == 4
+    assert not any(traits.never_negative for _, traits in found)
+
+
 def test_what_differs_under_a_root_is_paired():
     """Centred RMSProp: nu - mu ** 2, whatever is chained to it; its momentum is no part of that."""
     optimizer = optax.chain(

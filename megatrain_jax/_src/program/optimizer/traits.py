@@ -69,12 +69,12 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
     signs = _signs(initial.consts) + [False] * num_leaves
     positive = _never_negative(initial.jaxpr, signs)
     # State that was said to be never below zero has to stay so after an update of such state.
-    while True:
-        signs = _signs(apply.consts) + [False] * 2 * num_leaves + positive + [False] * after
+    known: list[bool] = []
+    while known != positive:
+        known = positive
+        signs = _signs(apply.consts) + [False] * 2 * num_leaves + known + [False] * after
         still = _never_negative(apply.jaxpr, signs)[num_leaves:]
-        if still == positive:
-            break
-        positive = [a and b for a, b in zip(positive, still, strict=True)]
+        positive = [a and b for a, b in zip(known, still, strict=True)]
     tokens = apply.jaxpr.invars[before : before + num_tokens]
     mixed = _mixed(apply.jaxpr, tokens, apply.jaxpr.outvars[:num_leaves])
     paired = _paired(apply.jaxpr, tokens)
