@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.build.precision import Precision
@@ -32,10 +31,10 @@ def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: Optimiz
     Raises:
         ValueError: A pattern fits no path; the first paths there are are listed.
     """
-    paths, state = _paths(optimizer), (leaf for row in optimizer.state for leaf in row)
+    state = (leaf for row in optimizer.state for leaf in row if leaf.mirrors is not None)
     there = {
         "master": dict.fromkeys(path_name(leaf.path) for leaf in leaves),
-        "state": dict.fromkeys(paths[leaf.leaf] for leaf in state if leaf.mirrors is not None),
+        "state": dict.fromkeys(path_name(optimizer.state_paths[leaf.leaf]) for leaf in state),
     }
     for name, known in there.items():
         given = getattr(precision, name)
@@ -86,9 +85,8 @@ def state_codecs(
     if precision.state is None or not state:
         return [Plain()] * len(state)
     traits = state_traits(optimizer.initial_state[group], optimizer.apply[group], num_leaves)
-    paths = _paths(optimizer)
     return [
-        _state_codec(precision, leaf, paths[leaf.leaf], row)
+        _state_codec(precision, leaf, path_name(optimizer.state_paths[leaf.leaf]), row)
         for leaf, row in zip(state, traits, strict=True)
     ]
 
@@ -112,10 +110,3 @@ def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Trait
         signed=not traits.never_negative,
         stochastic=stochastic,
     )
-
-
-def _paths(optimizer: OptimizerCut) -> list[str]:
-    """The path of each array of Optax's state, as checkpoints have it."""
-    tree = jax.tree.unflatten(optimizer.state_def, optimizer.state_shapes)
-    rows, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return ["/".join(jax.tree_util.keystr((k,), simple=True) for k in keys) for keys, _ in rows]

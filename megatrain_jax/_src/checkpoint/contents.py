@@ -126,10 +126,8 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
     for position, leaf in enumerate(cut.globals):
         place = StorePlace(holder=Small.OPTIMIZER, position=position)
         slices[leaf.leaf].append((leaf.index, place))
-    tree = jax.tree.unflatten(cut.state_def, cut.state_shapes)
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    for i, (keys, shape) in enumerate(flat):
-        path = (STATE, *(jax.tree_util.keystr((key,), simple=True) for key in keys))
+    for i, (keys, shape) in enumerate(zip(cut.state_paths, cut.state_shapes, strict=True)):
+        path = (STATE, *keys)
         if any(isinstance(place.holder, Small) for _, place in slices[i]):
             yield _entry(path, shape.shape, shape.dtype, slices[i])
         else:

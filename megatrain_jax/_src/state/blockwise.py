@@ -102,15 +102,15 @@ class Blockwise(Plain):
     def decode(self, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
         """The numbers that codes and scales stand for; see `Plain.decode`."""
         codes, scales = arrays
-        levels = self.levels()
+        xp, levels = _numpy_of(codes), self.levels()
         places = self._unpacked(codes).astype(np.int32) + (len(levels) // 2 if self.signed else 0)
-        if _numpy_of(codes) is np:
+        if xp is np:
             values = levels[places]
         else:
             values = jnp.asarray(levels).at[places].get(mode="promise_in_bounds")
         # The last block of an array that is read alone may be cut off.
         missing = -values.size % self.block
-        rows = (np if _numpy_of(codes) is np else jnp).pad(values, (0, missing))
+        rows = xp.pad(values, (0, missing))
         rows = rows.reshape(-1, self.block) * scales[:, None]
         return rows.reshape(-1)[: values.size].astype(dtype)
 

@@ -15,6 +15,7 @@ without masters and momentum. Without clipping `reduce` and `combine` give nothi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,6 +98,14 @@ class OptimizerCut:
     num_messages: int
     initial_state: tuple[Fragment, ...]
     initial_globals: Fragment
+
+    @functools.cached_property
+    def state_paths(self) -> tuple[tuple[str, ...], ...]:
+        """The path of each leaf of the state, as checkpoints have it."""
+        tree = jax.tree.unflatten(self.state_def, self.state_shapes)
+        rows, _ = jax.tree_util.tree_flatten_with_path(tree)
+        simple = jax.tree_util.keystr
+        return tuple(tuple(simple((key,), simple=True) for key in keys) for keys, _ in rows)
 
 
 def cut_optimizer(
