@@ -143,6 +143,7 @@ def test_rows_of_one_run_need_no_mark(results):
     ("changes", "mark"),
     [
         ({"record": {"run": "b", "clean": True}}, "another run"),
+        ({"record": {"run": "a", "host": "another", "clean": True}}, "another run"),
         ({"record": {"run": "a", "clean": False}}, "no commit's tree"),
         ({"hardware": {"device_fraction": "0.9"}}, "90% of the GPU"),
         ({"record": None}, "another run, before the protocol"),

@@ -174,10 +174,12 @@ def percent_of_gpu(result: Result) -> int | None:
 
 
 def is_of_one_run(path: Path, first: Path) -> bool:
-    """Whether two files are of one run; early ones by their folder, and by commits if they tell."""
+    """Whether two files are of one run of one machine; early ones by their folder and commits."""
     results = read(path), read(first)
     if not any(map(is_early, results)):
-        return results[0]["record"]["run"] == results[1]["record"]["run"]
+        # An id that was given twice doesn't make runs of two machines one.
+        ours, other = ((r["record"]["run"], r["record"].get("host")) for r in results)
+        return ours == other
     commits = {result.get("versions", {}).get("commit") for result in results} - {None}
     return all(map(is_early, results)) and path.parent == first.parent and len(commits) < 2
 
