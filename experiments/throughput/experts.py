@@ -65,6 +65,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 def active_parameters(config: models.DecoderConfig, total: int) -> int:
     """Returns how many parameters compute for one token: without the experts not chosen."""
     experts = config.experts
+    assert experts is not None, "a mixture of experts"
     one = 3 * config.hidden_size * experts.intermediate_size
     return total - len(experts.layers) * (experts.num - experts.per_token) * one
 
