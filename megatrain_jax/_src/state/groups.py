@@ -158,6 +158,8 @@ def layout_group(
     masters = list(master_codecs or [PLAIN] * len(rows))
     states = list(state_codecs or [PLAIN] * len(state))
     mirrors = [states[at : at + n] for at, n in rows_like(state, shapes) if n]
+    # One order and one unit for masters and state: leaf by leaf both lie at the same offsets, which
+    # lets an elementwise update compute on whole slabs.
     order = in_order(list(zip(masters, *mirrors, strict=True)))
     unit = max((codec.block for codec in (*masters, *states)), default=1)
     return GroupLayout(
