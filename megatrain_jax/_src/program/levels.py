@@ -105,6 +105,7 @@ class Lists:
         for i in members:
             path = self.parameters[i].path
             for d in range(depth, len(path)):
+                # An index without siblings makes no list: `Dense_0` is a layer's name.
                 if path[d] == STACK or len(self.siblings.get(_list_of(path, d), ())) > 1:
                     if path[d] == STACK or path[: d + 1] in self.siblings[_list_of(path, d)]:
                         rows[_list_of(path, d)][path[: d + 1]].append(i)
@@ -186,6 +187,7 @@ class Lists:
             return any(
                 up is not None and up >> i & 1 for i, up in zip(elements[0], before[0], strict=True)
             )
+        # A list may be gone through backwards: paths don't tell the order of calls.
         pairs = list(zip(read, read[1:], strict=False))
         return bool(pairs) and all(follows(b, a) or follows(a, b) for a, b in pairs)
 

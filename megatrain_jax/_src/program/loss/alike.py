@@ -44,6 +44,7 @@ class Alike:
         numbers: dict[Any, int] = {}
 
         def ref(eqn, atom):
+            # By dtype and shape alone. A weak type is left out, since an input has none.
             if self._may_differ(eqn, atom) or not jx.is_literal(atom) and is_input(atom):
                 return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
             if jx.is_literal(atom):

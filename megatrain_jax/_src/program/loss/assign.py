@@ -50,7 +50,8 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
             stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
             if flow.kind[v] == MAIN
         ]  # fmt: skip
-        stage_of[i] = max([home, *sources])  # never before its operands
+        # Never before its operands; equations come in order, so theirs are known.
+        stage_of[i] = max([home, *sources])
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 

@@ -90,6 +90,8 @@ class _Borders:
 
     def find(self) -> list[int]:
         """The borders: largest classes of like stretches first, then each one left by itself."""
+        # A border that is fixed stays, and is shared with the stretch before it: the largest class,
+        # which saves the most compilations, goes first.
         for members in sorted(self.like.values(), key=len, reverse=True):
             left = members
             while len(left) > 1 and (alike := self._alike(left)):
@@ -254,6 +256,8 @@ def _live_bytes(flow, main, position) -> list[int]:
             last[v] = p
     for v in jx.variables(flow.jaxpr.outvars):
         last[v] = len(main)
+    # Each value adds its bytes where it is born and takes them off after its last read; the sums of
+    # these changes are the bytes alive, in one pass.
     change = np.zeros(len(main) + 2, dtype=np.int64)
     for v, p in last.items():
         if flow.kind[v] == MAIN:

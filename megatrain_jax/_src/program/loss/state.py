@@ -35,6 +35,7 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
         num_variables: Number of variables.
     """
     of_batch = jx.dependent(jaxpr, data[num_variables:-1])
+    # Backwards from draws to what they are made of; forwards, a key's use would not be known yet.
     sources: set[Any] = set()  # integers and keys behind random numbers
     for eqn in reversed(jaxpr.eqns):
         if _draws(eqn) or not sources.isdisjoint(eqn.outvars):

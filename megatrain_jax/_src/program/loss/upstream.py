@@ -97,6 +97,7 @@ class _Walk:
 
     def _meet(self, eqn, ins: list[_Source]) -> _Source:
         """Joins an equation's operands; those of parameters alone meet those that have data."""
+        # Parameters that meet among themselves, as a sum of penalties does, say nothing of order.
         before = self._join([s for s in ins if s.data])
         joined = self._join(ins)
         if before.data:

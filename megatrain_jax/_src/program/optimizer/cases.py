@@ -22,6 +22,7 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import MIXED, Slicer
 
+# Each condition doubles the cases, which are all computed.
 _MOST_CONDITIONS = 2
 
 
