@@ -142,7 +142,7 @@ def _parts(
     for p, part in enumerate(layout.parts(i)):
         rows, whole = slices, shape
         if part.per > 1:
-            # It has no axes of the array's own; those that are sliced come first.
+            # Such a part has no axes of the array's own; those that are sliced come first.
             axes = sliced_axes(slices[0][0])
             whole = (*(shape[axis] for axis in axes), *part_shape(layout, i, p))
             rows = [(numbers(index), place) for index, place in slices]

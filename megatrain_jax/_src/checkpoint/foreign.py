@@ -53,7 +53,7 @@ class SavedCodes:
     Attributes:
         codes: Its codes.
         scales: Its scales.
-        coding: How it is coded, as the checkpoint's manifest says it.
+        coding: The array's coding, as the checkpoint's manifest has it.
     """
 
     codes: SavedArray
