@@ -47,7 +47,7 @@ def cut_run(
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
-    Layers stacked in one array become leaves of their own. Those that a loss takes by hand stay in
+    Layers stacked in one array become leaves of their own. Layers that a loss takes by hand stay in
     one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
 
     Raises:

@@ -166,7 +166,7 @@ def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
 
 
 def _run() -> Iterable[ArrayEntry]:
-    """The seed's key and the number of the next step."""
+    """The entries of the seed's key and of the number of the next step."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
         place = StorePlace(holder=Small.RUN, position=position)

@@ -113,7 +113,7 @@ class Saving:
     def _finish_together(self) -> None:
         """Waits for all processes' parts.
 
-        What the processes tell each other while Orbax writes must not cross with what a step does.
+        Messages that the processes exchange while Orbax writes must not cross with a step's.
         """
         self.join()
         where = f"the end of saving {self.path.name}"

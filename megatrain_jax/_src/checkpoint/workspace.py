@@ -37,7 +37,7 @@ class Guest:
     """
 
     def __init__(self, path: Path):
-        """Makes it for a folder."""
+        """Makes the guest of a folder."""
         self.path = path
 
     def share(self) -> None:

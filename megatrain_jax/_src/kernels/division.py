@@ -25,7 +25,7 @@ Axes = Mapping[Any, int]
 
 
 def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
-    """Finds the arrays of an open jaxpr that devices divide, from its inputs that they do."""
+    """Finds the arrays of an open jaxpr that devices divide, from those among its inputs."""
     axes = dict(given)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint":
@@ -67,7 +67,7 @@ def makes_whole(eqn: Any) -> bool:
 
 
 def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
-    """The arrays that a loop goes along as they are divided: each device needs them whole."""
+    """The arrays that a loop goes along on the axis they are divided on: each device needs all."""
     if eqn.primitive.name != "scan":
         return []
     rows = eqn.invars[sum(jx.scan_parts(eqn)) :]
@@ -75,9 +75,10 @@ def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
 
 
 def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
-    """The body of a loop, in which an element of an array has one axis less than that.
+    """The body of a loop, and its arrays that are divided.
 
-    A carry is divided if any round makes it so.
+    An element that it takes of an array has one axis less. A carry is divided if any round makes
+    it so.
     """
     (body,) = jx.inner_jaxprs(eqn)
     num_consts, num_carry = jx.scan_parts(eqn)
@@ -88,7 +89,8 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
             axis = axes[v] - (at >= carried.stop)
             if axis >= 0:
                 given[inner] = axis
-    # What one round divides may divide more in the next. Each pass adds a carry, so it ends.
+    # An array that one round divides may divide others in the next. Each pass adds a carry, so
+    # this ends.
     while True:
         found = divided_axes(body, given)
         carry = zip(body.invars[carried], body.outvars[:num_carry], strict=True)

@@ -1,7 +1,7 @@
 """Effects of a loss (`jax.debug.print`, callbacks): finding them, and firing each once.
 
 A stage's backward computes its forward again, so what its forward has fired is taken out of the
-backward's trace. What depends on a cotangent, as a print in a custom derivative rule, belongs to
+backward's trace. An effect that depends on a cotangent, as a print in a derivative rule, belongs to
 the backward and stays.
 
 A worked example, the backward of a stage that prints `w` and gives `sin(w)`, as it is traced::
@@ -168,7 +168,7 @@ def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
     silenced, outs = _without(jaxpr, operands, False)
     if eqn.primitive.name == "scan":
         consts, carry = jx.scan_parts(eqn)
-        # What one iteration makes late is late from the start in the next one.
+        # A carry that one iteration makes late is late from the start in the next one.
         while any(
             o and not i
             for o, i in zip(outs[:carry], operands[consts : consts + carry], strict=True)

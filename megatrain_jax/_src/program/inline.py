@@ -86,7 +86,7 @@ class Inliner:
             return self._plain(eqn, ins)
         if name == "scan" and _is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
-        # What mixes slices gets the whole array, of which their blocks are then read together.
+        # An equation that mixes slices gets the whole array, and reads their blocks together.
         out = piecewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
 

@@ -1,8 +1,9 @@
 """Chooses the level of nested lists at which a model is cut into blocks.
 
-A list is what has indexed siblings (`layers/0`, `layers/1`; `Block_0`, `Block_1`) or what a scan
-reads slice by slice. The lists nearest to the root are always cut into their elements. An element
-that has lists inside is opened, and cut at those, if they are lists of layers that hold most of it.
+A list is a row of indexed siblings (`layers/0`, `layers/1`; `Block_0`, `Block_1`), or an array that
+a scan reads slice by slice. The lists nearest to the root are always cut into their elements. An
+element that has lists inside is opened, and cut at those, if they are lists of layers that hold
+most of it. `block_keys` has an example.
 """
 
 import dataclasses
@@ -135,7 +136,7 @@ class Lists:
         Args:
             element: Path of the element.
             members: Its parameters.
-            likes: How many elements of its list are like it, itself included.
+            likes: Number of elements of its list that are like it, itself included.
         """
         keys: dict[int, ModelPath] = {}
         layers: dict[ModelPath, list[int]] = {}

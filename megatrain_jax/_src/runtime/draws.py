@@ -10,7 +10,7 @@ class Draws:
     """The arguments that make updates draw; groups' numbers are put on the devices once."""
 
     def __init__(self, store: Store):
-        """Holds no number yet."""
+        """Starts with no group's number on the devices."""
         self._store = store
         self._numbers: dict[int, jax.Array] = {}
 

@@ -41,7 +41,7 @@ class Streams:
     """The gathered copies of both directions, and the stream whose turn it is; nothing waits."""
 
     def __init__(self, placement: Placement):
-        """Makes it without copies, the first stream's turn next.
+        """Starts without copies, the first stream's turn next.
 
         Args:
             placement: The placement between whose memories copies go; on a "gpu" they take turns.
@@ -51,7 +51,7 @@ class Streams:
         self.forget()
         self._move = placement.move
         self._targets = {True: placement.slabs_on_device, False: placement.slabs_at_rest}
-        # What is to go one way rests on the other side; a shard of a number for each device.
+        # A number that is to go one way rests on the other side; each device has one of its own.
         number = jnp.zeros(len(placement.devices), jnp.int32)
         self._numbers = {
             way: placement.put(number, self._targets[not way]) for way in (True, False)

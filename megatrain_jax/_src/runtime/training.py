@@ -17,7 +17,7 @@ from megatrain_jax._src.runtime.engine import Engine
 
 
 class TooManySkippedError(FloatingPointError):
-    """As many steps in a row were skipped as may be; the last one is as settled as the others."""
+    """The error of as many steps skipped in a row as may be, all of which are settled."""
 
 
 class StepMetrics(dict[str, jax.Array]):
@@ -49,7 +49,7 @@ class Training:
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...], max_skipped: int):
-        """Makes it before the first step.
+        """Starts before the first step.
 
         Args:
             engine: The engine that runs the steps.

@@ -224,8 +224,8 @@ class Residency:
                 needs.setdefault(use.key, []).append(at)
         for number, task in enumerate(tasks):
             last = number == len(tasks) - 1
-            # What the next task needs when it begins comes while this one computes, at the latest.
-            # `least_bytes` counts its room, so waiting for earlier tasks is always enough.
+            # The parts that the next task needs to begin come while this one computes, at the
+            # latest. `least_bytes` counts their room: to wait for earlier tasks is always enough.
             early = boundary if last else tasks[number + 1].num_early
             self._make_ready(number, task, line, starts[number + 1] + early)
             if last:  # a first step may not use all that stays
@@ -273,9 +273,9 @@ class Residency:
         for at in [at for at in self.leaving if at[0] < number]:
             if self.clock.landed.get(at, 0.0) <= self.clock.driver:
                 self.land(*at)
-        # What the next call fetches can't come before this task is computed, so the link needs
-        # work until then. More would only wait in line, where copy streams overtake one another:
-        # the GPU may take a late copy first.
+        # Parts that the next call fetches can't come before this task is computed, so the link
+        # needs work until then. More would only wait in line, where copy streams overtake one
+        # another: the GPU may take a late copy first.
         seconds = sum(computation.seconds for computation in task.computations)
         enough = self.clock.over((use.key for use in task.uses), seconds)
         while self.reach < len(line):
@@ -296,8 +296,8 @@ class Residency:
 
     def _missing(self, use: Use) -> int:
         """Bytes that have to become free for a use."""
-        # What is created needs room of its own even if an older one is present, as the gradient of
-        # the step before is until its update has been computed.
+        # A part that is created needs room of its own even if an older one is present, as the
+        # gradient of the step before is until its update has been computed.
         known = use.key in self.reserved or use.key in self.present
         return 0 if known and not use.creates else self.workload.size(use.key)
 

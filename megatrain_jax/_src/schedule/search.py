@@ -217,7 +217,7 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: 
     cold.run(lists.cold, lists.steady, boundary)
     # The parts that a step leaves dirty or on their way may depend on the step before. The
     # instructions have to serve after any, so steps are repeated until one that starts from the
-    # most that any left ends with no more. What they start from only grows, within what there is.
+    # most that any left ends with no more. Their starts only grow, within all parts there are.
     begin, covered, num_steps = cold.next_step(num_tasks, boundary), False, 0
     while not covered or num_steps < _MIN_STEPS:
         steady = begin.next_step(0, boundary)

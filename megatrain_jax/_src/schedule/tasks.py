@@ -249,7 +249,7 @@ def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
                 created[key] = None
             elif not any(key in known for known in (early, late, created)):
                 (early if at <= stage else late)[key] = None
-    # What can't arrive while the stage computes would hold up what follows.
+    # Parts that can't arrive while the stage computes would hold up the computations that follow.
     seconds = sum(computations[at].seconds for at in stages)
     hidden = workload.seconds_inward(late) <= seconds
     return Task(

@@ -32,7 +32,7 @@ _SHORT, _PREFIX = 512, 4
 
 
 class PeerEndedError(RuntimeError):
-    """Another process of the run has ended, or can't be reached.
+    """The error that another process of the run has ended, or can't be reached.
 
     Attributes:
         signal: Name of the signal that ended it, such as "SIGTERM"; None after an error.

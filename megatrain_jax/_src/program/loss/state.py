@@ -1,7 +1,8 @@
 """The use of a model's state, its variables that are not trained: batch statistics, or keys.
 
 With several microbatches a step is still one call as far as state goes: a moving average or a power
-iteration advances once. Only what random numbers are drawn from goes on with each microbatch.
+iteration advances once. Only keys and counts that random numbers are drawn from go on with each
+microbatch.
 """
 
 import dataclasses

@@ -54,7 +54,7 @@ _LIST = "; or keep the layers in a list, not in one array"
 
 
 class CoupledGroupsError(ValueError):
-    """An optimizer needs more of other groups than a few scalars."""
+    """The error of an optimizer that needs more of other groups than a few scalars."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, ELEMENTWI
 
 
 class _NotElementwise(Exception):
-    """An equation mixes elements, or depends on where they are."""
+    """The error of an equation that mixes elements, or depends on where they are."""
 
 
 def line_up(
