@@ -56,6 +56,7 @@ def check_batch(
             f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
             f"{_name(first_path, name)} has shape {first.shape}"
         )
+    # Each microbatch is divided by itself: every device has as many of its examples.
     if examples // microbatches % num_devices:
         parts = "" if microbatches == 1 else f" in each of `microbatches`={microbatches} parts"
         raise ValueError(

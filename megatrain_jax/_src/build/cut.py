@@ -58,6 +58,7 @@ def cut_run(
     try:
         return _cut(adapted, traced, optimizer, options, trained, every)
     except CoupledGroupsError as error:
+        # The second try still cuts what scans take: without other stacks it would fail likewise.
         if every == scanned:
             raise
         reason = str(error)

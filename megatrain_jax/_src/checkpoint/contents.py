@@ -199,6 +199,7 @@ def rows_of(store: Store, entries: Iterable[ArrayEntry]) -> list[tuple[ArrayEntr
         store: The store; at rest.
         entries: The arrays' entries.
     """
+    # Arrays are taken now, and read later: steps replace the store's, but never change them.
     small = small_arrays(store)
 
     def reader(place: StorePlace, part: int) -> Reader:

@@ -118,6 +118,7 @@ def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Ar
     rows = {row.dtype: row for row in stacked}
     taken = dict.fromkeys(rows, 0)
     values = []
+    # Within a dtype the order is that of `_stacked`; between dtypes none is needed.
     for aval in (v.aval for v in like):
         start = taken[aval.dtype]
         taken[aval.dtype] = end = start + aval.size

@@ -137,6 +137,8 @@ class Reads:
             return self._call(branches[which], ins[1:])
         if name == "scan" and self._is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
+        # Still a loop: an array that it goes along may be made of parameters (a concatenation), and
+        # a warning then says why their layers stay together.
         if name == "scan":
             for x in ins[sum(jx.scan_parts(eqn)) :]:
                 self.remade |= set() if x.of_data else x.parameters

@@ -159,6 +159,7 @@ class _Finder:
         rows: dict[tuple[int, ...], int] = {}
         first: list[int] = []
         for r, at in self.taken[p]:
+            # A read that takes several positions of one of these axes is of no single slice.
             if at.keys() >= set(axes):
                 place = tuple(at[axis] for axis in axes)
                 if place not in rows:

@@ -164,6 +164,8 @@ def _param_key(value, level):
         return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
     if isinstance(value, (np.ndarray, jax.Array)):
         return value_key(value)
+    # Nothing tells what a function computes, so that one is equal to itself alone. A stage with the
+    # key has its jaxpr, too, which holds the function: no other gets its id meanwhile.
     if callable(value) and not isinstance(value, type):
         return ("callable", id(value))
     try:

@@ -81,7 +81,7 @@ class Engine:
             cotangents[step.program.outputs[0]] = seed
         for instruction in instructions:
             self.obey(instruction, live)
-        self._transfers.dispatch()
+        self._transfers.dispatch()  # offloads after the last computation
         self._begun += schedule.num_tasks
         new = list(self.store.variables)
         for k, i in step.late_state.items():
@@ -265,7 +265,7 @@ class Engine:
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
-            self._tokens[task] = (back or gradients)[0]
+            self._tokens[task] = (back or gradients)[0]  # one result tells of all of a kernel's
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)

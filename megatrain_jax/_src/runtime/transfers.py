@@ -67,6 +67,7 @@ class Transfers:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
+        # The source is held until the wait: the schedule counts its bytes until then.
         def land(slabs: Slabs) -> None:
             self.store.host[key] = slabs
             self._leaving[task, key] = source, slabs

@@ -113,6 +113,8 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
     def first_use(item):
         return min((uses[i][0] for i in item[1] if uses[i]), default=len(stages)), item[1][0]
 
+    # Groups are numbered as forward meets them: the smaller number is fetched first where nothing
+    # else decides, and tables read like the model.
     ordered = sorted(members.items(), key=first_use)
     names = [
         (".".join(map(str, key[1] or ())) or _name(leaves, rows)) + ("" if key[0] else " (frozen)")

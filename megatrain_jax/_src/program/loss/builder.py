@@ -275,7 +275,7 @@ class _Body:
     def pull(self, i: int) -> None:
         """Adds equation `i` after those it needs that the stage computes or repeats itself."""
         flow = self.builder.flow
-        stack = [(i, False)]
+        stack = [(i, False)]  # chains are longer than Python's recursion allows
         while stack:
             i, ready = stack.pop()
             if i in self.present:
