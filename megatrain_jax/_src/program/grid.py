@@ -1,4 +1,4 @@
-"""How operations move the slices of a stacked array, without computing on them.
+"""The movement of a stacked array's slices by operations, without computing on them.
 
 A stacked array is a grid of slices: an array of whatever stands for a slice, and the axes of the
 whole that the grid's own axes are. Transposing, reversing, slicing or regrouping the whole along
