@@ -66,17 +66,17 @@ def fit(
             batch that came after it: `data` is put there by `set_state` if its iterator has that
             (Grain), or else by skipping the batches that were used. Newer checkpoints that can't
             be read are renamed. Without it, `checkpoint_dir` must hold no steps yet.
-        steps: How many batches to train on, those before a checkpoint included; None trains until
+        steps: Number of batches to train on, those before a checkpoint included; None trains until
             `data` ends.
-        microbatches: Into how many equal parts each batch is cut.
-        precision: Which dtype the masters have and which one computes.
+        microbatches: Number of equal parts that each batch is cut into.
+        precision: The dtypes of masters, of compute and of optimizer state.
         device_budget: Bytes of device memory that state may occupy, "least", or None for what the
             device has left; see `Trainer`.
-        trainable: Which parameters are trained, as a regular expression on their paths or a
+        trainable: The parameters that are trained, as a regular expression on their paths or a
             function of the path; None trains all. See `Trainer`.
-        on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" the step,
+        on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
             which leaves parameters and optimizer state as they were; see `Trainer`.
-        max_skipped: How many steps in a row may be skipped; see `Trainer`.
+        max_skipped: Number of steps in a row that may be skipped; see `Trainer`.
         seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
         hardware: The machine whose rates steps are scheduled by; see `Trainer`.
         mesh: The devices to train on; see `Trainer`.
@@ -89,7 +89,7 @@ def fit(
             run can write there meanwhile.
         checkpoint_every: Save after each step whose number this divides. Training goes on while
             a checkpoint is written.
-        keep: How many checkpoints to keep, the newest ones.
+        keep: Number of checkpoints to keep, the newest ones.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
             record's. A callback ends the run early by raising `KeyboardInterrupt`.
@@ -154,7 +154,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
     Args:
         trainer: The trainer, new or used.
         data: See `fit`.
-        steps: How many further steps to take; None trains until `data` ends.
+        steps: Number of further steps to take; None trains until `data` ends.
         eval_data: See `fit`.
         eval_every: See `fit`; steps are counted over the trainer's life.
         checkpoint_dir: See `fit`; nothing is resumed here, and no later steps may be there.

@@ -80,7 +80,7 @@ def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> d
 
     Args:
         rows: The metrics of each batch.
-        sizes: How many examples each has; of no use where there is a metric called "weight".
+        sizes: Number of examples of each; of no use where there is a metric called "weight".
 
     Returns:
         The means, and the sum of the weights if there are any.

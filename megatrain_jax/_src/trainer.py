@@ -41,7 +41,7 @@ class Trainer(RunState):
     """Trains one model whose parameters and optimizer state live in pinned host memory.
 
     Attributes:
-        history: One record a step; `fit` and `train` write it.
+        history: The records, one a step; `fit` and `train` write it.
     """
 
     @shows(Options)
@@ -71,26 +71,26 @@ class Trainer(RunState):
                 mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
                 can read. Their dtype may be narrower than the masters', not wider.
             progress: Whether to show a progress bar while the state is made or restored.
-            microbatches: Into how many equal parts each training batch is split. The loss and
+            microbatches: Number of equal parts that each training batch is split into. The loss and
                 the gradient are the means over the parts.
-            precision: Which dtype the masters have and which one computes.
+            precision: The dtypes of masters, of compute and of optimizer state.
             device_budget: Bytes of device memory that state and activations may occupy. With more,
                 less is moved, and less is computed again in backward: results may then differ in
                 the last bits. "least" for the smallest number with which no step waits for room;
                 None for what the device has left beside compiled functions, and the least where
                 JAX doesn't tell.
-            trainable: Which parameters are trained: a regular expression to be found in their
+            trainable: The parameters that are trained: a regular expression to be found in their
                 paths, such as ``"layers/.*/(q|v)_proj"``, a function of the path, or None for all.
                 The others have neither gradients nor optimizer state and are only copied to the
                 device, in `precision.frozen` if that is given; the optimizer sees
                 `optax.MaskedNode` in their place.
-            on_nonfinite: What to do if a loss or a gradient is not finite: "raise", or "skip" to
+            on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" to
                 leave everything but the number of the step as it was and go on. To skip is a
                 decision over all gradients, so no parameter is updated before all are known.
-            max_skipped: How many steps in a row may be skipped; the last of them is an error.
+            max_skipped: Number of steps in a row that may be skipped; the last one is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
             hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
-                this one, or an H200 where there is no GPU. How much memory there is, is found out.
+                this one, or an H200 where there is no GPU. The size of its memory is found out.
             mesh: The devices to train on, each with its share of the state and of the batch: a
                 `jax.sharding.Mesh`, whatever its axes, with equally many devices of each process
                 or of this one alone; None for all GPUs that JAX sees, or else its first device.
@@ -234,7 +234,7 @@ class Trainer(RunState):
 
     @property
     def schedule(self) -> Schedule:
-        """What a training step of the sample's shapes fetches, computes and offloads, and when."""
+        """The schedule of a training step of the sample's shapes: what moves when, as data."""
         return self._spec.first.schedule
 
     @property

@@ -1,7 +1,7 @@
 """NNX, Linen and plain-pytree models, turned into one internal form.
 
 The rest of the library sees parameter leaves and a pure loss, whatever library the user's model
-was written with; what differs between the kinds of model is said here and nowhere else.
+was written with; the differences between the kinds of model end here.
 """
 
 from collections.abc import Callable, Sequence
@@ -168,6 +168,7 @@ def _adapt_values(model: Any) -> tuple[AdaptedModel, InitialValues]:
 def _adapt_traced(
     take_apart: Callable[..., Parts], args: tuple[Any, ...]
 ) -> tuple[AdaptedModel, InitialValues]:
+    # A shell holds no arrays, so it may leave the trace; the arrays leave it as shapes.
     shells = []
 
     def arrays(*args: Any) -> tuple[Any, Any]:
@@ -214,6 +215,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
     def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
         return shell.rebuild(params_tree(leaves), variables_tree(variables))
 
+    # Whoever pairs the leaves of this tree with `paths`, as the optimizer does, relies on this.
     in_order = jax.tree.leaves(params_tree(shapes))
     assert all(a is b for a, b in zip(in_order, shapes, strict=True)), "leaves change their order"
     return AdaptedModel(

@@ -71,18 +71,19 @@ def initial_values_of(
 def initial_values_of_trace(
     traced: Any, args: Any, num_params: int, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> InitialValues:
-    """Initial values by a traced initialisation, of which only what is asked for is evaluated.
+    """Initial values by a traced initialisation, which is evaluated for the leaves asked for alone.
 
     The equations run one by one outside jit, because that is what the user's own eager
     initialisation does: a jitted one may round differently.
 
     Args:
-        traced: what `jax.make_jaxpr` returned; its outputs are the parameter leaves followed by
+        traced: the result of `jax.make_jaxpr`; its outputs are the parameter leaves followed by
             the leaves of the state that isn't trained.
         args: the pytree of arguments that it was traced with.
         num_params: number of parameter leaves.
         shapes: the dtypes of all outputs.
     """
+    # Equations that several requests need run for each of them; without `silent`, so would prints.
     inputs = jax.tree.leaves(args)
     # A closed jaxpr of JAX 0.10 wraps an open one; from 0.11 on they are the same object.
     jaxpr, consts = effects.silent(traced.jaxpr), traced.consts

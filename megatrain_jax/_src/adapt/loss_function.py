@@ -1,7 +1,7 @@
 """The user's loss function: how it is called, and what it has to return.
 
-`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` gives a loss or (loss, metrics). What is
-wrong with either is said here, in the words of the user's own function.
+`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` gives a loss or (loss, metrics). Mistakes in
+either are reported here, in the words of the user's own function.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What every step's record has of its own, and what its evaluation's metrics begin with.
+# The names that every step's record has of its own, and the beginning of its evaluation's.
 _RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
 EVALUATED = "eval_"
 
@@ -39,6 +39,7 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
     positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named_rng = len(positional) > 2 and positional[2].name in ("rng", "key")
     num_required = sum(p.default is p.empty for p in positional)
+    # An optional third argument may be anything, unless its name says that it is a key.
     takes_rng = named_rng or num_required > 2
     try:
         signature.bind(*(None,) * (3 if takes_rng else 2))

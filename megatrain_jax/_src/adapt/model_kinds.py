@@ -1,4 +1,4 @@
-"""What NNX modules, Linen modules and plain pytrees each need to be taken apart and called.
+"""The ways in which NNX modules, Linen modules and plain pytrees are taken apart and called.
 
 One function per kind splits a model into parameters, state that isn't trained, and the static
 rest; all of them also work on tracers, so that a model can be split without being allocated.
@@ -172,6 +172,7 @@ def _nnx_parts(model: Any) -> Parts:
     ) -> tuple[Any, Any]:
         # Without a copy the variables belong to an outer trace and refuse to be changed.
         model = nnx.merge(graphdef, params, variables, copy=True)
+        # NNX keeps a flag in its modules, which dropout and batch norms read.
         if not train:
             for module in _nnx_modules(model):
                 module.eval()
@@ -230,6 +231,7 @@ def linen_parts(
         key: gives the values that `module.init(key, ...)` gives.
         args: what loss_fn gets after the model.
     """
+    # Initialised by the loss itself, so that no other call has to be made up for a sample batch.
     initialise = linen.init(loss_fn, module, mutable=True)
     collections = _plain(initialise(key, *args))
     params = collections.pop("params", {})
@@ -290,7 +292,7 @@ def _plain(variables: Any) -> dict[str, Any]:
 def _pytree_parts(model: Any) -> Parts:
     """Takes a pytree apart: floating-point arrays are parameters, other arrays are state.
 
-    What is no array is static. A loss gets no model back, so that such state stays as it is.
+    Everything else is static. A loss gives no model back, so that state stays as it is.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model)
     leaves = [leaf for _, leaf in flat]

@@ -25,8 +25,8 @@ def check_batch(
     Args:
         batch: A pytree of NumPy or JAX arrays whose leading axes, one entry an example, all have
             the same size.
-        microbatches: Into how many equal parts the leading axis will be cut.
-        name: What the batch is called.
+        microbatches: Number of equal parts that the leading axis will be cut into.
+        name: Name of the batch, for messages.
         num_devices: Number of devices that each of these parts is divided over.
         or_shapes: Whether their `jax.ShapeDtypeStruct`s will do.
 
@@ -56,6 +56,7 @@ def check_batch(
             f"`microbatches`={microbatches} does not divide the {examples} examples of the batch: "
             f"{_name(first_path, name)} has shape {first.shape}"
         )
+    # Each microbatch is divided by itself: every device has as many of its examples.
     if examples // microbatches % num_devices:
         parts = "" if microbatches == 1 else f" in each of `microbatches`={microbatches} parts"
         raise ValueError(

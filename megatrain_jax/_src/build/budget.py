@@ -48,6 +48,8 @@ def fit_to_device(
     fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
     if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
         more = needed_by(fitted.first)
+        # A smaller budget keeps fewer residuals: its functions are among those of the two turns,
+        # so that a third one would find no larger need.
         if more > needed:
             fitted = with_temporaries(spec, more, device_bytes, estimated=estimated)
     return fitted
@@ -71,6 +73,7 @@ def with_temporaries(
         return known
     taken = other_bytes(spec.first) + temporary_bytes
     left = int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
+    # The least even where less is left: a plan says then by how much, and training is refused.
     budget = max(left, spec.first.schedule.smallest_bytes)
     schedule = find_schedule(spec.first.workload, budget)
     first = dataclasses.replace(spec.first, schedule=schedule)

@@ -96,10 +96,12 @@ def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Trait
     form = precision.state_of(path)
     if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
+    # A mapping says all by itself; exceptions are made from one form for everything.
     if form in _CODES and not isinstance(precision.state, tuple):
         # Norms and biases are a ten-thousandth of a model.
         if len(leaf.shape) < 2 or traits.is_paired:
             return Plain()
+        # Such state stands for parameters, of which codes would lose most of the digits.
         if traits.like_parameters:
             form = jnp.dtype("bfloat16")
     if form not in _CODES:

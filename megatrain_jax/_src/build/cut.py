@@ -47,7 +47,7 @@ def cut_run(
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
-    Layers stacked in one array become leaves of their own. Those that a loss takes by hand stay in
+    Layers stacked in one array become leaves of their own. Layers that a loss takes by hand stay in
     one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
 
     Raises:
@@ -58,6 +58,7 @@ def cut_run(
     try:
         return _cut(adapted, traced, optimizer, options, trained, every)
     except CoupledGroupsError as error:
+        # The second try still cuts what scans take: without other stacks it would fail likewise.
         if every == scanned:
             raise
         reason = str(error)
@@ -83,6 +84,7 @@ def _cut(
         _refuse_batch_statistics(adapted, program)
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
+    # A step is skipped as a whole, so all gradients have to be known before any group is updated.
     if options.on_nonfinite == "skip":
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
     return Cut(leaves=leaves, program=program, grouping=grouping, optimizer=update)
@@ -100,6 +102,7 @@ def _cut_optimizer(
     parameters = [p for p, trains in enumerate(trained) if trains]
     number = {p: n for n, p in enumerate(parameters)}
 
+    # Optax passes over masked nodes: frozen parameters get no state, and count in no norm.
     def params_tree(arrays: Sequence[Any]) -> Any:
         return adapted.params_tree(jx.merge(trained, arrays, [optax.MaskedNode()] * len(trained)))
 
@@ -119,6 +122,8 @@ def _cut_optimizer(
 def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:
     """Refuses state that the parts of a batch can't agree on."""
     names = [path_name(path) for path in adapted.variable_paths]
+    # Where the new value of drawn state is a prologue's, `begin` hands it from part to part; a
+    # stage's comes too late for the next part to draw from.
     new = program.outputs[len(program.outputs) - len(names) :]
     of_batch, _ = jx.split(program.state.of_batch, names)
     if of_batch:

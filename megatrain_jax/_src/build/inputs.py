@@ -1,4 +1,4 @@
-"""Checks of what a run is made of: the model, the loss, the optimizer, data and trainers.
+"""Checks of the parts of a run: the model, the loss, the optimizer, data and trainers.
 
 Each is only looked at from outside, so that a mistake is named before anything is traced or drawn.
 """
@@ -124,6 +124,7 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         TypeError: If it is no trainer.
     """
+    # Told by what it can do, since its class is above this file.
     methods = ("step", "read", "evaluate", "flush")
     if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
         found = getattr(trainer, "trainer", None)

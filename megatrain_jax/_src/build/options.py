@@ -65,7 +65,7 @@ class Options:
 
     @property
     def num_devices(self) -> int:
-        """How many devices share the run; one if no mesh is given."""
+        """The number of devices that share the run; one if no mesh is given."""
         return 1 if self.mesh is None else self.mesh.size
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class LoopOptions:
 
     @property
     def rhythm(self) -> dict[str, Any]:
-        """When something is done that all processes of a run do together, by the option."""
+        """The options that say when all processes of a run do something together."""
         return {
             "`steps`": self.steps,
             "`eval_data`": self.eval_data is not None,
@@ -196,6 +196,7 @@ def options_of(
         TypeError: If the function has no such option, or one is of another type.
         ValueError: See the record.
     """
+    # In Python's own words, as of a function that lists its options one by one.
     allowed = inspect.signature(function).parameters
     for name in given:
         if name not in allowed:

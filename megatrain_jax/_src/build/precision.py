@@ -70,6 +70,7 @@ class Precision:
             "frozen": None if self.frozen is None else _frozen(self.frozen),
             "state": None if state == _FLOAT32 else state,
         }
+        # Pairs in place of mappings keep the record hashable, and the order in which they decide.
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
         allowed = get_args(Rounding)

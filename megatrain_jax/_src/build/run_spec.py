@@ -96,6 +96,8 @@ class RunSpec:
         # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
             microbatches = 1
+        # The run's own leaves and groups, also if this loss would suggest others: they are what the
+        # store holds.
         traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
         cut = Cut(
             leaves=self.leaves,
@@ -179,6 +181,8 @@ def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
 def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
     """Facts of a run, by what a user calls them, that tell it apart from others."""
     adapted, options = spec.adapted, spec.options
+    # One update of each kind tells optimizers apart, constants as a learning rate included: the
+    # text of all groups' would be long for deep models.
     updates = {part.key: part for part in spec.optimizer.apply}.values()
     return {
         "the model's parameters": (adapted.paths, adapted.shapes),
@@ -226,6 +230,7 @@ def _trace(
         ),
         batch,
     )
+    # As the model sees them: stages cast what they read of a slab, so no equation casts parameters.
     compute = [jax.ShapeDtypeStruct(s.shape, options.precision.compute) for s in adapted.shapes]
 
     def loss(parameters, variables, batch, rng):

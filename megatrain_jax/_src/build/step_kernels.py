@@ -48,6 +48,7 @@ def step_kernels(
     step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut, placement: Placement
 ) -> Iterator[Kernel]:
     """The kernels that grow with the model: of each stage and each group, in their order."""
+    # Between them, these two have everything that a steady step computes.
     instructions = (*step.schedule.cold, *step.schedule.flush)
     for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
         if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
@@ -64,7 +65,7 @@ def compile_ahead(
     cut: OptimizerCut,
     placement: Placement,
 ) -> int:
-    """Compiles what a step runs and asks how much memory that needs besides state and activations.
+    """Compiles a step's functions and asks how much memory they need beside state and activations.
 
     Args:
         cache: Cache that gets the functions, in which the step finds them compiled.

@@ -142,7 +142,7 @@ def _parts(
     for p, part in enumerate(layout.parts(i)):
         rows, whole = slices, shape
         if part.per > 1:
-            # It has no axes of the array's own; those that are sliced come first.
+            # Such a part has no axes of the array's own; those that are sliced come first.
             axes = sliced_axes(slices[0][0])
             whole = (*(shape[axis] for axis in axes), *part_shape(layout, i, p))
             rows = [(numbers(index), place) for index, place in slices]
@@ -166,7 +166,7 @@ def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
 
 
 def _run() -> Iterable[ArrayEntry]:
-    """The seed's key and the number of the next step."""
+    """The entries of the seed's key and of the number of the next step."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
         place = StorePlace(holder=Small.RUN, position=position)
@@ -199,6 +199,7 @@ def rows_of(store: Store, entries: Iterable[ArrayEntry]) -> list[tuple[ArrayEntr
         store: The store; at rest.
         entries: The arrays' entries.
     """
+    # Arrays are taken now, and read later: steps replace the store's, but never change them.
     small = small_arrays(store)
 
     def reader(place: StorePlace, part: int) -> Reader:

@@ -13,7 +13,7 @@ from megatrain_jax._src.state.processes import Processes
 MANIFEST = "megatrain.json"
 # Orbax and TensorStore take these for storage elsewhere, also within a path.
 _URL = re.compile(r"(^|/)[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
-# Names that Orbax keeps for what it has not finished.
+# Names that Orbax keeps for checkpoints that it has not finished.
 _UNFINISHED = (".orbax-checkpoint-tmp", ".partial_save")
 
 
@@ -58,12 +58,12 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
 
 
 def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
-    """What a function of files returns, which the first process alone calls; JSON, for all.
+    """Calls a function of files in the first process alone, and returns its result in all of them.
 
     Args:
         processes: The processes that share a run; all have to be here.
         where: See `Processes.gather`.
-        action: The function.
+        action: The function; its result is a value as JSON has it.
 
     Raises:
         CheckpointError: If it raises one, or an `OSError`; in the first process it is that one.
@@ -84,6 +84,7 @@ def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any
 
 def sync_tree(folder: Path) -> None:
     """Waits until all files of a folder, and the names of all of them, are on the disk."""
+    # From the inside out: a folder's names are worth nothing before what they name is there.
     for path, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(path, name))

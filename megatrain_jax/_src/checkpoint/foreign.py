@@ -53,7 +53,7 @@ class SavedCodes:
     Attributes:
         codes: Its codes.
         scales: Its scales.
-        coding: How it is coded, as the checkpoint's manifest says it.
+        coding: The array's coding, as the checkpoint's manifest has it.
     """
 
     codes: SavedArray
@@ -107,6 +107,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
         for path, found in orbax.metadata(where).items()
         if hasattr(found, "shape")  # Python numbers have none
     }
+    # A parameter may be called "codes", too: only those that the manifest knows are codes.
     by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
     codings = facts.get("coded", {})
     coded = {path: codings[name] for name, path in by_pointer.items() if name in codings}

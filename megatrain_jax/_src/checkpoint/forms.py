@@ -29,7 +29,7 @@ _FLOATS = ("bfloat16", "float32")
 
 
 def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[str, Any]]:
-    """How each array that a run holds as codes is coded, by the pointer of its path, as JSON."""
+    """The coding of each array that a run holds as codes, by the pointer of its path, as JSON."""
     found = {}
     for first, *others in _by_array(entries).values():
         if not others:
@@ -54,7 +54,7 @@ class OtherForm:
 
     Attributes:
         sources: Entries of the checkpoint's arrays that it is made of.
-        coding: How it is coded there; None for numbers.
+        coding: The array's coding there; None for numbers.
     """
 
     sources: tuple[ArrayEntry, ...]
@@ -69,13 +69,15 @@ def decoded(coding: Mapping[str, Any], codes: np.ndarray, scales: np.ndarray) ->
     """The numbers that codes and scales of a checkpoint stand for, in fp32.
 
     Args:
-        coding: How they are coded, as `coding_of` says it.
+        coding: The array's coding, as `coding_of` gives it.
         codes: The codes.
         scales: The scales.
     """
     codec = Blockwise(code=coding["code"], bits=coding["bits"], signed=coding["signed"])
     assert coding["block"] == codec.block
     shape, axes = tuple(coding["shape"]), tuple(coding["axes"])
+    # Each slice of a stack was coded by itself. Codes of 8 bits have the array's axes; two of 4
+    # bits share a byte, so theirs lie as scales do: a row for each slice.
     front = tuple(range(len(axes)))
     moved = np.moveaxis(np.empty(shape, bool), axes, front).shape
     if codec.bits == 8:
@@ -97,12 +99,14 @@ def other_forms(
 
     Args:
         entries: Entries of the run's arrays.
-        here: How the run's codes are coded, by `coding_of`.
-        there: What Orbax knows of the checkpoint's arrays, by path.
-        coded: How the checkpoint's codes are coded.
+        here: Codings of the run's arrays, by `coding_of`.
+        there: Orbax's metadata of the checkpoint's arrays, by path.
+        coded: Codings of the checkpoint's arrays.
     """
     found = {}
     for array, rows in _by_array(entries).items():
+        # Small arrays, integers and float64 have one form only: another dtype there is a mistake,
+        # which `check_arrays` reports.
         if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
             continue
         coding, own = coded.get(pointer(array)), here.get(pointer(array))

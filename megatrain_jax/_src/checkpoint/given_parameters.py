@@ -30,10 +30,10 @@ def starting_from(
 
     Args:
         params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
-            Orbax can read. What has a shape, a dtype and `__array__` is an array.
+            Orbax can read. Anything with a shape, a dtype and `__array__` is an array.
         initial: The model's own values; its state that isn't trained stays.
         adapted: The model as parameters and a pure loss.
-        dtypes: The dtype that has to hold each parameter exactly; None where none has to.
+        dtypes: The dtype that has to hold each parameter exactly; None where it may be rounded.
 
     Raises:
         ValueError: If `params` is not of this model; the differences are listed.
@@ -81,6 +81,8 @@ def _names(path: Iterable[str | int]) -> _Names:
 
 def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
     """The path below which most of the parameters are; Linen's are below `params`, for example."""
+    # Each array votes for the paths that would make it a parameter, so that a few strangers beside
+    # the parameters don't hide where these are.
     votes = Counter(
         name[:i]
         for name in map(_without_value, given)

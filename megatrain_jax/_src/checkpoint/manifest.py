@@ -41,6 +41,7 @@ def read(path: Path) -> dict[str, Any]:
         raise _unreadable(path, f"{MANIFEST} can't be read ({error})") from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
+    # In Python, True is 1 and 2.0 is 2; a format is an integer.
     if (number := facts.get("format")) not in (1, _FORMAT) or not _is_count(number):
         raise CheckpointError(
             f"{path} has format {number!r:.40}, but this version of megatrain_jax reads formats up "
@@ -103,6 +104,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
+    # JSON keeps the order of keys, so what was read has the text of what was written.
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
 
 

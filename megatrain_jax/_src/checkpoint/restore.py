@@ -92,7 +92,7 @@ def load(
     try:
         _Loading(path, known, spec, store, entries, others).fill(done)
     except Exception as error:
-        # Whoever holds the error would else hold arrays, too, and need their room.
+        # Frames of the error hold arrays; whoever keeps it would keep their memory from a retry.
         traceback.clear_frames(error.__traceback__)
         raise CheckpointError(
             f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
@@ -173,7 +173,7 @@ class _Loading:
         """The parts of a slab's leaves but those that were kept."""
         parts = [(place, p) for i, place in enumerate(slab.places) for p in _numbers(slab, i)]
         here = [part for part in parts if part in self.by_part and part not in self.slices]
-        with orbax.context():
+        with orbax.context():  # Orbax's options are each thread's own
             loaded = self._load([self.by_part[part] for part in here])
             found = {part: loaded[self.by_part[part].path] for part in here}
             for i, place in enumerate(slab.places):
@@ -201,7 +201,11 @@ class _Loading:
         return arrays
 
     def _verify(self, slab: _Slab, arrays: Sequence[np.ndarray]) -> None:
-        """Compares what came as it is held with its checksums, while it is stored."""
+        """Compares arrays that came as they are held with their checksums, while they are stored.
+
+        Arrays of other forms, and stacked ones, were compared when they were loaded.
+        """
+        # Read back from the slab rather than compared before: this covers its layout as well.
         for i, place in enumerate(slab.places):
             for p in _numbers(slab, i):
                 entry = self.by_part.get((place, p))

@@ -113,7 +113,7 @@ class Saving:
     def _finish_together(self) -> None:
         """Waits for all processes' parts.
 
-        What the processes tell each other while Orbax writes must not cross with what a step does.
+        Messages that the processes exchange while Orbax writes must not cross with a step's.
         """
         self.join()
         where = f"the end of saving {self.path.name}"
@@ -149,6 +149,8 @@ class Saving:
     def _write(self, facts: dict[str, Any]) -> None:
         written = self._workspace.path / _WRITTEN
         try:
+            # In this order a checkpoint is whole or has no name, whenever the process dies: arrays,
+            # the manifest that lists their files, all of it on the disk, and only then the rename.
             facts["arrays"] = self._write_arrays(written)
             if isinstance(self._workspace, Workspace):
                 orbax.check_arrays(written, self._entries, "not what was to be written")
@@ -160,6 +162,7 @@ class Saving:
             with suppress(OSError):
                 self._workspace.clear()
         finally:
+            # Also after an error: a step must not wait for groups that nobody will write.
             self._parts.clear()
             self._release(list(self._left.elements()))
             self._workspace.release(run=not self._replaces)
@@ -177,6 +180,8 @@ class Saving:
                 arrays = whole_arrays(rows)
                 coming = beside.submit(self._inspected, arrays)
                 v1.partial.save(str(parent / written.name), tree_of(arrays))
+                # Nothing may hold the part's arrays when a step is told to replace them, as the
+                # host has room for no second copy; checksums are still reading until `result`.
                 del rows, arrays
                 found |= coming.result()
                 self._release(groups)
@@ -196,6 +201,7 @@ class Saving:
         exists, old = os.path.lexists(self.path), None
         if exists and not self._replaces:
             raise FileExistsError(f"there is something at {self.path} by now")
+        # Moved away first: a folder can't be renamed to the name of one that isn't empty.
         if exists:
             old = workspace.take(self.path)
         written.rename(self.path)

@@ -37,7 +37,7 @@ class Guest:
     """
 
     def __init__(self, path: Path):
-        """Makes it for a folder."""
+        """Makes the guest of a folder."""
         self.path = path
 
     def share(self) -> None:
@@ -145,6 +145,8 @@ class Workspace:
 
     def _leave(self) -> None:
         try:
+            # While the lock is held: whoever locks the file afterwards finds that it has lost its
+            # name, and begins anew.
             if os.listdir(self.path) == [_LOCK]:
                 os.unlink(self.path / _LOCK)
                 os.rmdir(self.path)
@@ -191,6 +193,7 @@ def _take(path: Path, what: Path) -> int | None:
             if path.is_symlink() or not path.is_dir():
                 raise
         names = os.listdir(path)
+        # Everything in here gets deleted, so a folder of that name that is not ours is left alone.
         if names and _LOCK not in names:
             raise CheckpointError(
                 f"{path} was not made by megatrain_jax, which would delete what is in it: move it"
@@ -212,6 +215,8 @@ def _take(path: Path, what: Path) -> int | None:
                 stacklevel=5,
             )
             return None
+        # Between opening and locking, the last holder may have removed the file; a lock on that
+        # would keep nobody out.
         if _is_still(path / _LOCK, lock):
             os.ftruncate(lock, 0)
             since = datetime.now().astimezone().isoformat(timespec="seconds")

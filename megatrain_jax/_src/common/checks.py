@@ -26,9 +26,9 @@ def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
 
     Args:
         name: The argument.
-        allowed: What it may be.
-        value: What was given.
-        hint: What to do, as a clause.
+        allowed: The values that it may have, in words.
+        value: The value given.
+        hint: Advice, as a clause.
     """
     end = f"; {hint}" if hint else ""
     return f"`{name}` must be {allowed}, but is {_shown.repr(value)} ({type(value).__name__}){end}"
@@ -41,10 +41,10 @@ def integer(
 
     Args:
         name: The argument.
-        value: What was given.
+        value: The value given.
         least: The least allowed.
         most: The most allowed; None for no bound.
-        other: What else the argument may be, for the message.
+        other: Other things that the argument may be, for the message.
 
     Raises:
         TypeError: If it is no integer.
@@ -71,8 +71,8 @@ def number(
 
     Args:
         name: The argument.
-        value: What was given; an array without axes is a number.
-        above: What it has to be greater than.
+        value: The value given; an array without axes is a number.
+        above: A bound that it has to be greater than.
         least: The least allowed.
 
     Raises:
@@ -111,8 +111,8 @@ def path(name: str, value: Any, other: str = "") -> str:
 
     Args:
         name: The argument.
-        value: What was given.
-        other: What else the argument may be, for the message.
+        value: The value given.
+        other: Other things that the argument may be, for the message.
 
     Raises:
         TypeError: If it is neither a string nor a path object.

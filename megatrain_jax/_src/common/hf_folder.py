@@ -1,6 +1,6 @@
 """The folder of a Hugging Face checkpoint, which may be anybody's, and the safe reading of it.
 
-Whoever reads such a folder does it through this file. Only regular files are opened, be it through
+All reading of such a folder goes through this file. Only regular files are opened, be it through
 links; JSON is read up to a size and a depth; a name that a file gives stays within the folder; and
 what is copied out of a folder was in it.
 """
@@ -15,7 +15,7 @@ from megatrain_jax._src.common import checks
 
 # Tokenizers of 250,000 tokens have files of about 30 MB.
 _MAX_JSON_BYTES = 2**28
-# What nests deeper ends the reader's own recursion, at a depth that depends on Python's version.
+# Deeper nesting ends the reader's own recursion, at a depth that depends on Python's version.
 _MAX_LEVELS = 64
 _KINDS = {
     stat.S_IFDIR: "a folder",

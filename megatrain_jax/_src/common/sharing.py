@@ -13,7 +13,7 @@ _num_devices: ContextVar[int] = ContextVar("num_devices", default=1)
 
 
 def num_sharing() -> int:
-    """The number of devices that are to share what is traced now."""
+    """The number of devices that are to share the function being traced."""
     return _num_devices.get()
 
 

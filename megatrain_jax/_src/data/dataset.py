@@ -120,8 +120,8 @@ class DatasetOptions:
         batch_size: Rows of a batch.
         seed: The seed of the order.
         shuffle: Whether the order is drawn, anew every epoch.
-        epochs: How often every document is seen; None goes on for ever.
-        workers: How many threads build batches ahead; with 0 each is built when it is asked for.
+        epochs: The number of times that every document is seen; None goes on for ever.
+        workers: Number of threads that build batches ahead; with 0 each is built when asked for.
     """
 
     length: int
@@ -151,7 +151,7 @@ class Dataset:
     A batch is a dict of NumPy arrays of shape (batch_size, length): `tokens`, `labels` (the next
     token), `segments` (the document's number in its row, from 1; 0 is padding) and `positions`
     (from 0 in each document) are int32, `mask` (where the loss counts the label) is bool. Beside
-    them is `learned_per_row`, float32 (batch_size,): how many labels count in the batch, over its
+    them is `learned_per_row`, float32 (batch_size,): the labels of the batch that count, over its
     rows. A document never leaves its row, and is cut only where `too_long` said so.
 
     A batch takes rows as they come, be it the last of one epoch and the first of the next. If the

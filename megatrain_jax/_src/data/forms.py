@@ -25,7 +25,7 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-# Which role may follow which; None is the start.
+# The roles that may follow each role; None is the start.
 _FOLLOWS = {
     None: ("system", "developer", "user"),
     "system": ("user",),
@@ -34,7 +34,7 @@ _FOLLOWS = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-# What templates read besides the role and the content.
+# The fields that templates read besides the role and the content.
 _PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 _KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", *_PASSED_ON}
 

@@ -68,8 +68,8 @@ def chat(
         batch_size: Rows of a batch.
         seed: Seed of the order of conversations.
         shuffle: Whether that order is drawn, anew every epoch.
-        epochs: How often every conversation is seen; None goes on for ever.
-        train_on: Which tokens the loss counts: those of the "assistant", which are what it says
+        epochs: The number of times that every conversation is seen; None goes on for ever.
+        train_on: The tokens that the loss counts: those of the "assistant", which are what it says
             and the token that ends each of its turns, but no message with a weight of 0; or "all".
         too_long: Treatment of conversations longer than `length`: an "error" that lists them
             once all are read; "cut" loses their end, "split" has them go on in another row
@@ -79,7 +79,7 @@ def chat(
             of its templates.
         template_variables: Further variables of the template, such as
             ``{"enable_thinking": False}``.
-        workers: How many threads build batches ahead. 0 builds each when it is asked for, which
+        workers: Number of threads that build batches ahead. 0 builds each when asked for, which
             takes well below a millisecond.
         progress: Whether to show a progress bar and print the summary of what was read.
 

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 _PARQUET_ROWS = 256
 _CHUNK = 1 << 18
 _SPACE = re.compile(r"[ \t\r\n]*")
-# What `surrogateescape` makes of bytes that are no UTF-8.
+# The characters that `surrogateescape` makes of bytes that are no UTF-8.
 _ESCAPED = re.compile("[\udc80-\udcff]")
 _NO_JSON = "no valid JSON"
 _NO_UTF8 = "invalid UTF-8"
@@ -64,7 +64,7 @@ def rows(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, Ro
 
     Args:
         path: The file.
-        report: Where rows are counted and the unreadable ones written down.
+        report: The report that counts rows and lists the unreadable ones.
         error: Whether those are errors.
 
     Yields:
@@ -116,7 +116,7 @@ def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
 
 
 def _line_start(text: str) -> int:
-    """Where the last line starts that has something but space at its start; 0 if none does."""
+    """The start of the last line that begins with something but space; 0 if none does."""
     end = text.rfind("\n")
     while end >= 0:
         if end + 1 < len(text) and not text[end + 1].isspace():

@@ -59,15 +59,15 @@ class Report:
 
     Attributes:
         num_rows: Rows read, those left out included.
-        left_out: How many rows were left out, by reason.
-        file_faults: How many files were faulty as a whole (an empty one), by reason.
-        ignored: In how many rows a field appeared that nothing reads.
-        not_shown: In how many rows the chat template leaves out a field, of one message at least.
+        left_out: The number of rows left out, by reason.
+        file_faults: The number of files that were faulty as a whole (an empty one), by reason.
+        ignored: The number of rows in which a field appeared that nothing reads, by field.
+        not_shown: The number of rows of which the chat template leaves out a field, by field.
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
         num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
         num_blurred: Assistant turns whose first or last token also holds text of the prompt.
-        errors: How many of the faults the user did not allow, by their class.
+        errors: The number of faults that the user did not allow, by their class.
     """
 
     num_rows: int = 0
@@ -143,16 +143,16 @@ class Summary:
         num_learned: Tokens among them that the loss counts.
         longest: Tokens of the longest document, as it was read, among those of any length.
         num_bytes: Host memory that holds them.
-        left_out: How many rows were left out, by reason.
+        left_out: The number of rows left out, by reason.
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
         num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
         num_blurred: Assistant turns whose first or last token also holds text of the prompt, and
             is not learned.
-        ignored: In how many rows a field appeared that nothing reads.
-        not_shown: In how many rows the chat template leaves out a field, such as
+        ignored: The number of rows in which a field appeared that nothing reads, by field.
+        not_shown: The number of rows of which the chat template leaves out a field, such as
             ``reasoning_content of assistant``, of one message at least.
-        file_faults: How many files held nothing to read, by reason.
+        file_faults: The number of files that held nothing to read, by reason.
         examples: The first origins of what was left out, with the reasons.
     """
 

@@ -24,7 +24,7 @@ class Rendered(NamedTuple):
 
     Attributes:
         text: All of it, with the special tokens written out.
-        spans: Where the assistant's turns to learn start and end in it, in characters.
+        spans: Start and end of each of the assistant's turns to learn in it, in characters.
     """
 
     text: str
@@ -148,7 +148,7 @@ class Template:
     def _end(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str, start: int
     ) -> int:
-        """Where the answer `index`, which is not the last message, ends in `text`."""
+        """The end in `text` of the answer `index`, which is not the last message."""
         upto, _ = self._text(messages[: index + 1], tools)
         if not text.startswith(upto) and self._eos and upto.endswith(self._eos):
             # Some templates end every text so, and not every turn.

@@ -92,9 +92,9 @@ class Tokens:
                     )
 
     def end_of_turn(self, ids: Int32[np.ndarray, " n"], start: int, stop: int) -> int | None:
-        """Where the turn in ``ids[start:stop]`` ends, its end-of-turn token included.
+        """The end of the turn in ``ids[start:stop]``, its end-of-turn token included.
 
-        What is only space after that token is left to the template; one that follows the turn
+        Space alone after that token is left to the template; such a token that follows the turn
         belongs to it.
 
         Returns:
@@ -145,13 +145,13 @@ def add_conversations(
     """Adds conversations to a builder; once there is an error, only looks for further ones.
 
     Args:
-        conversations: Each with its origin.
+        conversations: The conversations, each with its origin.
         template: Renders them.
         tokens: Tokenises them.
         train_on: Tokens that the loss counts.
         errors: Whether a conversation that can't be used is an error.
-        builder: Where they go.
-        report: Where conversations that can't be used are written down.
+        builder: The builder of the corpus that they go into.
+        report: The report that lists conversations that can't be used.
 
     Raises:
         DataError: If the template does not tell what the assistant says, or ends a turn without a
@@ -202,7 +202,7 @@ def _assistant_tokens(
     tokens: Tokens,
     report: Report,
 ) -> Bool[np.ndarray, " n"]:
-    """Which tokens are the assistant's: those within its turns, with the tokens that end them.
+    """Tells which tokens are the assistant's: those within its turns, and those that end them.
 
     Args:
         ids: The tokens of a conversation.
@@ -254,8 +254,8 @@ def add_texts(
         parts: Parts of texts, in order: the text's origin, the part, and whether it is the last.
         tokens: Tokenises them; each text gets the tokens that begin and end one.
         errors: Whether errors are looked for.
-        builder: Where they go.
-        report: Where errors are written down.
+        builder: The builder of the corpus that they go into.
+        report: The report that lists errors.
 
     Raises:
         DataError: If the tokenizer has no token to end a text with.

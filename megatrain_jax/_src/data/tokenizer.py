@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regular_file
 
-# What Transformers reads of a tokenizer's folder as JSON.
+# The files of a tokenizer's folder that Transformers reads as JSON.
 _JSON = (
     "added_tokens.json",
     "chat_template.json",

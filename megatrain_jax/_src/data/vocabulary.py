@@ -73,7 +73,7 @@ def _size(config: Path) -> int | None:
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # What is wrong with a model is said where the model is loaded.
+        # A faulty configuration is reported where the model is loaded.
         return None
     if not isinstance(values, dict):
         return None

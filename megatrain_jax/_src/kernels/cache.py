@@ -51,6 +51,7 @@ class KernelCache:
             function after another, so the largest counts.
         """
         different = _different(kernels)
+        # Tracing needs Python's lock, and comes first for all, so that threads only compile.
         lowered = [self.get(k).lower(*k.takes or ()) for k in different]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
             stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
@@ -69,6 +70,7 @@ def _estimated_bytes(function: Any, kernel: Kernel) -> int:
     jaxpr = jx.opened(function.trace(*takes).jaxpr)
     shardings = [x.sharding for x in jax.tree.leaves(takes)]
     rows = zip(jaxpr.invars, shardings, strict=True)
+    # Whatever is divided at all, slabs and examples alike, is divided along its first axis.
     divided = {v: 0 for v, sharding in rows if not sharding.is_fully_replicated}
     num_devices = max((sharding.num_devices for sharding in shardings), default=1)
     return temporary_bytes(jaxpr, divided, num_devices) + kernel.beside_bytes

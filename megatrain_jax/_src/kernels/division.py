@@ -1,4 +1,4 @@
-"""Which arrays of a function several devices divide, read off its equations.
+"""The arrays of a function that several devices divide, read off its equations.
 
 XLA's partitioner decides that when it compiles; where nothing is compiled, this foretells it: an
 array is divided along the axis that its operands are, until an equation sums over that axis or is
@@ -25,10 +25,11 @@ Axes = Mapping[Any, int]
 
 
 def divided_axes(jaxpr: Any, given: Axes) -> dict[Any, int]:
-    """Finds the arrays of an open jaxpr that devices divide, from its inputs that they do."""
+    """Finds the arrays of an open jaxpr that devices divide, from those among its inputs."""
     axes = dict(given)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "sharding_constraint":
+            # The library writes two constraints: whole, and divided along the first axis.
             if not makes_whole(eqn):
                 axes[eqn.outvars[0]] = 0
             continue
@@ -66,7 +67,7 @@ def makes_whole(eqn: Any) -> bool:
 
 
 def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
-    """The arrays that a loop goes along as they are divided: each device needs them whole."""
+    """The arrays that a loop goes along on the axis they are divided on: each device needs all."""
     if eqn.primitive.name != "scan":
         return []
     rows = eqn.invars[sum(jx.scan_parts(eqn)) :]
@@ -74,9 +75,10 @@ def gathered_operands(eqn: Any, axes: Axes) -> list[Any]:
 
 
 def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
-    """The body of a loop, in which an element of an array has one axis less than that.
+    """The body of a loop, and its arrays that are divided.
 
-    A carry is divided if any round makes it so.
+    An element that it takes of an array has one axis less. A carry is divided if any round makes
+    it so.
     """
     (body,) = jx.inner_jaxprs(eqn)
     num_consts, num_carry = jx.scan_parts(eqn)
@@ -87,6 +89,8 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
             axis = axes[v] - (at >= carried.stop)
             if axis >= 0:
                 given[inner] = axis
+    # An array that one round divides may divide others in the next. Each pass adds a carry, so
+    # this ends.
     while True:
         found = divided_axes(body, given)
         carry = zip(body.invars[carried], body.outvars[:num_carry], strict=True)
@@ -97,7 +101,7 @@ def _divided_in_scan(eqn: Any, axes: Axes) -> tuple[Any, dict[Any, int]]:
 
 
 def _around(eqn: Any, body: Any, within: Axes) -> dict[Any, int]:
-    """What the arrays divided within an equation say of those around it."""
+    """The arrays around an equation that are divided because some within it are."""
     pairs = zip(reversed(eqn.outvars), reversed(body.outvars), strict=False)
     if eqn.primitive.name != "scan":
         return {v: within[r] for v, r in pairs if _is_in(r, within)}
@@ -130,6 +134,8 @@ def _operands(eqn: Any, body: Any) -> Sequence[Any]:
 def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
     """The axis along which a result is divided; None if it is whole."""
     name, found = eqn.primitive.name, None
+    # The first operand along which the result can be divided decides; the partitioner brings the
+    # others in line.
     for at, v in enumerate(eqn.invars):
         if not _is_in(v, axes):
             continue
@@ -140,6 +146,7 @@ def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
             summed = eqn.params["axes"]
             found = None if axis in summed else axis - sum(other < axis for other in summed)
         elif name == "conv_general_dilated":
+            # Of two divided arrays it is the gradient of a kernel: examples are summed over.
             found = axis if at == 0 and eqn.invars[1] not in axes else None
         elif name.startswith("scatter") or name == "dynamic_update_slice":
             found = axis if at == 0 else None
@@ -151,6 +158,7 @@ def _axis_of_result(eqn: Any, result: Any, axes: Axes) -> int | None:
             found = _axis_of_reshaped(shape, axis, result.aval.shape)
         else:
             found = min(axis, result.aval.ndim - 1) if result.aval.shape else None
+        # A product over the divided axis is whole on each device, whatever its other operand is.
         if found is not None or name in ("dot_general", "conv_general_dilated"):
             break
     return found
@@ -162,6 +170,7 @@ def _axis_of_product(eqn: Any, at: int, axis: int) -> int | None:
         return None
     if axis in batch[at]:
         return batch[at].index(axis)
+    # A product's axes are the batch axes, then the first operand's own, then the second one's.
     taken = {*contracted[at], *batch[at]}
     before = sum(other not in taken for other in range(axis))
     if at == 1:

@@ -11,6 +11,8 @@ from megatrain_jax._src.state.placement import Placement
 def pack(layout: Layout, placement: Placement) -> Kernel:
     """The kernel `leaves -> masters` of one group: arrays at rest."""
 
+    # Without a draw, initial numbers are rounded to nearest: nothing has been added up yet that
+    # could be lost on the way.
     def pack(leaves):
         return layout.encode(layout.pack(leaves))
 
@@ -21,6 +23,7 @@ def pack(layout: Layout, placement: Placement) -> Kernel:
 def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:
     """The kernel `masters -> state` of one group, both as arrays at rest."""
 
+    # Made of masters as they are at rest, rounded or not, as every update starts from these.
     def init_group(masters):
         slab = layout.master.decode(masters)
         params = [layout.master.unpack(slab, i) for i in range(len(layout.master.shapes))]

@@ -34,6 +34,8 @@ class Kernel:
             where they follow from the arguments'.
     """
 
+    # Shapes and the Python function follow from the key, and functions are never equal: what tells
+    # kernels apart is the name, the key and how memory and results are handed over.
     name: str
     key: Hashable = ()
     build: Callable[[], Callable] = dataclasses.field(compare=False)

@@ -24,7 +24,7 @@ from megatrain_jax._src.program.primitives import (
     REDUCTIONS,
 )
 
-# What only renames an array, or is made anew wherever it is read.
+# Primitives that only rename an array, or whose results are made anew wherever they are read.
 _FREE = frozenset(
     """broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze
     stop_gradient transpose""".split()
@@ -60,7 +60,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     jaxpr = jx.opened(jaxpr)
     axes = divided_axes(jaxpr, axes or {})
 
-    # What is gathered is cut into leaves, which lie in arrays of their own.
+    # A gathered array is cut into leaves, which lie in arrays of their own: both count.
     twice = {eqn.outvars[0] for eqn in jaxpr.eqns if makes_whole(eqn)}
 
     def size(v: Any) -> int:
@@ -69,7 +69,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
 
     results = set(jx.variables(jaxpr.outvars))
     readers: dict[Any, list[bool]] = {}  # whether each can be one with what makes the value
-    added: set[Any] = set()  # what an addition reads
+    added: set[Any] = set()  # the values that an addition reads
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(jx.variables(eqn.invars)):
             readers.setdefault(v, []).append(_is_fused(eqn, _FUSING))
@@ -93,6 +93,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
                 roots[v] = behind if fused else frozenset() if v in results else frozenset((v,))
     # An array is free after the last equation that reads it, under whichever value's name.
     uses = Counter(r for e in jaxpr.eqns for v in jx.variables(e.invars) for r in roots.get(v, ()))
+    # An equation reads its operands while it writes its results, so both count in `most`.
     live = most = 0
     for eqn in jaxpr.eqns:
         made = [v for v in eqn.outvars if v in roots[v]]
@@ -120,6 +121,8 @@ def _is_fused(eqn: Any, names: Collection[str]) -> bool:
 
 def _carried(eqn: Any) -> dict[Any, Any]:
     """The carry of a loop: each of its final values, with the variable that it starts from."""
+    # The operands of either are constants, then the carry, then, of a scan, the arrays it takes
+    # row by row; its first results are the carry again.
     if eqn.primitive.name not in ("scan", "while"):
         return {}
     if eqn.primitive.name == "scan":

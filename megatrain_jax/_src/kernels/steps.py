@@ -37,6 +37,8 @@ def begin(
     drawn = program.state.drawn
     loss = program.values[program.outputs[0]]
 
+    # Keys are folded with the step's number instead of split from one to the next, so that a run
+    # that is restored at some step draws what it would have drawn.
     def begin_step(variables, batch, key, step):
         step_key = jax.random.fold_in(key, step)
         rows, once = [], None
@@ -50,8 +52,11 @@ def begin(
                 values[place[i]] if i in place else v
                 for i, v in zip(new_ids, variables, strict=True)
             ]
+            # As in one call on the whole batch, a counter goes up by one; but microbatches must not
+            # draw from the same keys.
             once = new if once is None else once
             variables = _chosen(drawn, new, variables)
+        # The loss is the mean over microbatches: gradients that are seeded so add up to its own.
         return rows, jnp.full(loss.shape, 1 / microbatches, loss.dtype), _chosen(drawn, new, once)
 
     gives = [row] * microbatches, small, small
@@ -79,6 +84,7 @@ def zeros(layout: Layout, placement: Placement) -> Kernel:
     def build() -> Callable:
         return lambda: jnp.zeros(size, jnp.float32)
 
+    # The size says all, so that groups of one size share the function.
     return Kernel(name="zeros", key=size, build=build, gives=placement.slabs_on_device)
 
 
@@ -115,6 +121,7 @@ def _mean(column, weights):
 
 
 def _end_step(metrics, squares, step):
+    # The step counts on the device, so that a dispatch sends no number there.
     total = jnp.sum(jnp.stack(squares))
     return {**metrics, "grad_norm": jnp.sqrt(total)}, step + 1
 

@@ -55,6 +55,9 @@ def reduce(
     fragment, reads = cut.reduce[group], cut.reduce_reads
     slabs, small = placement.slabs_on_device, placement.small_on_device
 
+    # A fragment takes all arrays of its group, read or not, so that those of equal groups are
+    # equal. In the place of what it doesn't read, and no schedule has fetched, stand zeros, which
+    # XLA drops.
     def reduce_group(gradient, masters, state, loss, small, ok):
         measured = _measured(gradient, ok, cut.guarded)
         gradient = gradient.astype(layout.master.dtype)
@@ -95,6 +98,8 @@ def _measured(
     gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if that is finite."""
+    # One pass serves two ends: a sum of squares is not finite if any element isn't. Padding in a
+    # gradient's slab is zeros and adds nothing.
     gradient = gradient.astype(jnp.float32)
     square = jnp.sum(gradient * gradient)
     return square, ok & jnp.isfinite(square) if guarded else ok
@@ -113,6 +118,7 @@ def _unstacked(stacked: Sequence[jax.Array], like: Sequence[Any]) -> list[jax.Ar
     rows = {row.dtype: row for row in stacked}
     taken = dict.fromkeys(rows, 0)
     values = []
+    # Within a dtype the order is that of `_stacked`; between dtypes none is needed.
     for aval in (v.aval for v in like):
         start = taken[aval.dtype]
         taken[aval.dtype] = end = start + aval.size
@@ -138,6 +144,7 @@ def combine(cut: OptimizerCut, placement: Placement) -> Kernel:
         new = [jnp.where(ok, n, o) for n, o in zip(out[num_messages:], state, strict=True)]
         return out[:num_messages], new if guarded else out[num_messages:], ok
 
+    # A cache serves one optimizer, of which there is one combine: it needs no key.
     return Kernel(name="combine", build=lambda: combine_groups, gives=placement.small_on_device)
 
 
@@ -195,10 +202,12 @@ def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
         old = tuple(masters), tuple(state)
         slabs = layout.master.decode(masters), layout.state.decode(state)
         masters, state = compute(*slabs, gradient.astype(layout.master.dtype), messages)
+        # Masters and state draw apart, as their elements have the same numbers in their slabs.
         draws = [None, None]
         if draw is not None:
             draws = [part_of(draw_of(*draw), number) for number in range(2)]
         new = layout.master.encode(masters, draws[0]), layout.state.encode(state, draws[1])
+        # Chosen as they are at rest: where nothing is to change, nothing is rounded again either.
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 
     return update_group
@@ -209,6 +218,7 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
     apply = _update(fragment, layout, guarded)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
+        # Its own gradient is all that can be asked here: those of earlier stages don't exist yet.
         square, ok = _measured(gradient, ok, guarded)
         return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
@@ -233,6 +243,8 @@ def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
 
 def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None:
     """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
+    # Each leaf by itself would be cut out of three slabs and put back; one pass over whole slabs
+    # writes where it reads, which is faster and peaks lower (docs/performance.md).
     count, first = len(layout.master.shapes), len(fragment.consts)
     slabs = layout.state.layouts
     # A state that lies otherwise than the masters has no element in line with theirs.
@@ -243,6 +255,8 @@ def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None
         for s in range(len(slabs))
     ]
     leaves = list(range(count))
+    # The fragment takes constants, gradients, masters, state and messages, in this order, and
+    # gives masters and state.
     starts = [[first + i for i in leaves], [first + count + i for i in leaves]]
     inputs = [*starts, *([first + 2 * count + i for i in row] for row in state)]
     outputs = [leaves, *([count + i for i in row] for row in state)]
@@ -254,6 +268,8 @@ def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None
     def compute(masters, state, gradient, messages):
         others = dict(enumerate(fragment.consts))
         others.update(enumerate(messages, first + sum(map(len, inputs))))
+        # Padding is computed on like the leaves beside it. It may become anything: nobody reads it,
+        # and codes with scales are made without it.
         rows = [gradient, masters, *state]
         results = [function(rows, others) for function in functions]
         new = [

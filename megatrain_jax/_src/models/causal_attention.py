@@ -2,7 +2,7 @@
 
 cuDNN computes what its API takes without a mask. For packed documents
 `jax.nn.dot_product_attention` would want one of T × T: queries and keys carry the numbers of their
-documents instead, where cuDNN takes heads that wide. What is left, and capped logits, is computed
+documents instead, where cuDNN takes heads that wide. All else, and capped logits, is computed
 here, some queries at a time.
 """
 
@@ -18,12 +18,12 @@ from megatrain_jax._src.models.arrays import check_array
 
 # Bytes of fp32 scores that one piece of the queries may take.
 _PIECE_BYTES = 2**28
-# Into how many spans of queries, with keys of their own, a text is cut at most. Eight leave 56% of
+# The most spans of queries, with keys of their own, that a text is cut into. Eight leave 56% of
 # the products of a full square, where an endless number would leave half.
 _MAX_SPANS = 8
 # Elements that the number of a document takes in a query: two for each of its bits.
 _MARK = 64
-# What a score falls by, at least, for every bit in which its document is another one:
+# The least number by which a score falls for every bit in which its document is another one:
 # exp(-2048) is 0 in fp32, also where scores of one document are a thousand apart.
 _APART = 2048.0
 

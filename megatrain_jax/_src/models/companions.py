@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatrain_jax._src.common.hf_folder import own_file
 
-# What a tokenizer and a generation loop read; nothing else is copied, a stranger's code least.
+# Files of a tokenizer and a generation loop; nothing else is copied, a stranger's code least.
 _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",

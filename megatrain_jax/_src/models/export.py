@@ -28,7 +28,7 @@ from megatrain_jax._src.models.names import (
 from megatrain_jax._src.models.tensors import DTYPES, INDEX, SINGLE, some
 
 _CODES = {dtype.name: (code, dtype) for code, dtype in DTYPES.items()}
-# What is converted at a time; a whole embedding would need half of itself again.
+# Elements converted at a time; a whole embedding would need half of itself again.
 _CHUNK = 2**24
 
 

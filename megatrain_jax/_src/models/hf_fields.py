@@ -11,7 +11,7 @@ from typing import Any
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.tensors import some
 
-# What changes neither parameters nor logits.
+# Fields that change neither parameters nor logits.
 _IGNORED = frozenset(
     """
     architectures auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
@@ -24,7 +24,7 @@ _IGNORED = frozenset(
     """.split()
 )
 _REQUIRED = object()
-# What a model is far from and a machine can still lay out; other integers go up to 2^31 - 1.
+# Bounds far above any model that a machine can still lay out; other integers go up to 2^31 - 1.
 _MOST = {
     "num_hidden_layers": 2**10,
     "hidden_size": 2**20,

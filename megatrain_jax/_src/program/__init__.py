@@ -1,1 +1,1 @@
-"""What to compute: traced equations, stages and templates, without any arrays."""
+"""The computation of a step: traced equations, stages and templates, without any arrays."""

@@ -77,6 +77,7 @@ def find_leaves(
     for stack in stacks:
         if any(known[i] is not None for i in stack.between - stacked.keys()):
             continue  # slices that are parts of other blocks
+        # One path for all of a stack's parameters, so that they are one element of one list.
         prefix = common_prefix([paths[i][:-1] for i in stack.named])
         for i in stack.slices:
             stacked.setdefault(i, (prefix, stack))
@@ -128,6 +129,7 @@ def _slice_of(key: ModelPath | None, layer: Index) -> ModelPath | None:
 
 def common_prefix(paths: Sequence[ModelPath]) -> ModelPath:
     """The longest path that all paths start with."""
+    # Paths between the least and the greatest start with whatever these two have in common.
     first, last = min(paths, key=_sortable), max(paths, key=_sortable)
     n = 0
     while n < min(len(first), len(last)) and first[n] == last[n]:

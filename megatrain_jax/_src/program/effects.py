@@ -1,7 +1,7 @@
 """Effects of a loss (`jax.debug.print`, callbacks): finding them, and firing each once.
 
 A stage's backward computes its forward again, so what its forward has fired is taken out of the
-backward's trace. What depends on a cotangent, as a print in a custom derivative rule, belongs to
+backward's trace. An effect that depends on a cotangent, as a print in a derivative rule, belongs to
 the backward and stays.
 
 A worked example, the backward of a stage that prints `w` and gives `sin(w)`, as it is traced::
@@ -22,6 +22,7 @@ import jax
 
 from megatrain_jax._src.program import jaxpr as jx
 
+# By name, as JAX keeps the classes to itself; every second one is ordered.
 _KINDS = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
 
 
@@ -98,6 +99,7 @@ def firing_once(differentiated: Callable, position: int, has_forward: bool) -> C
 
         traced = jx.trace(reordered, cotangents, others)
         values = [*traced.consts, *jax.tree.leaves((cotangents, others))]
+        # Cotangents were traced as the first arguments, so that theirs are the first inputs.
         first, count = len(traced.consts), len(cotangents)
         late = [first <= i < first + count for i in range(len(values))]
         jaxpr, _ = _without(traced.jaxpr, late, has_forward)
@@ -161,11 +163,12 @@ def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
     """A jaxpr within an equation, without the effects of what is not late in any iteration."""
     operands = list(flags[1:] if eqn.primitive.name == "cond" else flags)
     if len(operands) != len(jaxpr.invars):  # a loop with two jaxprs
+        # Which operands are whose is not told apart: if any is late, all of its effects stay.
         operands = [any(flags)] * len(jaxpr.invars)
     silenced, outs = _without(jaxpr, operands, False)
     if eqn.primitive.name == "scan":
         consts, carry = jx.scan_parts(eqn)
-        # What one iteration makes late is late from the start in the next one.
+        # A carry that one iteration makes late is late from the start in the next one.
         while any(
             o and not i
             for o, i in zip(outs[:carry], operands[consts : consts + carry], strict=True)

@@ -1,4 +1,4 @@
-"""How operations move the slices of a stacked array, without computing on them.
+"""The movement of a stacked array's slices by operations, without computing on them.
 
 A stacked array is a grid of slices: an array of whatever stands for a slice, and the axes of the
 whole that the grid's own axes are. Transposing, reversing, slicing or regrouping the whole along
@@ -60,6 +60,7 @@ def moved(
     """
     name = eqn.primitive.name
     rule = _RULES.get(name)
+    # A sharding of the result names axes that a slice doesn't have.
     if rule is None or eqn.params.get("sharding") is not None:
         return None
     return rule(eqn, grid, axes, known)
@@ -146,6 +147,8 @@ def _gather(eqn, grid, axes, known):
     if places.size and (places.min() < 0 or places.max() >= shape[axis]):
         return None
     rank, offsets = len(eqn.outvars[0].aval.shape), numbers.offset_dims
+    # The axes of the result are those of the places, and the operand's others in the order of
+    # `offset_dims`; sorted by where they end up, the grid's axes are ascending again.
     batch = [d for d in range(rank) if d not in offsets]
     kept = dict(zip((d for d in range(len(shape)) if d != axis), offsets, strict=True))
     at = axes.index(axis)
@@ -175,6 +178,7 @@ def _reshape(eqn, grid, axes, known):
     if eqn.params.get("dimensions") is not None or 0 in old:
         return None
     found: list[int] = []
+    # A run of axes is regrouped row by row, so slices move as wholes only if all of it is sliced.
     for olds, news in _segments(old, new):
         if any(d in axes and old[d] > 1 for d in olds):
             if any(d not in axes and old[d] > 1 for d in olds):

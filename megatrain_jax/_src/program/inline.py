@@ -60,7 +60,7 @@ class Inliner:
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             ins = [constant(a.val) if jx.is_literal(a) else env[a] for a in eqn.invars]
-            with eqn.ctx.manager:  # what a mesh is differs from call to call
+            with eqn.ctx.manager:  # the mesh may differ from equation to equation
                 env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
         return [constant(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
@@ -70,10 +70,13 @@ class Inliner:
         pieces = [v for v in ins if isinstance(v, Pieces)]
         if name in CALLS:
             return self._call(eqn.params[CALLS[name]], ins)
+        # A remat over several blocks would be one equation that reads all of them. One within a
+        # block stays as the user wrote it.
         if name in REMAT and (pieces or len(_join_known(ins)) > 1):
             return self._call(eqn.params["jaxpr"], ins)
         if self.primal and name in CUSTOM_RULES:
             return self._call(eqn.params["call_jaxpr"], ins)
+        # In an unrolled loop, "every third layer" is decided by a counter, which is known now.
         if name == "cond" and ins[0].integers is not None:
             which = int(np.clip(ins[0].integers.value, 0, len(eqn.params["branches"]) - 1))
             return self._call(eqn.params["branches"][which], ins[1:])
@@ -83,6 +86,7 @@ class Inliner:
             return self._plain(eqn, ins)
         if name == "scan" and _is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
+        # An equation that mixes slices gets the whole array, and reads their blocks together.
         out = piecewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
 
@@ -128,6 +132,8 @@ class Inliner:
         xs = ins[num_consts + num_carry :]
         length = eqn.params["length"]
         order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
+        # A cell of a grid is one array: what an iteration gives in slices is put together, and the
+        # results are sliced by iteration.
         given: dict[int, list] = {}
         for i in order:
             out = self._call(eqn.params["jaxpr"], [*consts, *carry, *(first(x, i) for x in xs)])

@@ -52,6 +52,8 @@ def trace(fn: Callable, *args: Any) -> Traced:
     with short_errors():
         closed = jax.make_jaxpr(flat)(*leaves)
     jaxpr = opened(closed)
+    # Constants become the first inputs, so that a piece of the jaxpr has those it reads among its
+    # own.
     consts = tuple(map(_host_constant, closed.consts))
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
@@ -186,7 +188,7 @@ def with_body(jaxpr: Any, body: Any) -> Any:
 def largest_mesh(jaxpr: Any) -> Any:
     """The mesh of most devices that an equation was traced in, or None; also within equations."""
     found: dict[Any, None] = {}
-    seen: set[int] = set()
+    seen: set[int] = set()  # layers that call one function share its jaxpr
     todo = [jaxpr]
     while todo:
         for eqn in todo.pop().eqns:
@@ -214,6 +216,7 @@ def used_inputs(traced: Traced) -> list[bool]:
 
 def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -> Any:
     """A jaxpr made of some equations of another, with no constants but among its inputs."""
+    # Left as they are, every piece would claim the effects of the whole.
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     return jaxpr.replace(
         constvars=[],

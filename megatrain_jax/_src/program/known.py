@@ -23,7 +23,7 @@ from megatrain_jax._src.program import jaxpr as jx
 
 _LARGEST = 4096  # elements: larger arrays of integers are no indices of layers
 
-# What jnp puts around an index, by NumPy, since dispatching it to a device takes milliseconds.
+# The operations that jnp puts around an index, in NumPy, since a device takes milliseconds for one.
 _QUICK: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "convert_element_type": np.asarray,
@@ -74,7 +74,7 @@ def results(eqn: Any, ins: Sequence[Known | None]) -> list[Known | None]:
 
     Args:
         eqn: The equation.
-        ins: What is known of its operands.
+        ins: The integers of its operands, None for unknown ones.
     """
     fits = not eqn.effects and all(is_index(v.aval) for v in eqn.outvars)
     if not fits or any(v is None for v in ins):

@@ -1,8 +1,9 @@
 """Chooses the level of nested lists at which a model is cut into blocks.
 
-A list is what has indexed siblings (`layers/0`, `layers/1`; `Block_0`, `Block_1`) or what a scan
-reads slice by slice. The lists nearest to the root are always cut into their elements. An element
-that has lists inside is opened, and cut at those, if they are lists of layers that hold most of it.
+A list is a row of indexed siblings (`layers/0`, `layers/1`; `Block_0`, `Block_1`), or an array that
+a scan reads slice by slice. The lists nearest to the root are always cut into their elements. An
+element that has lists inside is opened, and cut at those, if they are lists of layers that hold
+most of it. `block_keys` has an example.
 """
 
 import dataclasses
@@ -105,6 +106,7 @@ class Lists:
         for i in members:
             path = self.parameters[i].path
             for d in range(depth, len(path)):
+                # An index without siblings makes no list: `Dense_0` is a layer's name.
                 if path[d] == STACK or len(self.siblings.get(_list_of(path, d), ())) > 1:
                     if path[d] == STACK or path[: d + 1] in self.siblings[_list_of(path, d)]:
                         rows[_list_of(path, d)][path[: d + 1]].append(i)
@@ -134,7 +136,7 @@ class Lists:
         Args:
             element: Path of the element.
             members: Its parameters.
-            likes: How many elements of its list are like it, itself included.
+            likes: Number of elements of its list that are like it, itself included.
         """
         keys: dict[int, ModelPath] = {}
         layers: dict[ModelPath, list[int]] = {}
@@ -186,6 +188,7 @@ class Lists:
             return any(
                 up is not None and up >> i & 1 for i, up in zip(elements[0], before[0], strict=True)
             )
+        # A list may be gone through backwards: paths don't tell the order of calls.
         pairs = list(zip(read, read[1:], strict=False))
         return bool(pairs) and all(follows(b, a) or follows(a, b) for a, b in pairs)
 

@@ -20,7 +20,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
 from megatrain_jax._src.program.primitives import LAYOUT, is_elementwise
 
-# What is known of a value: nothing, or that it is a constant, or that it follows from a counter.
+# The knowledge of a value: nothing, that it is a constant, or that it follows from a counter.
 _UNKNOWN, _CONSTANT, _COUNTER = range(3)
 
 
@@ -29,8 +29,8 @@ def reads_by_counter(eqn: Any, stacked: Sequence[bool], integers: Sequence[bool]
 
     Args:
         eqn: A `scan` or `while` equation.
-        stacked: Which of its operands to look for.
-        integers: Which of its operands are known integers.
+        stacked: Whether to look for each of its operands.
+        integers: Whether each of its operands is a known integer.
     """
     if not any(stacked):
         return False

@@ -22,7 +22,7 @@ from megatrain_jax._src.program.grid import moved
 from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
 from megatrain_jax._src.program.primitives import is_elementwise
 
-# How two slices are reduced to one by a reduction along a sliced axis.
+# The operation that makes one slice of two in a reduction along a sliced axis.
 FOLDS = {
     "reduce_sum": jax.lax.add,
     "reduce_max": jax.lax.max,
@@ -89,6 +89,7 @@ def rows(values: Sequence[Value]) -> Pieces:
 
 
 def _grid(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
+    # Filled, not converted: NumPy would look into what it is given for arrays and sequences.
     grid = np.empty(len(values), dtype=object)
     grid[:] = values
     return grid.reshape(shape)
@@ -134,6 +135,8 @@ def stack(value: Value | Pieces) -> Value:
     """The whole array of a stacked value."""
     if isinstance(value, Value):
         return value
+    # Along the last sliced axis first: the axes still sliced are those before it, so its number
+    # within a slice is its own less their count.
     *outer, axis = value.axes
     parts = []
     for row in value.grid.reshape(-1, value.grid.shape[-1]):
@@ -238,6 +241,7 @@ def _fold(eqn, operand: Pieces) -> Value | Pieces:
     shape = grid.shape[: len(kept)]
     totals = []
     for cells in grid.reshape(math.prod(shape), -1):
+        # In the order of slices, which may round otherwise than one reduction of the whole.
         total = cells[0].array
         for part in cells[1:]:
             total = FOLDS[eqn.primitive.name](total, part.array)

@@ -49,13 +49,13 @@ class _View:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Number of the parameter, and axis: what `Reads.mixed` is keyed by."""
+        """Number of the parameter, and axis: a key of `Reads.mixed`."""
         return self.parameter, self.axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Trail:
-    """What the walk knows of a value: the slices in it, and the reads that come before it.
+    """The trail of a value: the slices of parameters in it, and the reads that come before it.
 
     Attributes:
         views: Slices of parameters in the value.
@@ -137,6 +137,8 @@ class Reads:
             return self._call(branches[which], ins[1:])
         if name == "scan" and self._is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
+        # Still a loop: an array that it goes along may be made of parameters (a concatenation), and
+        # a warning then says why their layers stay together.
         if name == "scan":
             for x in ins[sum(jx.scan_parts(eqn)) :]:
                 self.remade |= set() if x.of_data else x.parameters
@@ -187,13 +189,13 @@ class Reads:
         return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
 
     def _together(self, trails: Sequence[_Trail]) -> _Trail:
-        """The stacked results of a scan's iterations, whose slices are lost as views."""
+        """The trail of a scan's stacked results, in which slices are lost as views."""
         for view in (v for x in trails for v in x.views):
             self.mixed.setdefault(view.key, "scan")
         return _joined(trails)
 
     def _applied(self, eqn, ins: list[_Trail]) -> list[_Trail]:
-        """What is known of an equation's results; notes the read, or what it mixes.
+        """The trails of an equation's results; notes the read, or the slices that it mixes.
 
         An equation on data takes a view of one slice, and the view ends there. Any other view moves
         with the equation; where it can't, one slice stays a view at no axis, several are mixed.
@@ -202,6 +204,7 @@ class Reads:
         integers = known.results(eqn, [x.integers for x in ins])
         views: list[list[_View]] = [[] for _ in eqn.outvars]
         taken: dict[int, dict[int, int]] = {}
+        # Data meet parameters here: a read, even where it takes all of them.
         if joined.of_data:
             taken = {p: {} for x in ins if not x.of_data for p in sorted(x.parameters)}
         for k, view in ((k, v) for k, x in enumerate(ins) for v in x.views):
@@ -217,7 +220,8 @@ class Reads:
             else:
                 self.mixed.setdefault(view.key, eqn.primitive.name)
         before = joined.before
-        # The results come after this read as well.
+        # The results come after this read as well. A mask is a set of reads that is joined by one
+        # operation, however many there are.
         if taken:
             self.reads.append(Read(positions=taken, before=before))
             before |= 1 << len(self.reads) - 1
@@ -249,7 +253,7 @@ def _literal(atom: Any) -> _Trail:
 
 
 def _joined(trails: Sequence[_Trail]) -> _Trail:
-    """What is known of a value that depends on all of these, its views apart."""
+    """The trail of a value that depends on all of these, without its views."""
     of_data = any(x.of_data for x in trails)
     before = 0
     for x in trails:
@@ -261,7 +265,7 @@ def _joined(trails: Sequence[_Trail]) -> _Trail:
 
 
 def _row(x: _Trail, i: int) -> _Trail:
-    """What is known of slice `i` of a value along axis 0."""
+    """The trail of slice `i` of a value along axis 0."""
     views = []
     for view in x.views:
         grid, axes = view.grid, view.axes
@@ -274,7 +278,7 @@ def _row(x: _Trail, i: int) -> _Trail:
 
 
 def _moved(eqn, k: int, view: _View, ins: Sequence[_Trail]) -> list[_View | None] | None:
-    """Where a view of operand `k` is in each result; None if its slices are mixed or lost."""
+    """The view of operand `k` as it is in each result; None if its slices are mixed or lost."""
     name, aval = eqn.primitive.name, eqn.invars[k].aval
     if is_elementwise(eqn):
         if any(v.aval.shape != aval.shape for v in eqn.outvars):

@@ -29,7 +29,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import Index, index_of, sliced_axes
 from megatrain_jax._src.program.reads import Reads
 
-# Less than this part of a model's parameters is worth no stages of its own.
+# A stack of less than this part of a model's parameters is worth no stages of its own.
 _SMALLEST = 1 / 16
 
 
@@ -142,8 +142,8 @@ class _Finder:
     def _sliced(self, p: int) -> _Sliced | None:
         """The slices of a parameter, along the axes that nothing mixes; None if some are not read.
 
-        Of several choices of axes the most along which slices are read in turn: of an array of
-        shape (3, layers, ...) that holds queries, keys and values axis 1 alone.
+        Of several choices of axes it takes the most along which slices are read in turn: of an
+        array of shape (3, layers, ...) that holds queries, keys and values, axis 1 alone.
         """
         taken = self.taken[p]
         axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
@@ -159,6 +159,7 @@ class _Finder:
         rows: dict[tuple[int, ...], int] = {}
         first: list[int] = []
         for r, at in self.taken[p]:
+            # A read that takes several positions of one of these axes is of no single slice.
             if at.keys() >= set(axes):
                 place = tuple(at[axis] for axis in axes)
                 if place not in rows:
@@ -230,13 +231,14 @@ class _Finder:
         ]
         before = [self._before(row) for row in reads]
         gaps = []  # what is read between a layer and the next, beside the stack
+        # `before` grows from layer to layer, so a gap's reads are what the last step has added.
         for k in range(1, len(reads)):
             if not before[k] & reads[k - 1]:
                 return None  # beside each other, as experts are, or query, key and value
             gaps.append(self._parameters(before[k] & ~before[k - 1]) - own)
         shared = set.intersection(*gaps)
-        # What is read between all layers is shared by them. If it is larger than a layer, what was
-        # found is only the part that differs where one block is applied again and again.
+        # Parameters read between all layers are shared by them. If they are larger than a layer,
+        # what was found is only the part that differs where one block is applied again and again.
         size, whole = sum(self.sizes[p] for p in own), sum(self.sizes)
         if size < _SMALLEST * whole or size / len(reads) < sum(self.sizes[p] for p in shared):
             return None

@@ -26,7 +26,7 @@ from megatrain_jax._src.program.primitives import CUSTOM_RULES
 
 
 class StructuralKey:
-    """Stands for what a jaxpr computes; there is one for each such thing, told apart by identity.
+    """A stand-in for a computation: jaxprs that compute the same have one and the same object.
 
     A step looks a function up for every call, and what stands behind a key takes longer to hash
     than the call.
@@ -35,8 +35,9 @@ class StructuralKey:
     __slots__ = ("__weakref__",)
 
 
+# Weak, so that a key goes with the last stage or fragment that has it.
 _keys: WeakValueDictionary[Hashable, StructuralKey] = WeakValueDictionary()
-# By jaxpr and by what is compared.
+# The keys of jaxprs within equations, by the level of comparison.
 _inner_keys: WeakKeyDictionary[Any, dict[int, StructuralKey]] = WeakKeyDictionary()
 
 
@@ -46,7 +47,7 @@ def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> StructuralKey:
     `consts` are the values of the jaxpr's first inputs, if these are fixed.
     Variables are numbered, literals and constants compared by their bytes, parameters recursively,
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
-    What an equation was traced in, such as a mesh, counts, too.
+    The context that an equation was traced in, such as a mesh, counts, too.
     """
     return _standing_for(_jaxpr_key(jaxpr, consts, _RULES))
 
@@ -60,7 +61,8 @@ def form(eqn: Any) -> Hashable:
     return eqn.primitive.name, _params_key(eqn, _FORM)
 
 
-# What two equations are compared by: with literals within them, with their derivatives.
+# Levels of comparison of equations: by primitives and parameters; by literals within their jaxprs,
+# too; and by their derivative rules as well.
 _FORM, _VALUES, _RULES = range(3)
 
 
@@ -162,6 +164,8 @@ def _param_key(value, level):
         return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
     if isinstance(value, (np.ndarray, jax.Array)):
         return value_key(value)
+    # Nothing tells what a function computes, so that one is equal to itself alone. A stage with the
+    # key has its jaxpr, too, which holds the function: no other gets its id meanwhile.
     if callable(value) and not isinstance(value, type):
         return ("callable", id(value))
     try:

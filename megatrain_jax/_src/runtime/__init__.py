@@ -1,1 +1,1 @@
-"""What happens while a run trains: state, transfers, the engine, interrupts."""
+"""The training of a run: its state, transfers, the engine, interrupts."""

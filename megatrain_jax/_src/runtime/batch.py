@@ -16,6 +16,7 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
         step: The step that is to read it.
         placement: The devices.
     """
+    # All arrays have as many examples, as has been checked; a microbatch is what devices divide.
     leaves = jax.tree.leaves(batch)
     examples = leaves[0].shape[0] * placement.processes.count
     sharding = placement.batch(examples // step.microbatches)

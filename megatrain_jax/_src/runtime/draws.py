@@ -1,4 +1,4 @@
-"""What updates draw random bits from: the run's key, the step of the gradient, and the group."""
+"""The sources that updates draw random bits from: the run's key, the gradient's step, the group."""
 
 import jax
 import numpy as np
@@ -10,12 +10,15 @@ class Draws:
     """The arguments that make updates draw; groups' numbers are put on the devices once."""
 
     def __init__(self, store: Store):
-        """Holds no number yet."""
+        """Starts with no group's number on the devices."""
         self._store = store
         self._numbers: dict[int, jax.Array] = {}
 
     def of(self, group: int, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-        """What the update of a group by a step's gradient draws from; None if it draws nothing."""
+        """The sources of a group's update by a step's gradient; None if it draws nothing.
+
+        The run's key, the number of the step and that of the group, as arrays on the devices.
+        """
         store = self._store
         if not store.layouts[group].draws:
             return None

@@ -56,7 +56,7 @@ class Engine:
         self._transfers, self._draws = Transfers(store), Draws(store)
         self._messages: list[jax.Array] = []
         self._true = store.placement.put(jnp.array(True), store.placement.small_on_device)
-        # Of the step whose updates are pending.
+        # `ok` and the number of the step whose updates are pending.
         self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}
         self._tokens: dict[int, jax.Array | None] = {}
@@ -73,7 +73,7 @@ class Engine:
         instructions = schedule.steady if self._running is not None else schedule.cold
         self._wake()
         if self.optimizer.skips:
-            self.store.ok = self._true
+            self.store.ok = self._true  # a skipped step must not make the next ones skip, too
         self._running = schedule
         variables = self.store.variables
         live, seed, self.store.variables = self._begin(step, batch)
@@ -81,7 +81,7 @@ class Engine:
             cotangents[step.program.outputs[0]] = seed
         for instruction in instructions:
             self.obey(instruction, live)
-        self._transfers.dispatch()
+        self._transfers.dispatch()  # offloads after the last computation
         self._begun += schedule.num_tasks
         new = list(self.store.variables)
         for k, i in step.late_state.items():
@@ -205,7 +205,7 @@ class Engine:
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(live, stage, task)
             for i in live.step.last_read.get((instruction.op, stage), ()):
-                self.store.host.pop(Key(Kind.ACTIVATION, i), None)
+                self.store.host.pop(Key(Kind.ACTIVATION, i), None)  # a copy that was fetched again
                 for row in live.rows:
                     row.pop(i, None)
 
@@ -252,7 +252,7 @@ class Engine:
         assert mode is not None
         keeps = number in live.step.schedule.kept
         run = self._of_stage(Op.BACKWARD, number, live.step)
-        kept = live.residuals.pop(number, [[]] * len(live.rows))
+        kept = live.residuals.pop(number, [[]] * len(live.rows))  # free once this is computed
         arriving, accumulated = bound.arriving, bound.accumulated
         for row, cotangents, residuals in zip(live.rows, live.cotangents, kept, strict=True):
             outputs, gradients, back = run(
@@ -265,7 +265,7 @@ class Engine:
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
-            self._tokens[task] = (back or gradients)[0]
+            self._tokens[task] = (back or gradients)[0]  # one result tells of all of a kernel's
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)

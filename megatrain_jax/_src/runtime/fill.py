@@ -38,6 +38,8 @@ def fill_store(
         done: Callback after each group, for a progress bar.
     """
     placement, digest = store.placement, xxhash.xxh3_64()
+    # Each process makes all values and keeps its own shards of them: were they drawn differently,
+    # slabs would be put together from different models.
     if placement.processes.count > 1:
         initial = _noted(initial, digest)
     slices = _unstacked(spec, store, initial)
@@ -46,6 +48,7 @@ def fill_store(
         values = initial.leaves([spec.leaves[i].parameter for i in whole])
         by_leaf = dict(zip(whole, values, strict=True))
         by_leaf |= {i: slices.pop(i) for i in leaves if i in slices}
+        # Whole on every device, where the kernel packs them into each one's shard.
         on_device = placement.put([by_leaf[i] for i in leaves], placement.small_on_device)
         _fill_group(spec, store, kernels, g, on_device)
         done()
@@ -74,14 +77,16 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
     stacked = sorted((row for row in rows if row[1]), key=lambda row: (row[0], row[2]))
     slices: dict[int, jax.Array] = {}
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
+        # All slices of it at once: their groups come one by one, and each would make it anew.
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
             dtype = held_dtype(spec.precision, spec.leaves[i])
             row = whole[selector(index)]
+            # In no more bytes than it will be held in, but for codes, which are made in packing.
             slices[i] = store.small(
                 row.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else row
             )
-        jax.block_until_ready(list(slices.values()))
+        jax.block_until_ready(list(slices.values()))  # before the next whole one is made
     return slices
 
 

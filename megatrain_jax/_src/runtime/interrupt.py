@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-# How many signals a run takes in all before one cuts its end, the final save, off.
+# The number of signals that a run takes in all before one cuts its end, the final save, off.
 _PATIENCE = 2
-# How long the main thread waits for another one before it looks for signals. The kernel may give a
-# signal to any thread, and one that comes just before a wait begins doesn't end that wait.
+# Seconds that the main thread waits for another thread before it looks for signals. The kernel may
+# give a signal to any thread, and one that comes just before a wait begins doesn't end that wait.
 SECONDS_AT_A_TIME = 0.1
 
 
@@ -39,6 +39,7 @@ def deferred_interrupt(*, insist: bool = False) -> Iterator[None]:
     if not _on_main_thread():
         yield
         return
+    # `getsignal` gives a function for handlers of Python's only; the others can't be put back.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     held_back = {number: call for number, call in handlers.items() if callable(call)}
     received: list[int] = []
@@ -64,7 +65,7 @@ def deferred_interrupt(*, insist: bool = False) -> Iterator[None]:
 
 
 class Signals:
-    """What SIGINT and SIGTERM do to a run: the first one ends it, the second changes nothing.
+    """A run's handlers of SIGINT and SIGTERM: the first signal ends it, the second changes nothing.
 
     Each is a `KeyboardInterrupt` in the run, the second one only while a body that allows it
     (`deferred_interrupt(insist=True)`) holds the first one back. Once the run is ending, two

@@ -69,6 +69,8 @@ class Store:
         self.step = self.small(jnp.array(0, jnp.int32))
         self.key = self.small(key)
         self.before_replacing: Callable[[int], None] | None = None
+        # Of several processes, the slabs that were last gathered from all, and the copies: a slab's
+        # leaves are read one after another, and each would gather it anew.
         self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
 
     # ---- filling, at rest
@@ -113,6 +115,7 @@ class Store:
         """Arrays at rest that this process can read all of; of copies, the last ones are kept."""
         if self.placement.processes.count == 1:
             return arrays
+        # Arrays at rest never change, so the same objects have the same copies.
         if self._copied is None or list(map(id, arrays)) != list(map(id, self._copied[0])):
             self._copied = arrays, tuple(map(self.placement.readable, arrays))
         return self._copied[1]
@@ -130,7 +133,7 @@ class Store:
 
     def wake(self) -> None:
         """Moves the small state to the devices; slabs are fetched one by one."""
-        self._copied = None
+        self._copied = None  # steps replace the originals
         self._move_small(self.placement.small_on_device)
 
     def rest(self) -> None:

@@ -41,16 +41,17 @@ class Streams:
     """The gathered copies of both directions, and the stream whose turn it is; nothing waits."""
 
     def __init__(self, placement: Placement):
-        """Makes it without copies, the first stream's turn next.
+        """Starts without copies, the first stream's turn next.
 
         Args:
-            placement: Where copies go; they take streams in turn on a "gpu".
+            placement: The placement between whose memories copies go; on a "gpu" they take turns.
         """
         self._take_turns = placement.platform == "gpu"
         self._turn = 0
         self.forget()
         self._move = placement.move
         self._targets = {True: placement.slabs_on_device, False: placement.slabs_at_rest}
+        # A number that is to go one way rests on the other side; each device has one of its own.
         number = jnp.zeros(len(placement.devices), jnp.int32)
         self._numbers = {
             way: placement.put(number, self._targets[not way]) for way in (True, False)
@@ -77,6 +78,7 @@ class Streams:
         """Dispatches the gathered copies; each direction keeps its order."""
         gathered = self._gathered
         self.forget()
+        # Several slabs of a part are several copies, each with a turn of its own.
         slabs = {way: [x for slabs, _ in rows for x in slabs] for way, rows in gathered.items()}
         copied = {way: iter(arrays) for way, arrays in self._copy(slabs).items()}
         for way, rows in gathered.items():

@@ -17,7 +17,7 @@ from megatrain_jax._src.runtime.engine import Engine
 
 
 class TooManySkippedError(FloatingPointError):
-    """As many steps in a row were skipped as may be; the last one is as settled as the others."""
+    """The error of as many steps skipped in a row as may be, all of which are settled."""
 
 
 class StepMetrics(dict[str, jax.Array]):
@@ -43,13 +43,13 @@ class Training:
     Attributes:
         num_steps: Steps dispatched so far.
         num_skipped: Settled steps that were skipped.
-        skipped_in_row: How many of the last settled steps were skipped, one after another.
+        skipped_in_row: The number of settled steps, up to the last one, that were all skipped.
         lost: The reason why the state is lost; None if it is not.
         partial: A sentence on the step that the state holds in part; None after whole steps.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...], max_skipped: int):
-        """Makes it before the first step.
+        """Starts before the first step.
 
         Args:
             engine: The engine that runs the steps.
@@ -76,6 +76,8 @@ class Training:
 
     def dispatch(self, step: BoundStep, batch: Sequence[jax.Array]) -> StepMetrics:
         """Dispatches a step on a batch that is on the device."""
+        # Set before, and undone after: whatever ends the dispatch, some groups may be of the new
+        # step and others of the old one, and nothing tells which.
         self.lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
         metrics = StepMetrics(self._engine.train(step, batch))
         self.lost = self.partial = None
@@ -130,11 +132,12 @@ class Training:
         healthy = bool(jax.device_get(metrics.healthy))
         if not healthy and not self._engine.optimizer.skips:
             self._fail(metrics)
+        # Only now: a signal while it was waited for leaves it to be settled again.
         self._in_flight.popleft()
         self.skipped_in_row = 0 if healthy else self.skipped_in_row + 1
         self.num_skipped += not healthy
         if self.skipped_in_row >= self._max_skipped:  # more, if a resumed run allows fewer
-            self.skipped_in_row = 0
+            self.skipped_in_row = 0  # who goes on all the same has as many again
             raise TooManySkippedError(
                 f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
                 f"{metrics.step} was not finite. They were skipped, as many in a row as "
@@ -149,6 +152,8 @@ class Training:
         """
         loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
         names, deferred = self._names, self._engine.optimizer.deferred
+        # `ok` stays false once it is, so these are all groups before the first that wasn't finite;
+        # an immediate update has changed them by then.
         updated = [names[g] for g, ok in flags if ok]
         touched = bool(updated) and bool(np.isfinite(loss)) and not deferred
         self._in_flight.clear()
@@ -170,6 +175,6 @@ class Training:
     def _recover(self, metrics: StepMetrics, touched: bool) -> None:
         """Sets the state back to before a step that was not finite, unless that has changed it."""
         self._engine.recover()
-        # What was dispatched after this step did nothing. A step that has changed something counts.
+        # Steps dispatched after this one did nothing. A step that has changed something counts.
         self.num_steps = metrics.step if touched else metrics.step - 1
         self._engine.set_step(self.num_steps)

@@ -45,6 +45,7 @@ class Transfers:
             source = tuple(row.pop(key.owner) for row in rows)
         else:
             source = self.store.on_device.pop(key)
+        # A RELEASE is over with that: nobody holds the arrays any more.
         if op is Op.OFFLOAD:
             self._offload(key, source, task)
 
@@ -61,10 +62,12 @@ class Transfers:
         self._streams.to_device(self.store.host[key], arrive)
 
     def _offload(self, key: Key, source: Slabs, task: int) -> None:
+        # Checkpoints read masters and optimizer state alone; copies that others need go first.
         if key.kind in LASTING and self.store.before_replacing is not None:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
 
+        # The source is held until the wait: the schedule counts its bytes until then.
         def land(slabs: Slabs) -> None:
             self.store.host[key] = slabs
             self._leaving[task, key] = source, slabs
@@ -83,7 +86,9 @@ class Transfers:
     def wait_landed(self, task: int, key: Key) -> None:
         """Blocks until a part that a task offloaded is in the host; then the device's goes."""
         if (task, key) not in self._leaving:
-            self.dispatch()
+            self.dispatch()  # it was only gathered so far
+        # Nothing to wait for is no mistake: a steady step also waits for what only some step before
+        # it has offloaded.
         _, landed = self._leaving.pop((task, key), ((), ()))
         jax.block_until_ready(landed)
 

@@ -1,1 +1,1 @@
-"""When: instructions, tasks, residency, clock and search; the standard library only."""
+"""The order of a step: instructions, tasks, residency, clock, search; standard library only."""

@@ -1,8 +1,8 @@
 """Lays down the instructions of a list of tasks within a byte limit.
 
 Parts are fetched in the order of their use, as far ahead as the limit allows and the link needs to
-be busy, and stay as long as their next use lies within that reach. What a task has to have is made
-room for by waiting; what is further ahead is fetched into room that is free already.
+be busy, and stay as long as their next use lies within that reach. Parts that a task has to have
+get their room by waiting; parts further ahead are fetched into room that is free already.
 
 An evaluation of four stages, each of which computes for 6 seconds with masters of 4 bytes, over a
 link that takes a second for a byte; to the right are the bytes on the device:
@@ -36,24 +36,25 @@ _At = TypeVar("_At")
 
 @dataclass(kw_only=True)
 class Residency:
-    """What is on the device while instructions are laid down, and how many bytes that is.
+    """The parts on the device while instructions are laid down, and how many bytes they take.
 
     Attributes:
         workload: The sizes.
         limit: Bytes that may be on the device.
         resident: Parts that stay.
-        clock: When things happen, as far as can be estimated.
+        clock: The estimate of when instructions happen.
         present: Parts on the device that the engine may use.
         dirty: Parts on the device whose host copy is not current.
-        reserved: Parts to come that have their room, and how many of each.
+        reserved: Parts to come that have their room, and how many of each: two of a gradient whose
+            room for this step and for the next one is promised.
         reserved_bytes: Bytes of that room.
         used: By task, bytes that are free once it has been computed.
         leaving: By task and part, in the order of their dispatch, bytes that are free once the
             part has landed in the host.
         num_bytes: Bytes on the device.
-        reach: How many uses, counted from the start of the list at hand, have been fetched or
+        reach: The number of uses, from the start of the list at hand, that have been fetched or
             have their room.
-        instructions: What was laid down since the start of the list at hand.
+        instructions: The instructions laid down since the start of the list at hand.
         ledger: Bytes on the device after each instruction.
     """
 
@@ -77,7 +78,7 @@ class Residency:
 
         Args:
             num_tasks: By how much the numbers of earlier tasks go down, so that -1 is the last.
-            reach: How many uses of the new step have been fetched or have their room.
+            reach: The number of uses of the new step that have been fetched or have their room.
         """
         return replace(
             self,
@@ -95,9 +96,12 @@ class Residency:
     def joined(self, other: "Residency") -> "Residency":
         """A state from which instructions serve after this one and after another one.
 
-        The same parts are present in both. What is dirty or on its way to the host in one of them
-        counts as such, and the clock is the other one's.
+        The same parts are present in both. A part that is dirty or on its way to the host in one of
+        them counts as such, and the clock is the other one's.
         """
+        # Each step ends with the same uses reached, so it leaves the same parts present. But one
+        # may be clean after a cold step and dirty after a steady one: to offload it in either case
+        # costs a copy at most, to release it would lose an update.
         assert self.present == other.present and self.reserved == other.reserved
         used = _largest(self.used, other.used)
         leaving = _largest(self.leaving, other.leaving)
@@ -120,7 +124,7 @@ class Residency:
 
     @property
     def room(self) -> int:
-        """Bytes that nothing occupies or has been promised."""
+        """Bytes that nothing occupies or has been promised; below zero after some `joined`."""
         return self.limit - self.num_bytes - self.reserved_bytes
 
     # ---- instructions
@@ -166,6 +170,8 @@ class Residency:
         """Drops a part after its last use in a task, to the host if that has no current copy."""
         size = self.workload.size(key)
         self.present.discard(key)
+        # Either way the bytes still count: the computations before are only dispatched, so a copy
+        # leaves once they are over, and not even a dropped array is free before.
         if key in self.dirty:
             self.dirty.discard(key)
             self.leaving[task, key] = size
@@ -190,7 +196,8 @@ class Residency:
 
     def _emit(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
-        # Two lists may leave different things; what the first waits are for never is all of them.
+        # `joined` counts all that either of two steps may have left, which can be more than the
+        # limit; each step alone kept to it, so what is really there never exceeds it.
         self.ledger.append(min(self.num_bytes, self.limit))
 
     # ---- lists
@@ -200,20 +207,25 @@ class Residency:
 
         Args:
             tasks: The tasks of a list.
-            later: Those that follow.
-            boundary: How many of the uses in `later` are reached at the end, and no more.
+            later: The tasks that follow.
+            boundary: The number of uses in `later` that are reached at the end, and no more.
         """
         line = [use for task in (*tasks, *later) for use in task.uses]
         starts = [0]
         for task in tasks:
             starts.append(starts[-1] + len(task.uses))
+        # Every step has to end with the same uses reached, whatever the clock says: only then does
+        # the list of a steady step serve after itself.
         line = line[: starts[-1] + boundary]
+        # A use that creates its part needs no earlier copy, so nothing is kept for it.
         needs: dict[Key, list[int]] = {}
         for at, use in enumerate(line):
             if not use.creates:
                 needs.setdefault(use.key, []).append(at)
         for number, task in enumerate(tasks):
             last = number == len(tasks) - 1
+            # The parts that the next task needs to begin come while this one computes, at the
+            # latest. `least_bytes` counts their room: to wait for earlier tasks is always enough.
             early = boundary if last else tasks[number + 1].num_early
             self._make_ready(number, task, line, starts[number + 1] + early)
             if last:  # a first step may not use all that stays
@@ -229,9 +241,12 @@ class Residency:
 
     def run_to_rest(self, tasks: Sequence[Task]) -> None:
         """Lays down the instructions of tasks after which nothing is on the device."""
+        # Nothing stays any more, so rooms promised to the next step's parts are given up.
         self.resident = frozenset()
         self.reserved.clear()
         self.reserved_bytes = 0
+        # Uses count as reached up to the first whose part isn't here. Parts that are first used
+        # beyond it leave now and come again, since a part is kept for a use within reach only.
         uses = [use.key for task in tasks for use in task.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.reach = next(here, len(uses))
@@ -249,13 +264,18 @@ class Residency:
         """
         while self.room < 0:
             self._wait_for_oldest()
+        # Memory that a task left is asked for two tasks later, not as late as it is needed: this
+        # also bounds how far the driver runs ahead of the device.
         for before in sorted(at for at in self.used if at < number - 1):
             self.wait(before)
+        # By the clock these have landed, so the wait costs nothing and gives room; the others are
+        # waited for below, one by one, where their room is needed.
         for at in [at for at in self.leaving if at[0] < number]:
             if self.clock.landed.get(at, 0.0) <= self.clock.driver:
                 self.land(*at)
-        # What is fetched the next time can't come before this task is computed. More than keeps
-        # the link busy until then would only wait in line, where streams overtake one another.
+        # Parts that the next call fetches can't come before this task is computed, so the link
+        # needs work until then. More would only wait in line, where copy streams overtake one
+        # another: the GPU may take a late copy first.
         seconds = sum(computation.seconds for computation in task.computations)
         enough = self.clock.over((use.key for use in task.uses), seconds)
         while self.reach < len(line):
@@ -264,6 +284,8 @@ class Residency:
             while size > self.room and self.reach < must:
                 self._wait_for_oldest()
             ahead = self.reach >= must and self._has_to_come(use)
+            # Uses are reached in their order and none is passed over: a later, smaller part would
+            # take the room that a nearer one waits for.
             if size > self.room or (ahead and self.clock.inward_until(use.key) > enough):
                 break
             if use.creates:
@@ -274,6 +296,8 @@ class Residency:
 
     def _missing(self, use: Use) -> int:
         """Bytes that have to become free for a use."""
+        # A part that is created needs room of its own even if an older one is present, as the
+        # gradient of the step before is until its update has been computed.
         known = use.key in self.reserved or use.key in self.present
         return 0 if known and not use.creates else self.workload.size(use.key)
 
@@ -285,6 +309,7 @@ class Residency:
     def _wait_for_oldest(self) -> None:
         oldest = min((*self.used, *(task for task, _ in self.leaving)), default=None)
         assert oldest is not None, "the limit is below the least that a list needs"
+        # A copy to the host follows its task's computations, so it is never over before them.
         if oldest in self.used:
             self.wait(oldest)
         else:
@@ -293,6 +318,7 @@ class Residency:
     def _is_needed(self, needs: dict[Key, list[int]], key: Key, start: int) -> bool:
         if key in self.resident:
             return True
+        # Kept is what is used soonest: all uses within reach are nearer than those beyond it.
         places = needs.get(key, [])
         at = bisect_left(places, start)
         return at < len(places) and places[at] < self.reach

@@ -24,6 +24,8 @@ _NOTHING = Task(computations=(), uses=(), num_early=0, last_touch={})
 
 def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The least limit with which a task need only wait for the room of tasks two before it."""
+    # A steady step follows a cold one, and itself: its first tasks find what the last tasks of the
+    # step before have left. Flushes and evaluations keep no residents.
     nothing: frozenset[Key] = frozenset()
     lines = (
         ((*lists.cold, *lists.steady, *lists.steady), resident),
@@ -66,6 +68,8 @@ def _residents_at(
     workload: Workload, tasks: Sequence[Task], resident: frozenset[Key]
 ) -> Iterator[_Residents]:
     """For each task, the residents that exist when it begins; one object, good until the next."""
+    # One object changes from task to task, as a copy of it for each of them would take time with
+    # the square of the number of layers; and the search asks for this over and over.
     passing = {key for key in resident if key.kind in PASSING}
     lasting = resident - passing
     here = _Residents(lasting=lasting, alive=set(), num_bytes=sum(map(workload.size, lasting)))
@@ -91,9 +95,12 @@ def _least_at(
     needed = {use.key for use in before.uses if not use.creates}
     gone = 0
     for use in before.uses:
+        # A deferred update finds a gradient and its task creates the next one of the same key: of
+        # the two, the one that was found is consumed.
         consumed = use.key in killed and not (use.creates and use.key in needed)
         kept = use.key in early or use.key in resident
-        # The room of a resident gradient is its own until there is the next one.
+        # A resident gradient's room counts among the residents, and one that is consumed leaves it
+        # to the next; only a task that has made the next one as well leaves two.
         if not kept or (consumed and (use.key not in resident or use.key in created)):
             gone += workload.size(use.key)
     uses = (*task.uses, *next_uses)
@@ -103,10 +110,11 @@ def _least_at(
 
 
 def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -> int:
-    """How many uses of the next step can have their room while a step's last task computes."""
+    """The number of uses of the next step that have room while a step's last task computes."""
     uses = [use for task in lists.steady for use in task.uses]
     ends = []
     for step in (lists.cold, lists.steady):
+        # Of a step with a single task, the one before its last is of the step before.
         *_, here = _residents_at(lists.workload, step, resident)
         ends.append(((lists.steady + step)[-2], step[-1], here))
 
@@ -116,6 +124,7 @@ def next_uses_that_fit(lists: TaskLists, limit: int, resident: frozenset[Key]) -
             for before, last, here in ends
         )
 
+    # The early ones fit in any case, as `least_bytes` counts them and the limit is no less.
     early = lists.steady[0].num_early
     return early + most_that_fit(len(uses) - early, lambda count: fits(early + count))
 

@@ -3,10 +3,10 @@
 From the tasks of a step, their bytes and a budget this derives an ordered list of instructions that
 the engine only has to obey, so tests and plans can read a step unexecuted.
 
-What stays on the device for good, and which stages keep residuals, is tried out: instructions are
-laid down for several choices, and the clock says how long each takes. 18 blocks with 12 bytes of
-state and 4 of gradients, between two ends that are four times as large, need 84 bytes at least, and
-with 332 nothing moves. A budget of 208 gives
+Which groups stay on the device for good, and which stages keep residuals, is tried out:
+instructions are laid down for several choices, and the clock says how long each takes. 18 blocks
+with 12 bytes of state and 4 of gradients, between two ends that are four times as large, need 84
+bytes at least, and with 332 nothing moves. A budget of 208 gives
 
     groups that stay    seconds    bytes moved
     none                    376            688
@@ -29,9 +29,12 @@ from megatrain_jax._src.schedule.room import least_bytes, most_that_fit, next_us
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists, gradient_tasks
 from megatrain_jax._src.schedule.workload import Workload
 
+# To lay a step down takes time with its number of instructions, and each choice of kept residuals
+# is tried with each of residents. Of all numbers of either that fit, these many are tried.
 _NUM_CANDIDATES = 8
 _NUM_KEPT_CANDIDATES = 6
-# How far apart two estimates of a step have to be to tell which one is faster.
+# Rates aren't known well enough to tell which of two steps is faster if their estimates differ by
+# less than this part of them; docs/performance.md has what taking the one that moves less brought.
 _UNCERTAINTY = 0.03
 # The first lists only bring the clock into its rhythm.
 _MIN_STEPS = 3
@@ -39,7 +42,7 @@ _MIN_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The instructions of all that can be run, and the device bytes they need.
+    """The instructions of each list that can be run, and the device bytes they need.
 
     The first step runs `cold`, each later one `steady`. After either, `flush` brings everything
     to rest: pending updates are applied, host copies are current, the device is empty, and the
@@ -52,9 +55,9 @@ class Schedule:
         evaluation: Every stage's FORWARD, from rest to rest.
         num_tasks: Tasks of a cold as of a steady step, for resolving negative task numbers.
         ledger: For "cold", "steady", "flush" and "evaluation" the bytes on the device after each
-            instruction. What is dropped or consumed counts until the WAIT or LAND for its task.
-            Steady steps and flushes may hold less, offload what is unchanged, and wait for tasks
-            that left nothing: their instructions serve after every step.
+            instruction. A part that is dropped or consumed counts until the WAIT or LAND for its
+            task. Steady steps and flushes may hold less, offload parts that are unchanged, and wait
+            for tasks that left nothing: their instructions serve after every step.
         peak_bytes: The largest entry of the ledgers.
         resident: Parts that stay on the device between steps, or from when they are made to their
             last use.
@@ -80,7 +83,7 @@ def find_schedule(workload: Workload, budget: int | None) -> Schedule:
     """Orders a training step so that what it keeps never exceeds a budget on the device.
 
     Args:
-        workload: What to compute on which bytes; which residuals are kept is decided here.
+        workload: The step to compute, on which bytes; which residuals are kept is decided here.
         budget: Bytes that parameters, optimizer state, gradients, residuals and activations may
             occupy on the device. None asks for the smallest schedule.
 
@@ -109,10 +112,13 @@ def find_schedule(workload: Workload, budget: int | None) -> Schedule:
 def _with_residents(lists: TaskLists, budget: int, smallest: int) -> Schedule:
     """The fastest schedule of some with more or fewer parts that stay on the device."""
     everything = _everything(lists)
+    # Nothing moves then, so that more room would be of no use.
     if budget >= (needed := least_bytes(lists, everything)):
         return _lay_down(lists, needed, everything, smallest)
     always, units = _residuals(lists), _resident_units(lists)
 
+    # Residuals stay in any case, as they don't travel. The sets grow with the count, and with them
+    # the least that they need, which is what lets `most_that_fit` halve its way to the largest.
     def residents(count: int) -> frozenset[Key]:
         return always.union(*units[:count])
 
@@ -138,7 +144,7 @@ def _moved(workload: Workload, schedule: Schedule) -> int:
 def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
     """Workloads that keep some stages' residuals: few, as many as fit, as many as all state leaves.
 
-    Those that save the most time for their bytes come first, and of equal ones the last stages,
+    Stages that save the most time for their bytes come first, and of equal ones the last stages,
     whose residuals are needed for the shortest time.
     """
     seconds = workload.costs.recompute
@@ -152,6 +158,7 @@ def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
         lists = build_task_lists(keeping(count))
         return least_bytes(lists, resident(lists)) <= budget
 
+    # More residuals leave room for fewer residents: which of the two saves more, the clock tells.
     most = most_that_fit(len(stages), lambda count: fits(count, _residuals))
     shares = range(1, _NUM_KEPT_CANDIDATES + 1)
     counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
@@ -173,6 +180,8 @@ def _resident_units(lists: TaskLists) -> list[tuple[Key, ...]]:
     workload = lists.workload
     # A gradient that one task makes and consumes needs no lasting room.
     lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
+    # The ends of a model first: mostly an embedding and a head, larger than blocks, so that what
+    # is computed beside them hides less of their way. Last, the groups that no stage reads.
     stages = (workload.stages[0], workload.stages[-1], *workload.stages, range(len(workload.sizes)))
     groups = dict.fromkeys(group for stage in stages for group in stage)
     state = [Kind.MASTERS, Kind.OPTIMIZER_STATE]
@@ -197,6 +206,8 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: 
     def start(resident: frozenset[Key]) -> Residency:
         clock = Clock(costs=lists.workload.costs)
         device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
+        # Their room is theirs from the start, though they come when they are first used; the other
+        # residents are made, and get theirs then.
         for key in resident:
             if key.kind in LASTING:
                 device.reserve(key)
@@ -204,9 +215,9 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: 
 
     cold = start(resident)
     cold.run(lists.cold, lists.steady, boundary)
-    # What a step leaves behind may depend on the one before. The instructions have to serve after
-    # any, so steps are repeated until one that starts from the most that any left ends with no
-    # more.
+    # The parts that a step leaves dirty or on their way may depend on the step before. The
+    # instructions have to serve after any, so steps are repeated until one that starts from the
+    # most that any left ends with no more. Their starts only grow, within all parts there are.
     begin, covered, num_steps = cold.next_step(num_tasks, boundary), False, 0
     while not covered or num_steps < _MIN_STEPS:
         steady = begin.next_step(0, boundary)

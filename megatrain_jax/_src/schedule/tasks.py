@@ -78,10 +78,10 @@ class Task:
     """Computations between which nothing is fetched.
 
     Attributes:
-        computations: What it computes, in order.
+        computations: The computing instructions, in order.
         uses: The parts it uses: first those that have to be there when it begins, then those that
             may still arrive while its stage computes, and last those that it creates.
-        num_early: How many are of the first kind.
+        num_early: The number of uses of the first kind.
         last_touch: For each part, the last of the computations that touches it.
     """
 
@@ -93,7 +93,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLists:
-    """The tasks of all that can be run: the same for every budget.
+    """The tasks of each list that can be run: the same for every budget.
 
     Attributes:
         workload: The workload that they were made of.
@@ -118,6 +118,8 @@ def build_task_lists(workload: Workload) -> TaskLists:
     first = [[i for i in task if i.op is not pending] for task in every]
     at_rest = [[i for i in task if i.op is pending] for task in every]
     forward = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
+    # `made` goes on from list to list, as they are run one after another: the asserts show that
+    # each finds the gradients that the one before it has left, and that a flush leaves none.
     made: set[Key] = set()
     cold = _as_tasks(workload, first, made)
     waiting = set(made)
@@ -125,6 +127,7 @@ def build_task_lists(workload: Workload) -> TaskLists:
     assert made == waiting, "a step leaves the gradients that the next one starts from"
     flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
+    # Nothing is differentiated, so residuals would be kept for nobody.
     evaluation = _as_tasks(replace(workload, kept=frozenset()), forward, set())
     return TaskLists(
         workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation
@@ -138,6 +141,8 @@ def _immediate_step(workload: Workload) -> list[list[Instruction]]:
     """The instructions of each task if a group is updated where its gradient is completed."""
     stages = range(len(workload.stages) - workload.fused_last)
     tasks = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in stages]
+    # Immediate updates need nothing of any gradient but their own: COMBINE takes the loss, which is
+    # there once backward has begun, and comes once, before the first UPDATE that reads its scalars.
     combine = [Instruction(op=Op.COMBINE)]
     for task, complete in gradient_tasks(workload):
         if complete:
@@ -152,11 +157,14 @@ def _deferred_step(workload: Workload) -> list[list[Instruction]]:
     """The instructions of each task if a group is updated before its first use in the next step."""
     unused = workload.unused_groups
     pending = set(workload.trained_groups).difference(unused)
+    # Before all stages, as one without a backward may read them; each a task of its own, so that
+    # one after another is on the device.
     tasks = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
         fresh = sorted(pending.intersection(groups))
         pending.difference_update(fresh)
         tasks.append([*_for_each(fresh, Op.UPDATE), Instruction(op=Op.FORWARD, stage=stage)])
+    # A fused last stage has no FORWARD: what that task updates goes in front of its BACKWARD.
     updates = tasks.pop()[:-1] if workload.fused_last else []
     for task, complete in gradient_tasks(workload):
         tasks.append([*updates, *task, *_for_each(complete, Op.REDUCE)])
@@ -180,6 +188,7 @@ def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int
     tasks = []
     for stage in reversed(stages):
         groups = dict.fromkeys(trained[stage])
+        # Of a single microbatch, the first BACKWARD creates the gradient and zeros would be waste.
         begun = [group for group in groups if latest[group] == stage and workload.accumulate]
         complete = [group for group in groups if earliest[group] == stage]
         backward = Instruction(op=Op.BACKWARD, stage=stage)
@@ -201,6 +210,8 @@ def _as_tasks(
         step: The instructions of each task.
         made: Gradients, activations and residuals that exist before; kept up to date.
     """
+    # An activation is dropped after its last read in this very list: in an evaluation by a FORWARD,
+    # in a step as a rule by the BACKWARD of the first stage that reads it.
     last_read: dict[int, Instruction] = {}
     for instruction in chain.from_iterable(step):
         last_read.update(dict.fromkeys(_reads(workload, instruction), instruction))
@@ -226,6 +237,8 @@ def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
 
 def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
     stages = [at for at, c in enumerate(computations) if c.instruction.stage is not None]
+    # Parts that only later computations touch, as the optimizer state of an UPDATE, may arrive
+    # while the stage computes; a task without a stage has nothing to hide their way behind.
     stage = max(stages, default=len(computations) - 1)
     early: dict[Key, None] = {}
     late: dict[Key, None] = {}
@@ -236,7 +249,7 @@ def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
                 created[key] = None
             elif not any(key in known for known in (early, late, created)):
                 (early if at <= stage else late)[key] = None
-    # What can't arrive while the stage computes would hold up what follows.
+    # Parts that can't arrive while the stage computes would hold up the computations that follow.
     seconds = sum(computations[at].seconds for at in stages)
     hidden = workload.seconds_inward(late) <= seconds
     return Task(
@@ -273,6 +286,7 @@ def _as_computation(
     updates = instruction.op is Op.UPDATE
     gradients = keys([Kind.GRADIENT])
     state = keys([Kind.MASTERS, Kind.OPTIMIZER_STATE]) if updates else ()
+    # The first BACKWARD of a group creates its gradient, unless ZEROS did; the others add to it.
     new = tuple(key for key in gradients if makes and key not in made)
     assert instruction.op is not Op.ZEROS or new == gradients, "zeros would lose a gradient"
     touches = _TOUCHES[instruction.op]

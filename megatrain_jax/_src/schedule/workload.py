@@ -36,7 +36,7 @@ class Costs:
             nothing unless given.
         forward_on_link: For each stage, seconds of its forward that devices exchange values over
             their links, which then carry nothing else; none unless given.
-        backward_on_link: The same of its backward.
+        backward_on_link: For each stage, the same seconds of its backward.
         link: The connection to the host.
         dispatch: Dispatch of one instruction by the driver.
     """
@@ -64,14 +64,14 @@ class Workload:
         stages: For each stage, in forward order, the groups whose masters it reads.
         backward: For each stage, whether the loss depends on it.
         fused_last: The last stage has no FORWARD in training: its BACKWARD returns the loss.
-        sizes: For each group the bytes of its masters, optimizer state and gradient. What is
-            missing or has no bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
+        sizes: For each group the bytes of its masters, optimizer state and gradient. A part that
+            is missing or has no bytes never moves and appears in no FETCH, OFFLOAD or RELEASE.
         activations: Bytes of each activation that is counted, by its id.
         makes: For each stage, the counted activations it makes; none unless given.
         reads: For each stage, the counted activations it reads.
         residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
             given.
-        kept: The stages that keep them.
+        kept: The stages that keep residuals.
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
@@ -100,13 +100,17 @@ class Workload:
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
         assert self.reduce_reads <= LASTING
+        # BACKWARD makes a gradient, if it has bytes, of each group that its stage reads; that of a
+        # frozen group would never be consumed.
         untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
         assert not any(self.size(Key(kind, g)) for g in self.frozen for kind in untrained)
         assert len(self.costs.forward) == len(self.costs.backward) == len(self.stages)
         assert len(self.costs.update) == len(self.sizes)
         made, read = ({i for row in rows for i in row} for rows in (self.makes, self.reads))
+        # An activation is dropped by the last to read it, so without a reader it would never go.
         assert set(self.activations) == made == read, "every activation is made and read"
         assert all(self.residuals[s] and self.backward[s] for s in self.kept)
+        # A fused last stage has no FORWARD that could keep any.
         assert not self.fused_last or len(self.stages) - 1 not in self.kept
 
     def size(self, key: Key) -> int:
@@ -119,12 +123,13 @@ class Workload:
         return self.sizes[owner].get(kind, 0)
 
     def seconds_inward(self, keys: Iterable[Key]) -> float:
-        """How long parts take to the device; links work side by side."""
+        """Seconds that parts take to the device; links work side by side."""
         sizes: dict[str, int] = {}
         rates: dict[str, float] = {}
         for key in keys:
             link = self.costs.link_of(key)
             sizes[link.name] = sizes.get(link.name, 0) + self.size(key)
+            # Nothing is taken to go the other way, so the slower of the two alone counts.
             rates[link.name] = max(link.inward, link.shared)
         return max((size * rates[name] for name, size in sizes.items()), default=0.0)
 

@@ -1,1 +1,1 @@
-"""Where: groups, layouts, the host pool, hardware."""
+"""The places of state: groups, layouts, the host pool, hardware."""

@@ -32,7 +32,7 @@ from megatrain_jax._src.state.codec import Array, Part, Plain
 from megatrain_jax._src.state.draws import Draw, random_bits
 
 Code = Literal["dynamic", "linear"]
-# What is below the smallest normal number is zero to some processors, and not to others.
+# A number below the smallest normal one is zero to some processors, and not to others.
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -45,7 +45,7 @@ class Blockwise(Plain):
     them or their roots. A block with a number that is not finite is NaN as a whole.
 
     Attributes:
-        block: How many numbers share a scale.
+        block: The count of numbers that share a scale.
         code: The levels' distances; see the head of this file.
         bits: Bits of a code, 8 or 4.
         signed: Whether numbers may be below zero; those that never are get twice the levels.
@@ -89,11 +89,13 @@ class Blockwise(Plain):
         sizes = xp.where(usual, xp.abs(rows) * shift, 0) / xp.where(usual, scales * shift, 1)
         place = _place(sizes, _nodes(self.code, self._magnitude_bits))
         if self.stochastic and draw is not None:
-            # Of 16 bits, so that whole numbers stay: 127 + (1 - 2^-16) is no 128 in fp32.
+            # The random part has 16 bits, so that whole places stay: 127 + (1 - 2^-16) is still
+            # below 128 in fp32, which 127 + (1 - 2^-24) would be rounded to.
             part = (random_bits(draw, x.size) >> 16).astype(np.float32) * np.float32(2.0**-16)
             place = xp.floor(place + part.reshape(rows.shape))
         else:
             place = xp.rint(place)
+        # The linear code is for numbers that a product mixes: nothing divides by one of them.
         if self.code == "dynamic":
             place = xp.maximum(place, usual & (xp.abs(rows) >= _SMALLEST))
         place = xp.where(rows < 0, -place if self.signed else 0, place)
@@ -104,6 +106,7 @@ class Blockwise(Plain):
         codes, scales = arrays
         xp, levels = _numpy_of(codes), self.levels()
         places = self._unpacked(codes).astype(np.int32) + (len(levels) // 2 if self.signed else 0)
+        # Every code that its bits can hold has a level, so that nothing is out of bounds.
         if xp is np:
             values = levels[places]
         else:
@@ -115,7 +118,7 @@ class Blockwise(Plain):
         return rows.reshape(-1)[: values.size].astype(dtype)
 
     def levels(self) -> np.ndarray:
-        """What codes stand for, ascending, before they are multiplied by a scale; fp32."""
+        """The numbers that codes stand for before they are scaled, ascending; fp32."""
         return _levels(self.code, self._magnitude_bits, self.signed)
 
     @property
@@ -150,11 +153,11 @@ def _nodes(code: Code, bits: int) -> tuple[tuple[float, int], ...]:
 
 
 def _place(x: Array, nodes: Sequence[tuple[float, int]]) -> Array:
-    """Where a value from 0 to 1 lies among the levels, in fractions of the way to the next."""
+    """The place of a value from 0 to 1 among the levels, in fractions of the way to the next."""
     xp, found = _numpy_of(x), None
     for (top, number), (bottom, below) in zip(nodes, nodes[1:], strict=False):
         slope = np.float32((number - below) / (top - bottom))
-        # Seen from the upper end, which so is a whole number exactly.
+        # Seen from the upper end, so that a value there has a whole number for its place exactly.
         line = np.float32(number) - (np.float32(top) - x) * slope
         found = line if found is None else xp.where(x <= np.float32(top), line, found)
     return found
@@ -165,7 +168,7 @@ def _levels(code: Code, bits: int, signed: bool) -> np.ndarray:
     values, numbers = zip(*reversed(_nodes(code, bits)), strict=True)
     levels = np.interp(np.arange(2**bits), numbers, values)
     if signed:
-        # One code more on the lower side, which nothing is encoded as.
+        # Two's complement has one code more on the lower side, as which nothing is encoded.
         levels = np.concatenate([[-1.0], -levels[:0:-1], levels])
     levels = levels.astype(np.float32)
     levels.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Codecs: what arrays stand for the numbers of a slab at rest, and how these are made and read.
+"""Codecs: the arrays that stand for a slab's numbers at rest, and how they are made and read.
 
 Kernels compute on what a codec decodes and give what it encodes; all else only stores and sends
 the arrays. `Plain` is the numbers themselves, `Rounded` a narrower dtype.
@@ -30,7 +30,7 @@ class Part:
     Attributes:
         name: Name of the array below the leaf's, as checkpoints have it; "" if it is the only one.
         dtype: Name of its dtype.
-        per: How many numbers each of its elements is for.
+        per: The count of numbers that each of its elements stands for.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Plain:
     """Numbers that are held as they are computed on.
 
     Attributes:
-        block: How many numbers are coded together; a leaf begins at a multiple of it.
+        block: The count of numbers that are coded together; a leaf begins at a multiple of it.
     """
 
     block: ClassVar[int] = 1
@@ -110,8 +110,8 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds fp32 to one of its two neighbours in bfloat16, to the nearer one more often.
 
     The upper 16 bits of an fp32 number are a bfloat16 number, the lower ones how far it is on the
-    way to the next. Adding 16 random bits carries in as many cases as that is far. What bfloat16
-    has exactly stays, zeros, infinities and NaN among it.
+    way to the next. Adding 16 random bits carries in as many cases as that is far. Numbers that
+    bfloat16 has exactly stay, zeros, infinities and NaN among them.
 
     Args:
         x: fp32 of shape (n,).
@@ -123,6 +123,7 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     given = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = ((given + (bits >> 16)) >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+    # A NaN whose bits are in the lower half would become an infinity, one of all bits a zero.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 

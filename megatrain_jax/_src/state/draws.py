@@ -21,6 +21,8 @@ def draw_of(key: jax.Array, step: jax.Array, group: jax.Array) -> Draw:
         group: Number of the group.
     """
     words = jax.random.key_data(key).reshape(-1)
+    # The halves of SplitMix64's constant, 2^64 over the golden ratio: no more than a start with
+    # bits of both kinds.
     draw = jnp.uint32(0x9E3779B9), jnp.uint32(0x7F4A7C15)
     for word in (*(words[i] for i in range(words.size)), step, group):
         draw = _folded(draw, word.astype(jnp.uint32))
@@ -34,6 +36,8 @@ def part_of(draw: Draw, number: int) -> Draw:
 
 def random_bits(draw: Draw, size: int) -> jax.Array:
     """Uniform 32-bit integers, one for each of so many elements; of shape (size,)."""
+    # With one word alone, draws whose words differ in the lower bits would have the same bits, only
+    # for other elements.
     first, second = draw
     return _mixed(_mixed(jax.lax.iota(jnp.uint32, size) ^ first) ^ second)
 

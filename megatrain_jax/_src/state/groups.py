@@ -113,6 +113,8 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
     def first_use(item):
         return min((uses[i][0] for i in item[1] if uses[i]), default=len(stages)), item[1][0]
 
+    # Groups are numbered as forward meets them: the smaller number is fetched first where nothing
+    # else decides, and tables read like the model.
     ordered = sorted(members.items(), key=first_use)
     names = [
         (".".join(map(str, key[1] or ())) or _name(leaves, rows)) + ("" if key[0] else " (frozen)")
@@ -158,6 +160,8 @@ def layout_group(
     masters = list(master_codecs or [PLAIN] * len(rows))
     states = list(state_codecs or [PLAIN] * len(state))
     mirrors = [states[at : at + n] for at, n in rows_like(state, shapes) if n]
+    # One order and one unit for masters and state: leaf by leaf both lie at the same offsets, which
+    # lets an elementwise update compute on whole slabs.
     order = in_order(list(zip(masters, *mirrors, strict=True)))
     unit = max((codec.block for codec in (*masters, *states)), default=1)
     return GroupLayout(

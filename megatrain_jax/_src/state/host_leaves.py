@@ -32,6 +32,7 @@ def read_leaves(layout: Layout | MixedLayout, arrays: Sequence[Array]) -> list[n
 
 def read_leaf(layout: Layout, arrays: Sequence[Array], i: int) -> np.ndarray:
     """Leaf `i` of arrays at rest; see `read_leaves`."""
+    # No block of codes reaches from one shard into the next, so each share is decoded by itself.
     codec = layout.segment_of(i)[0].codec
     dtype = jnp.dtype(codec.read_dtype(layout.dtype))
     pieces = [_pieces(layout, arrays, i, p) for p in range(len(layout.parts(i)))]
@@ -72,6 +73,7 @@ def encoded(layout: Layout, leaf: np.ndarray, i: int) -> tuple[np.ndarray, ...]:
 
 def _pieces(layout: Layout, arrays: Sequence[Array], i: int, p: int) -> list[np.ndarray]:
     """Part `p` of leaf `i`: its elements in each shard of arrays at rest, as views."""
+    # Offsets are multiples of a block, so they divide by `per` without a rest.
     segment, number = layout.segment_of(i)
     per = layout.parts(i)[p].per
     start = (layout.offsets[i] - segment.start) // per
@@ -87,7 +89,7 @@ def _joined(pieces: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _shards_of(array: Array, num_shards: int) -> list[np.ndarray]:
-    """What each device has of an array in host memory, in order and without copies."""
+    """The shards of an array in host memory, in the order of devices and without copies."""
     if isinstance(array, np.ndarray) or num_shards == 1:
         return list(np.asarray(array).reshape(num_shards, -1))
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

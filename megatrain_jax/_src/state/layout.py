@@ -1,4 +1,4 @@
-"""Layouts: where each leaf lies in a slab, and the arrays that stand for it at rest and on its way.
+"""Layouts: the place of each leaf in a slab, and the arrays that stand for a slab at rest.
 
 A slab is one flat array of a group's leaves of one dtype. One array per group is one transfer, and
 arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a
@@ -28,7 +28,7 @@ Spread = Callable[[jax.Array], jax.Array]
 
 PLAIN = Plain()
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
-# Most padding of a leaf's shares, of its size.
+# The most padding that a leaf's shares may add, as a part of its size.
 _PADDING = 1 / 16
 
 
@@ -77,7 +77,7 @@ class Layout:
         offsets: First element of each leaf in every shard.
         size: Elements of the slab, padding included.
         num_shards: Number of equal parts that the slab is divided into, one a device.
-        segments: How its shards are coded, from their first element to their last.
+        segments: The ranges of its shards that are coded alike, from first to last.
     """
 
     dtype: str
@@ -122,6 +122,7 @@ class Layout:
             part = rows[:, segment.start : segment.stop]
             if segment.codec.block > 1:
                 part = self._without_padding(part, segment)
+            # Each segment counts its elements from 0, so that each needs a draw of its own.
             own = draw if draw is None or len(self.segments) == 1 else part_of(draw, number)
             found += segment.codec.encode(part.reshape(-1), own)
         return tuple(found)
@@ -135,6 +136,7 @@ class Layout:
         """
         dtype = self.dtype if dtype is None else dtype
         pairs = list(zip(self.segments, self.by_segment(arrays), strict=True))
+        # A plain slab is itself, and isn't cast here: `unpack_whole` casts, leaf by leaf.
         if len(pairs) == 1:
             ((segment, own),) = pairs
             return own[0] if type(segment.codec) is Plain else segment.codec.decode(own, dtype)
@@ -166,7 +168,7 @@ class Layout:
 
         Args:
             slab: The slab.
-            leaves: Which leaves.
+            leaves: Numbers of the leaves.
             dtype: Dtype of the leaves.
             whole: Makes an array whole on every device.
         """
@@ -198,6 +200,8 @@ class Layout:
                 flat = leaf.reshape(-1).astype(dtype)
                 if missing := self.num_shards * share - math.prod(shape):
                     flat = jnp.pad(flat, (0, missing))
+                # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
+                # others' shares, nor a whole slab to cut its own from.
                 parts.append(spread(flat.reshape(*shards, share)))
             end = offset + share
         if left := self.size // self.num_shards - end:
@@ -231,6 +235,8 @@ class Layout:
         shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in range(2))
         for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
             size, block = math.prod(shape), segment.codec.block
+            # Only padding that shares a block with a leaf counts in a scale that is read: blocks
+            # behind the leaf's last one are nobody's.
             whole = share * self.num_shards == size and share % block == 0
             if segment.start <= offset < segment.stop and not whole:
                 inside = at - (offset - segment.start)
@@ -256,8 +262,10 @@ def layout_of(
         num_shards: Number of equal parts that the slab is divided into.
         codecs: Codec of each leaf; None for plain ones.
         order: The leaves in the order that they lie in; None for those of one codec together.
-        unit: How many elements are coded together: leaves and their shares begin at multiples.
+        unit: The number of elements that are coded together: leaves and their shares begin at
+            multiples of it.
     """
+    # Leaves of one codec lie together, so that a slab is few segments, each a few arrays at rest.
     codecs = codecs or [PLAIN] * len(shapes)
     order = in_order(codecs) if order is None else order
     shares = tuple(_share(tuple(shape), num_shards, unit) for shape in shapes)

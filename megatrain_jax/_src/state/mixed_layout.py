@@ -99,13 +99,14 @@ def mixed_layout_of(
         num_shards: Number of equal parts that each slab is divided into.
         codecs: Codec of each leaf; None for plain ones.
         order: The parameters in the order that they lie in; see `layout_of`.
-        unit: How many elements are coded together; see `layout_of`.
+        unit: The number of elements that are coded together; see `layout_of`.
     """
     codecs = codecs or [PLAIN] * len(avals)
     kinds: dict[tuple[str, int], list[int]] = {}
     places = []
     for start, count in rows_like(avals, mirrored):
         for i in range(start, start + max(count, 1)):
+            # The row's start tells its slab from those of other rows; -1 is the slab of the rest.
             kind = jnp.dtype(avals[i].dtype).name, start if count else -1
             rows = kinds.setdefault(kind, [])
             places.append((list(kinds).index(kind), len(rows)))
@@ -116,6 +117,7 @@ def mixed_layout_of(
             dtype,
             num_shards,
             [codecs[i] for i in rows],
+            # As the masters lie: only then can an update compute on whole slabs.
             order if start >= 0 else None,
             unit,
         )
@@ -130,7 +132,7 @@ def rows_like(
     """Finds leaves in a row that are one for each parameter, of its shape and all of one dtype.
 
     Returns:
-        Where each row starts and how many leaves it has; 0 for a leaf in no such row.
+        The first position of each row and the number of its leaves; 0 for a leaf in no such row.
     """
     found, at, shapes = [], 0, [tuple(shape) for shape in mirrored]
     while at < len(avals):

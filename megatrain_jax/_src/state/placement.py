@@ -80,8 +80,9 @@ class Placement:
     def outside_meshes(self) -> Iterator[None]:
         """Leaves a mesh that the caller has set (`jax.set_mesh`) for the body.
 
-        What it would add to functions compiled for this placement is not what they take. A mesh of
-        one device stays around a run on one device, whose loss may compute in it.
+        JAX counts the mesh around a call among what a function is compiled for, and a run's
+        functions are compiled without one. A mesh of one device stays around a run on one device,
+        whose loss may compute in it.
         """
         ambient = jax.sharding.get_abstract_mesh()
         if ambient.empty or ambient.size == self.num_devices == 1:
@@ -99,7 +100,7 @@ class Placement:
         return self.values(num_examples % self.num_devices == 0)
 
     def put(self, tree: Any, sharding: Sharding) -> Any:
-        """Arrays with one of these shardings, of values that all processes have or arrays with one.
+        """Puts values that all processes have, or arrays of this run, in one of these shardings.
 
         Random keys of several processes stay on the devices.
         """
@@ -117,6 +118,7 @@ class Placement:
         if self.processes.count == 1:
             return jax.device_put(arrays, sharding)
         kind = sharding.memory_kind
+        # One call for all shards of all arrays, as a call takes far longer than an array in it.
         shards = [shard.data for x in arrays for shard in x.addressable_shards]
         targets = [_on_one(x.device, kind) for x in shards]
         copies = iter(jax.device_put(shards, targets))
@@ -147,6 +149,7 @@ class Placement:
         """
         if self.processes.count == 1:
             return slab
+        # Processes can't read each other's memory: devices gather the slab, and each has a copy.
         (on_device,) = self.move([slab], self.slabs_on_device)
         return np.asarray(_identity(self.small_on_device)(on_device))
 
@@ -165,6 +168,7 @@ class Placement:
             return x if is_key else self.move([x], sharding)[0]
         if is_key:
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+            # A key is made of its data by a computation, which gives its results on devices.
             placed = sharding.with_memory_kind("device")
             return jax.jit(wrap, out_shardings=placed)(np.asarray(jax.random.key_data(x)))
         value = np.asarray(x)
@@ -174,6 +178,7 @@ class Placement:
         return x if self.num_devices == 1 else jax.lax.with_sharding_constraint(x, sharding)
 
 
+# Cached, so that it is compiled once for a sharding and not for each slab that is read.
 @functools.cache
 def _identity(sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=sharding)
@@ -207,6 +212,8 @@ def default_mesh() -> Mesh:
 def placed_on(mesh: Mesh | AbstractMesh) -> Placement:
     """The placement of a run on the devices of a mesh, taken as one row."""
     devices = () if isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
+    # Whatever shape the user's mesh has, slabs are divided over all of its devices, as one row; its
+    # axis is automatic, as the loss is a function of whole arrays that XLA's partitioner divides.
     if mesh.size > 1:
         automatic = {"axis_types": (AxisType.Auto,)}
         row = (
@@ -247,6 +254,7 @@ def _all_processes() -> Processes:
             "several processes need JAX's CPU devices, too, to tell each other where they are: "
             "set JAX_PLATFORMS=cuda,cpu, or leave it unset"
         ) from error
+    # The first processor of each process, as the last one to be written stays.
     first = {processor.process_index: processor for processor in reversed(processors)}
     processes = Processes([first[i] for i in sorted(first)])
     processes.find_hosts()

@@ -26,12 +26,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 _AXIS = "process"
-# Bytes of a message that takes one turn, and of the number of its bytes at its beginning.
+# Bytes of a message that takes one turn, and of its length, which stands at its beginning. Arrays
+# that are exchanged have one size, so a longer message takes a second turn, of the longest's size.
 _SHORT, _PREFIX = 512, 4
 
 
 class PeerEndedError(RuntimeError):
-    """Another process of the run has ended, or can't be reached.
+    """The error that another process of the run has ended, or can't be reached.
 
     Attributes:
         signal: Name of the signal that ended it, such as "SIGTERM"; None after an error.
@@ -122,6 +123,7 @@ class Processes:
         """
         if self.count == 1:
             return
+        # Facts may be long, as the text of a jaxpr is; 64 bits tell as much of them.
         digests = {k: hashlib.sha256(repr(v).encode()).hexdigest()[:16] for k, v in facts().items()}
         first, *others = self.gather(where, digests)
         if names := [k for k in digests if any(row[k] != first[k] for row in others)]:
@@ -154,6 +156,7 @@ class Processes:
         rows = self._rows(first)
         sizes = [int.from_bytes(row[:_PREFIX].tobytes(), "little") for row in rows]
         found = [row[_PREFIX:].tobytes() for row in rows]
+        # All have all sizes, so all take the second turn or none does.
         if max(sizes) > _SHORT - _PREFIX:
             whole = np.zeros(max(sizes), np.uint8)
             whole[: len(text)] = np.frombuffer(text, np.uint8)

@@ -76,8 +76,8 @@ class _Pending:
         step: Number of the step, from 1.
         metrics: The step's metrics on the device.
         size: Number of examples or tokens of its batch.
-        unit: What `size` counts.
-        began: When it was dispatched, in seconds of `time.perf_counter`.
+        unit: The word for one of what `size` counts, as "tokens".
+        began: The time of its dispatch, in seconds of `time.perf_counter`.
     """
 
     step: int
@@ -180,7 +180,7 @@ class Loop:
         """Completes and reports the oldest records until only `keep` steps are unread.
 
         Args:
-            keep: How many steps stay in flight.
+            keep: Number of steps that stay in flight.
             evaluate: Whether to evaluate with the last one; then none may stay in flight.
         """
         assert not (evaluate and keep)

@@ -51,7 +51,7 @@ class FitResult:
 
 
 class DataRanOutError(ValueError):
-    """`data` ended before `steps` steps were done.
+    """The error that `data` ended before `steps` steps were done.
 
     Attributes:
         result: The `FitResult` of the steps that were done; nothing of them is lost.

@@ -121,7 +121,7 @@ class Run:
     def _position(self, before: int) -> dict[str, Any] | None:
         position = self.source.position(self.first + self.trainer.num_steps - before)
         position = joined_positions(position, self.trainer.processes)
-        # How many batches were used before a trainer was trained on with, nobody knows.
+        # Nobody knows the number of batches that were used before this call trains on.
         return None if self.counted_from and not is_state(position) else position
 
 

@@ -2,7 +2,7 @@
 
 The template takes the numbers as inputs. An operand may differ that is a literal, a constant of up
 to 1,024 elements, or a value from outside; and a literal within a `remat`, which then becomes an
-operand of it. What decides which computation takes place stays in the template.
+operand of it. Operands that decide which computation takes place stay in the template.
 
 Example: of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` the equations are (row: operands)
 
@@ -44,6 +44,7 @@ class Alike:
         numbers: dict[Any, int] = {}
 
         def ref(eqn, atom):
+            # By dtype and shape alone. A weak type is left out, since an input has none.
             if self._may_differ(eqn, atom) or not jx.is_literal(atom) and is_input(atom):
                 return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
             if jx.is_literal(atom):

@@ -8,8 +8,8 @@ operand of it. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` a
     reduce_sum of w0**2     13        3           floating: w0 is first read in   1
     add of loss and term    14        3           its operands are of 3 and 1     3
 
-What depends on no data, a sum of such terms, moves from the first stage that could compute it to
-that of its first use.
+An equation without data, as a sum of such terms, moves from the first stage that could compute it
+to that of its first use.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
             stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
             if flow.kind[v] == MAIN
         ]  # fmt: skip
-        stage_of[i] = max([home, *sources])  # never before its operands
+        # Never before its operands; equations come in order, so theirs are known.
+        stage_of[i] = max([home, *sources])
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 
@@ -94,7 +95,7 @@ def _with_effects(
 
 
 def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
-    """Moves what depends on no data (sums of regularisers) to where it is first used.
+    """Moves equations without data (sums of regularisers) to where they are first used.
 
     So a running sum of all blocks' terms is computed where the loss takes it, and its additions
     don't make the stages of equal blocks differ.

@@ -1,7 +1,7 @@
 """Finds the borders between stages: the first main equation of each stage of a traced loss.
 
-A border lies between the last read of one stretch and the first read of the next. What is computed
-there belongs to neither by itself: a scaling after a block may end it or begin the next one.
+A border lies between the last read of one stretch and the first read of the next. The equations
+there belong to neither by themselves: a scaling after a block may end it or begin the next one.
 So borders are chosen for all stretches that read alike at once: the equations before the first read
 and those after the last one are the same in as many of them as possible.
 
@@ -34,7 +34,7 @@ def find_borders(
     """Finds the first main equation of each stage.
 
     Args:
-        flow: What the equations depend on.
+        flow: The dataflow of the equations.
         stretches: Stretches of reads in forward order.
         main: Numbers of the main equations, ascending.
         position: Position of each of these numbers in `main`.
@@ -90,6 +90,8 @@ class _Borders:
 
     def find(self) -> list[int]:
         """The borders: largest classes of like stretches first, then each one left by itself."""
+        # A border that is fixed stays, and is shared with the stretch before it: the largest class,
+        # which saves the most compilations, goes first.
         for members in sorted(self.like.values(), key=len, reverse=True):
             left = members
             while len(left) > 1 and (alike := self._alike(left)):
@@ -104,7 +106,7 @@ class _Borders:
     def _order(self, g: int, p: int) -> tuple[int, int, int]:
         """Sort key of position `p` for border `g`: bytes alive, bytes the stretch takes, position.
 
-        What the next stretch takes only decides among positions with the fewest bytes alive.
+        Bytes that the next stretch takes only decide among positions with the fewest bytes alive.
         """
         return self.alive[p], self._taken(g, p) if self.alive[p] == self.fewest[g] else 0, p
 
@@ -205,7 +207,7 @@ def _numbers(rows: Sequence[int], cuts: range, shift: int, ids: dict[Any, int]) 
     Args:
         rows: A number for each main equation, equal for those that look alike.
         cuts: Possible borders, the one nearest to the read first.
-        shift: Where the next row is as seen from a cut: -1 before it, 0 at it.
+        shift: The position of the next row as seen from a cut: -1 before it, 0 at it.
         ids: Numbers so far, shared by all calls; -1 stands for no rows.
     """
     number, numbers = -1, {}
@@ -246,7 +248,7 @@ def _aval(atom) -> tuple:
 def _live_bytes(flow, main, position) -> list[int]:
     """Bytes of main values alive just before each main equation, and at the end.
 
-    What data alone makes is not counted: the prologue makes it, or the one stage that uses it.
+    Values of data alone are not counted: the prologue makes them, or the one stage that uses them.
     """
     last: dict[Any, int] = {}
     for p, i in enumerate(main):
@@ -254,6 +256,8 @@ def _live_bytes(flow, main, position) -> list[int]:
             last[v] = p
     for v in jx.variables(flow.jaxpr.outvars):
         last[v] = len(main)
+    # Each value adds its bytes where it is born and takes them off after its last read; the sums of
+    # these changes are the bytes alive, in one pass.
     change = np.zeros(len(main) + 2, dtype=np.int64)
     for v, p in last.items():
         if flow.kind[v] == MAIN:

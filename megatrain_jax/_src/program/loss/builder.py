@@ -88,6 +88,7 @@ class _Builder:
         uses: dict[Any, set] = defaultdict(set)
         for v in jx.variables(jaxpr.outvars):
             uses[v].add(None)
+        # Backwards: where an equation's users are is known before it is asked for.
         home: dict[int, int | None] = {}
         for i in range(len(jaxpr.eqns) - 1, -1, -1):
             eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
@@ -176,6 +177,8 @@ class _Builder:
             slots = alike.slots(rows, [takes[b] for b in members])
             for m, body in enumerate(members):
                 body.eqns = [row[m] for row in rows]
+                # An operand that is one slot here may be two in another body: a second slot of the
+                # same value gets an input of its own, so that all bodies have as many.
                 taken: set[Any] = set()
                 for atoms, positions in slots:
                     atom = atoms[m]
@@ -221,6 +224,7 @@ class _Builder:
     def _activate(self, stages: list[Stage], outputs: Sequence[int]) -> list[Stage]:
         """Follows the loss's cotangent from the last stage back: to floats that need one."""
         var_of = {n: v for v, n in self.ids.items()}
+        # Stages hand values on forwards only, so one pass from the last to the first is enough.
         with_cotangent = {outputs[0]}
         done = []
         for stage in reversed(stages):
@@ -236,7 +240,7 @@ class _Builder:
         return done[::-1]
 
     def _prologue(self):
-        """Jaxpr, constants and ids of outputs of what no stage computes: data alone, stand-ins."""
+        """Jaxpr, constants and ids of outputs of the prologue: values of data alone, stand-ins."""
         wanted = [
             v for v in self.ids
             if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
@@ -271,7 +275,7 @@ class _Body:
     def pull(self, i: int) -> None:
         """Adds equation `i` after those it needs that the stage computes or repeats itself."""
         flow = self.builder.flow
-        stack = [(i, False)]
+        stack = [(i, False)]  # chains are longer than Python's recursion allows
         while stack:
             i, ready = stack.pop()
             if i in self.present:

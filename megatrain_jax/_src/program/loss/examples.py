@@ -1,4 +1,4 @@
-"""Which values have a row for each example of the batch: those that devices can divide."""
+"""The values that have a row for each example of the batch: those that devices can divide."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -25,6 +25,7 @@ class Examples:
 
     def along(self, aval: Any) -> bool:
         """Whether an array of this shape that depends on the batch has rows for examples."""
+        # Read off the shape alone. A mistake costs an exchange between devices, never a result.
         return bool(aval.shape) and not aval.shape[0] % self.number
 
     def num_bytes(self, avals: Iterable[Any], num_devices: int) -> int:

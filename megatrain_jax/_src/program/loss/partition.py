@@ -28,7 +28,9 @@ from megatrain_jax._src.program import effects
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, power
 
-SMALL = 1024  # elements: data-only values up to this size are computed once, before the stages
+# Elements: data-only values up to this size are computed once, before the stages. A larger one, as
+# a mask, is computed in its stage if only one needs it, instead of being held until then.
+SMALL = 1024
 CONST, PARAM, DATA, MAIN, EFFECT = range(5)  # EFFECT: no equation reads its results
 
 
@@ -159,6 +161,7 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
     whose reads repeat gives a stretch for each pass.
     """
     main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
+    # A floating equation is computed wherever its block is: where it stands says nothing of order.
     events = [(p, flow.read_by(i)) for p, i in enumerate(main) if i not in flow.floating]
     events = [(p, reads) for p, reads in events if reads]
     loops = _loops(flow.leaves, events)
@@ -246,7 +249,8 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
             outside[k].append((p, i))
     positions: dict[int, list[int]] = {}
     for k, reads in outside.items():
-        # What is also read between blocks may belong to the first block, or to the last one.
+        # A leaf read in this gap alone, or at the ends alone as a tied embedding, makes a stretch.
+        # One that is also read elsewhere doesn't: a block beside it may take that read, too.
         own = [p for p, i in reads if gaps[i] <= ({k} | set(ends) if k in ends else {k})]
         if not own and k in ends:
             own = [reads[0 if k == 0 else -1][0]]

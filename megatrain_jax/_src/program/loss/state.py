@@ -1,7 +1,8 @@
 """The use of a model's state, its variables that are not trained: batch statistics, or keys.
 
 With several microbatches a step is still one call as far as state goes: a moving average or a power
-iteration advances once. Only what random numbers are drawn from goes on with each microbatch.
+iteration advances once. Only keys and counts that random numbers are drawn from go on with each
+microbatch.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
         num_variables: Number of variables.
     """
     of_batch = jx.dependent(jaxpr, data[num_variables:-1])
+    # Backwards from draws to what they are made of; forwards, a key's use would not be known yet.
     sources: set[Any] = set()  # integers and keys behind random numbers
     for eqn in reversed(jaxpr.eqns):
         if _draws(eqn) or not sources.isdisjoint(eqn.outvars):

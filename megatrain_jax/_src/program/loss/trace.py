@@ -73,6 +73,8 @@ def trace_loss(
 
     ambient = jax.sharding.get_abstract_mesh()
     rng = jax.eval_shape(lambda: jax.random.key(0))
+    # The loss's own functions ask how many devices share them (`losses.next_token`), and are traced
+    # for that number.
     with shared_by(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     mesh = jx.largest_mesh(traced.jaxpr)
@@ -134,6 +136,8 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
         ValueError: The loss can't be differentiated stage by stage; `builder.cut` says when.
     """
     source = traced.traced
+    # The dtypes of the first trace, in which parameters come as they are computed with; leaves have
+    # those that the model declares.
     invars = source.jaxpr.invars[len(source.consts) :]
     arrays = [invars[leaf.parameter].aval for leaf in leaves]
     avals = [

@@ -30,8 +30,8 @@ def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int 
 
     In `y = tanh(x @ w0) @ w1`, parameter 0 is combined with the data alone and parameter 1 with a
     value that depends on parameter 0: the answer is `[0b00, 0b01]`. A stack that a scan reads
-    slice by slice is upstream of itself where a slice takes what the one before it made. What a
-    single equation reads, a loop or a conditional, has no order in itself.
+    slice by slice is upstream of itself where a slice takes what the one before it made. Reads of a
+    single equation, a loop or a conditional, have no order among themselves.
 
     Args:
         jaxpr: A function of constants, then parameters, then data.
@@ -97,6 +97,7 @@ class _Walk:
 
     def _meet(self, eqn, ins: list[_Source]) -> _Source:
         """Joins an equation's operands; those of parameters alone meet those that have data."""
+        # Parameters that meet among themselves, as a sum of penalties does, say nothing of order.
         before = self._join([s for s in ins if s.data])
         joined = self._join(ins)
         if before.data:

@@ -25,7 +25,7 @@ def find_warnings(
     """Writes a warning for each stage that holds several blocks, or too much of the model.
 
     Args:
-        flow: What the equations depend on.
+        flow: The dataflow of the equations.
         stretches: Stretches of reads, one for each stage.
         rows: Equations of each stage.
     """

@@ -22,6 +22,7 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import MIXED, Slicer
 
+# Each condition doubles the cases, which are all computed.
 _MOST_CONDITIONS = 2
 
 
@@ -52,7 +53,7 @@ def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
     todo = [v]
     while todo:
         u = todo.pop()
-        # What its group computes alone is the same in each case.
+        # A value that its group computes alone is the same in each case.
         if u not in slicer.late and slicer.group[u] != MIXED:
             continue
         if u.aval.dtype == np.bool_ and jx.num_elements(u.aval) == 1:

@@ -5,7 +5,7 @@ they were written for, and then sliced: what a group can compute alone, and what
 
 Example: SGD with momentum behind `optax.clip_by_global_norm(1.0)`, two groups of one (4,) array:
 
-    reduce   (grad, param, momentum, loss) -> (sum of squares,)     one fragment for both groups
+    reduce   (grad, param, momentum, loss) -> (sum of squares,)     of each group
     combine  (loss, sum of group 0, sum of group 1) -> (norm < 1, norm)
     apply    (grad, param, momentum, norm < 1, norm) -> (new param, new momentum)
 
@@ -54,7 +54,7 @@ _LIST = "; or keep the layers in a list, not in one array"
 
 
 class CoupledGroupsError(ValueError):
-    """An optimizer needs more of other groups than a few scalars."""
+    """The error of an optimizer that needs more of other groups than a few scalars."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, ELEMENTWI
 
 
 class _NotElementwise(Exception):
-    """An equation mixes elements, or depends on where they are."""
+    """The error of an equation that mixes elements, or depends on where they are."""
 
 
 def line_up(
@@ -52,6 +52,8 @@ def line_up(
     # A leaf of shape () could not be told from a number that is the same for all leaves.
     if sum(map(len, wide_outputs)) != len(jaxpr.outvars) or not all(shapes):
         return None
+    # Most leaves share one function; a mask or a label of the optimizer's makes a few of them, each
+    # of which computes whole slabs, of which `updates` keeps its leaves' elements.
     kinds: dict[Hashable, tuple[int, Callable]] = {}
     kind_of = []
     for leaf, shape in enumerate(shapes):
@@ -186,6 +188,7 @@ def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[
         inner = _inner(eqn)
         if inner is not None:
             results = _run(_closed(inner), operands, leaf, shape)
+        # The one operation among these whose parameters name a leaf's shape.
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
             results = [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]
         else:

@@ -251,6 +251,7 @@ class Slicer:
                     rows.append((self.producer[v], False))
             return rows[::-1]
 
+        # A stack of its own, as chains of equations are longer than Python's recursion allows.
         todo = needed(outputs)
         while todo:
             i, ready = todo.pop()

@@ -112,6 +112,7 @@ def trace_optimizer(
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     args = (list(shapes), list(shapes), list(state_shapes), loss)
+    # Traced as one function of the whole tree: gradients in masters' dtype, as the kernels cast.
     traced = _explained(lambda: jx.trace(update, *args))
     _check_results(traced, shapes, init.out_tree, state_shapes)
     if fires(traced.jaxpr) or fires(init.jaxpr):
@@ -226,6 +227,7 @@ class LeafMap:
 
     def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the master copy of each leaf."""
+        # The first inputs are gradients, in the parameters' order and of their shapes and dtypes.
         invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
         return [
             jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)

@@ -40,7 +40,7 @@ _IF_ALL = LAYOUT | frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What an optimizer's equations say of one array of its state.
+    """The traits of one array of optimizer state, as the equations show them.
 
     Attributes:
         never_negative: Whether no element is ever below zero.
@@ -68,7 +68,8 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
     after = len(apply.jaxpr.invars) - before - num_tokens
     signs = _signs(initial.consts) + [False] * num_leaves
     positive = _never_negative(initial.jaxpr, signs)
-    # State that was said to be never below zero has to stay so after an update of such state.
+    # State that was said to be never below zero has to stay so after an update of such state: an
+    # induction over steps. Each pass only takes back what was said, so this ends.
     known: list[bool] = []
     while known != positive:
         known = positive
@@ -87,7 +88,7 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
 
 
 def _signs(constants: Sequence[Any]) -> list[bool]:
-    """Of constants, whether no element is below zero."""
+    """Whether no element is below zero, for each constant."""
     return [_is_number(x) and bool((np.asarray(x) >= 0).all()) for x in constants]
 
 
@@ -96,7 +97,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
-    """Which outputs are never below zero, given which inputs aren't."""
+    """Whether each output is never below zero, given which inputs aren't."""
     found = dict(zip(jaxpr.invars, known, strict=True))
     found.update(zip(jaxpr.constvars, [False] * len(jaxpr.constvars), strict=True))
 
@@ -113,7 +114,7 @@ def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
         elif name == "mul" and eqn.invars[0] is eqn.invars[1]:
             results = [True]
         elif name == "max":
-            results = [any(operands)]
+            results = [any(operands)]  # one bound from below is enough
         elif name == "select_n":
             results = [all(operands[1:])]
         elif name == "clamp":
@@ -129,7 +130,7 @@ def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
 
 
 def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list[bool]:
-    """Which of some inputs meet a product of matrices on their way to a parameter.
+    """Whether each token meets a product of matrices on its way to a parameter.
 
     Sets of inputs are the bits of numbers, so that one walk serves all of them.
     """
@@ -147,7 +148,7 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
 
 
 def _paired(jaxpr: Any, tokens: Sequence[Any]) -> list[bool]:
-    """Which of some inputs meet another one in a difference that a root is taken of."""
+    """Whether each token meets another one in a difference that a root is taken of."""
     found = _roots(jaxpr, {v: 1 << i for i, v in enumerate(tokens)}, {})
     return [bool(found >> i & 1) for i in range(len(tokens))]
 
@@ -163,6 +164,7 @@ def _roots(jaxpr: Any, reaches: dict[Any, int], apart: dict[Any, int]) -> int:
         own, differences = _union(reaches, operands), _union(apart, operands)
         if name == "sub" and len(operands) == 2:
             left, right = (reaches.get(v, 0) for v in operands)
+            # Of the same state on both sides, rounding is the same.
             differences |= left | right if left and right and left != right else 0
         elif name in ("sqrt", "rsqrt"):
             found |= differences
