@@ -112,7 +112,8 @@ def test_wrong_arguments_of_records_and_losses_are_named():
         mt.Hardware,
         {"name": "mine", "link_bytes_per_s": 1e9, "flops_per_s": np.float32(1e12)},
         {name: (*no_rates, float("inf")) for name in ("link_bytes_per_s", "flops_per_s")}
-        | {"memory_bytes_per_s": no_rates, "sustained": (*no_rates, 1.5)}
+        | {name: (*no_rates, 1.5) for name in ("sustained", "sustained_attention")}
+        | {"memory_bytes_per_s": no_rates}
         | {name: no_bytes for name in ("host_bytes", "device_bytes")}
         | {"name": (None, 3, b"mine"), "source": (None, 3)},
     )

@@ -16,7 +16,7 @@ from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.check_device import check_device
-from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_flops, moved_bytes
+from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_work, moved_bytes
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.state import hardware, pool
@@ -142,13 +142,13 @@ def test_flops_of_a_step():
     flops = [count_flops(bound.stage.jaxpr) for bound in step.stages]
     *first, last = flops
     assert len(set(flops)) > 2
-    assert microbatch_flops(step) == 4 * sum(first) + 3 * last
+    assert microbatch_work(step).flops == 4 * sum(first) + 3 * last
     apart = replace(step, workload=replace(step.workload, fused_last=False))
-    assert microbatch_flops(apart) == 4 * sum(flops)
+    assert microbatch_work(apart).flops == 4 * sum(flops)
     kept = replace(step, schedule=replace(step.schedule, kept=frozenset({1})))
     residuals = step.stages[1].residuals
     assert residuals is not None
-    assert microbatch_flops(step) - microbatch_flops(kept) == residuals.saved_flops > 0
+    assert microbatch_work(step).flops - microbatch_work(kept).flops == residuals.saved_flops > 0
 
 
 def test_flops_where_little_is_trained():
@@ -157,14 +157,14 @@ def test_flops_where_little_is_trained():
     # Nothing goes back beyond the first that is trained; of the others, one has no gradient.
     assert step.workload.backward == (False, False, True, True, True)
     expected = flops[0] + flops[1] + 4 * flops[2] + 3 * flops[3] + 3 * flops[4]
-    assert microbatch_flops(step) == expected
+    assert microbatch_work(step).flops == expected
 
 
 def test_every_microbatch_and_the_update_count():
     once, thrice = spec_of(), spec_of(microbatches=3)
-    update = make_plan(once).flops_per_step - microbatch_flops(once.first)
+    update = make_plan(once).flops_per_step - microbatch_work(once.first).flops
     assert update > 0
-    assert make_plan(thrice).flops_per_step == 3 * microbatch_flops(thrice.first) + update
+    assert make_plan(thrice).flops_per_step == 3 * microbatch_work(thrice.first).flops + update
 
 
 @pytest.mark.parametrize(
@@ -281,6 +281,27 @@ def test_table_of_text():
         "warning: one large stage",
     ):
         assert words in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("share", "line"), [(0.04, False), (0.06, True), (0.8, True)])
+def test_attention_has_a_line_where_it_is_much(share, line):
+    machine = replace(hardware.H200, flops_per_s=588e12, sustained_attention=0.5)
+    plan = big_plan(attention_flops_per_step=int(share * 588e12), hardware=machine)
+    words = " ".join(str(plan).split())
+    # Attention runs at half the rate of all else.
+    assert f"microbatches 588 TFLOP {1 + share:.3g} s" in words
+    shown = f"attention, of that {share * 588:.3g} TFLOP {2 * share:.3g} s, {share:.0%} of it"
+    assert (shown in words) == ("attention" in words) == line
+    untimed = " ".join(str(replace(plan, hardware=None)).split())
+    assert (f"TFLOP {share:.0%} of it" in untimed) == line
+
+
+def test_attention_counts_in_what_bounds_a_step():
+    # Two seconds over the link; the same operations take 1.84 s, or twice as long in attention.
+    machine = replace(BALANCED, sustained_attention=0.5)
+    assert small_plan(hardware=replace(machine, flops_per_s=110.0)).bound == "link"
+    plan = small_plan(hardware=machine, attention_flops_per_step=184)
+    assert (plan.bound, plan.seconds_compute) == ("compute", 3.68)
 
 
 def test_temporaries_count_once_they_are_known():

@@ -17,10 +17,9 @@ device, takes f / 4g + 20 ms then.
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import BoundStage
-from megatrain_jax._src.kernels.residuals import Residuals
-from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.gradients import leaves_read
 from megatrain_jax._src.schedule.workload import Costs, Link
 from megatrain_jax._src.state.hardware import Hardware
@@ -75,8 +74,9 @@ def find_costs(
 ) -> Costs:
     """Estimates the seconds that stages, updates and transfers take.
 
-    Stages by their floating-point operations, for all microbatches, and by what devices send each
-    other within; updates by the bytes that they read and write in the device's memory.
+    Stages by their floating-point operations, for all microbatches, those of attention's kernels at
+    a rate of their own, and by what devices send each other within; updates by the bytes that they
+    read and write in the device's memory.
 
     Args:
         bound: The stages.
@@ -86,21 +86,18 @@ def find_costs(
         num_devices: Number of devices that share the step.
         hardware: The rates.
     """
-    stages = [b.stage for b in bound]
-    flops = {stage.key: count_flops(stage.jaxpr) for stage in {s.key: s for s in stages}.values()}
-    rate = hardware.flops_per_s * hardware.sustained * num_devices / microbatches
-    forward = [flops[stage.key] / rate for stage in stages]
-    # A backward computes its stage once more, and a product has two factors to differentiate, of
-    # which one may be frozen.
+    work = forward_work([b.stage for b in bound])
+    each = microbatches / num_devices
+    forward = [each * w.seconds(hardware, hardware.sustained) for w in work]
     backward = [
-        (2 + stage.trainable_share) * seconds
-        for stage, seconds in zip(stages, forward, strict=True)
+        each * backward_work(b.stage, w).seconds(hardware, hardware.sustained)
+        for b, w in zip(bound, work, strict=True)
     ]
     per_second = hardware.collective_bytes_per_s(num_devices)
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
     on_link = exchanged if over_links else [(), ()]
-    saved = [_seconds_saved(b.residuals, hardware) * microbatches / num_devices for b in bound]
+    saved = [each * _seconds_saved(b, w, hardware) for b, w in zip(bound, work, strict=True)]
     # An update reads and writes masters and optimizer state, and reads the gradient.
     moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
     return Costs(
@@ -127,10 +124,10 @@ def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
     return tuple(x + y for x, y in zip(xs, ys, strict=True))
 
 
-def _seconds_saved(residuals: Residuals | None, hardware: Hardware) -> float:
+def _seconds_saved(bound: BoundStage, forward: Work, hardware: Hardware) -> float:
     """The seconds that a backward saves in one microbatch where its forward keeps residuals."""
-    if residuals is None:
+    if bound.residuals is None:
         return 0.0
     # Products run near the device's rate, and what they give is written and read once more.
-    moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
-    return max(0.0, residuals.saved_flops / hardware.flops_per_s - moved)
+    moved = 2 * bound.residuals.num_bytes / hardware.memory_bytes_per_s
+    return max(0.0, saved_work(bound.residuals, forward).seconds(hardware) - moved)

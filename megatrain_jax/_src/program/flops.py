@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.attention import KERNELS, attention_flops
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
     ARITHMETIC,
@@ -31,7 +32,10 @@ def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) ->
     arithmetic count nothing. Inner jaxprs count where they are called: a `scan` body times its
     length, the most expensive branch of a `cond`, and the body and the condition of a `while`
     *once*, as its trip count isn't known; with a `while` the result is a lower bound. So it is
-    for opaque kernels and for dense factorisations, which count nothing.
+    for dense factorisations, which count nothing. Of kernels, those of attention count by formula
+    (`attention_flops`: a causal mask leaves half, packed documents count as one), one of Pallas
+    what its `cost_estimate` says, or without one its body at each point of its grid, and others
+    nothing.
 
     A worked example, with `x` of shape (8, 4) and `w` of shape (4, 16)::
 
@@ -131,6 +135,14 @@ def _polynomial(eqn: Any) -> int:
     return 2 * _size(eqn.outvars[0]) * (len(eqn.invars) - 2) if _is_inexact(eqn.outvars[0]) else 0
 
 
+def _pallas_call(eqn: Any) -> int:
+    if (estimate := eqn.params["cost_estimate"]) is not None:
+        return int(estimate.flops)
+    # What isn't known before it runs, of a grid as of a loop, counts once.
+    points = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    return points * count_flops(eqn.params["jaxpr"])
+
+
 _SPECIAL: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
@@ -143,4 +155,6 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "scatter-mul": _scatter,
     "fft": _fft,
     "polynomial": _polynomial,
+    "pallas_call": _pallas_call,
+    **dict.fromkeys(KERNELS, attention_flops),
 }

@@ -18,6 +18,7 @@ def find_bound(
     bytes_out: int,
     collective_bytes: int,
     flops: int,
+    attention_flops: int = 0,
 ) -> Bound:
     """Finds what takes longest in a step: arithmetic, the links, the host's memory, collectives.
 
@@ -44,6 +45,7 @@ def find_bound(
         bytes_out: Bytes from each device to the host.
         collective_bytes: Bytes that each device receives from the others.
         flops: Operations of all devices.
+        attention_flops: Those of attention among them, which have a rate of their own.
 
     Returns:
         The bound; "neither" if another one takes 90% as long, or more.
@@ -53,7 +55,7 @@ def find_bound(
     shares: tuple[tuple[Bound, float, float], ...] = (
         (
             "compute",
-            flops / (num_devices * hardware.flops_per_s),
+            hardware.compute_seconds(flops, attention_flops) / num_devices,
             collective_bytes / hardware.collective_bytes_per_s(num_devices),
         ),
         ("link", max(bytes_in, bytes_out) / link, over_links / link),

@@ -6,6 +6,7 @@ from itertools import groupby
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import other_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
@@ -43,7 +44,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     )
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
-    flops = step.microbatches * microbatch_flops(step) + _optimizer_flops(spec.optimizer)
+    work = microbatch_work(step)
     return Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -59,7 +60,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         device_temporary_estimated=spec.temporary_estimated,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        flops_per_step=flops,
+        flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
+        attention_flops_per_step=step.microbatches * round(work.attention),
         seconds_per_step=hardware and schedule.seconds,
         microbatches=step.microbatches,
         update_mode="deferred" if workload.deferred else "immediate",
@@ -113,7 +115,7 @@ def _collective_bytes(step: BoundStep) -> int:
     return received
 
 
-def microbatch_flops(step: BoundStep) -> int:
+def microbatch_work(step: BoundStep) -> Work:
     """Counts the floating-point operations of a step's forward and backward for one microbatch.
 
     A stage whose forward takes `f` operations does `c · f`. The factor `c` is 4 for a stage with a
@@ -123,17 +125,18 @@ def microbatch_flops(step: BoundStep) -> int:
     backward. Where parameters are frozen, products for their gradients don't count. Stages that
     keep residuals don't do all of their forward again. So ten equal layers, of which the last is
     fused and none is frozen, take 9 · 4 · f + 3 · f = 39 · f operations, beside 30 · f without
-    recomputation.
+    recomputation. Kernels of attention take half a forward more wherever there is a backward.
     """
-    work, last = 0, len(step.stages) - 1
-    for s, bound in enumerate(step.stages):
-        factor = 3 + bound.stage.trainable_share if step.workload.backward[s] else 1.0
-        if step.workload.fused_last and s == last:
-            factor -= 1
-        work += round(factor * count_flops(bound.stage.jaxpr))
-        if s in step.schedule.kept and bound.residuals is not None:
-            work -= bound.residuals.saved_flops
-    return work
+    total, last = Work(flops=0, attention=0), len(step.stages) - 1
+    forwards = forward_work([bound.stage for bound in step.stages])
+    for s, (bound, forward) in enumerate(zip(step.stages, forwards, strict=True)):
+        if not (step.workload.fused_last and s == last):
+            total = total.plus(forward)
+        if step.workload.backward[s]:
+            total = total.plus(backward_work(bound.stage, forward))
+        if s in step.schedule.kept:
+            total = total.plus(saved_work(bound.residuals, forward), factor=-1)
+    return total
 
 
 def _optimizer_flops(cut: OptimizerCut) -> int:

@@ -55,6 +55,7 @@ class Plan:
         bytes_out: Bytes that a step moves from each device to the host.
         flops_per_step: Floating-point operations of a step, of all devices, as `make_plan` counts
             them.
+        attention_flops_per_step: Those of attention's kernels among them.
         seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
             schedule lets them; `None` without hardware.
         microbatches: Microbatches of a step.
@@ -92,6 +93,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    attention_flops_per_step: int = 0
     device_budget: int | None = None
     num_devices: int = 1
     num_processes: int = 1
@@ -139,8 +141,13 @@ class Plan:
     @property
     def seconds_compute(self) -> float | None:
         """Seconds a step's arithmetic takes alone; `None` without hardware."""
-        rate = self.hardware and self.hardware.flops_per_s * self.num_devices
-        return rate and self.flops_per_step / rate
+        return self._seconds_computing(self.flops_per_step, self.attention_flops_per_step)
+
+    @property
+    def seconds_attention(self) -> float | None:
+        """Seconds that attention's kernels take of it; `None` without hardware."""
+        attention = self.attention_flops_per_step
+        return self._seconds_computing(attention, attention)
 
     @property
     def seconds_collectives(self) -> float | None:
@@ -164,14 +171,20 @@ class Plan:
         """
         if self.hardware is None:
             return "neither"
+        own, of = self.devices_per_host, self.num_devices
         return find_bound(
             hardware=self.hardware,
-            num_devices=self.devices_per_host,
+            num_devices=own,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
             collective_bytes=self.collective_bytes,
-            flops=self.flops_per_step * self.devices_per_host // self.num_devices,
+            flops=self.flops_per_step * own // of,
+            attention_flops=self.attention_flops_per_step * own // of,
         )
+
+    def _seconds_computing(self, flops: int, attention: int) -> float | None:
+        """Seconds for operations of all devices, and those of attention among them."""
+        return self.hardware and self.hardware.compute_seconds(flops, attention) / self.num_devices
 
     def _seconds_alone(self, num_bytes: int) -> float | None:
         """Seconds for a step's transfers one way, of all devices at once."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
 
 _SHOWN_ROWS = 11
+# Share of a step's operations from which attention has a line of its own.
+_LARGE_SHARE = 0.05
 # Seconds that Python takes to dispatch even a small step.
 _SHORT_STEP = 1e-3
 _UNCOUNTED = "known where functions are compiled for a GPU"
@@ -79,10 +81,9 @@ def _group_cells(plan: "Plan") -> list[list[str]]:
 
 def _total_cells(plan: "Plan") -> list[list[str]]:
     machine, size = plan.hardware, _sizes(plan)
-    batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
-    of_all, share = "", ""
+    share = ""
     if plan.num_devices > 1:
-        of_all, share = " of all devices", f"{size(plan.host_share_bytes)} of each device"
+        share = f"{size(plan.host_share_bytes)} of each device"
         number = plan.devices_per_host
         if number < plan.num_devices:
             share += f", {size(number * plan.host_share_bytes)} of each host"
@@ -123,11 +124,7 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
         ["to the device, a step", size(plan.bytes_in), seconds(plan.seconds_in)],
         ["to the host, a step", size(plan.bytes_out), seconds(plan.seconds_out)],
         *_shared_cells(plan),
-        [
-            f"arithmetic{of_all}, a step{batches}",
-            short(plan.flops_per_step, flops=True),
-            seconds(plan.seconds_compute),
-        ],
+        *_arithmetic_cells(plan),
         *recompute,
     ]
     if machine is not None:
@@ -161,6 +158,21 @@ def _shared_cells(plan: "Plan") -> list[list[str]]:
     if plan.seconds_host:
         passed = size(plan.bytes_through_host)
         cells.append(["host memory, all transfers, a step", passed, seconds(plan.seconds_host)])
+    return cells
+
+
+def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
+    """The arithmetic of a step, and what attention's kernels have of it where that is much."""
+    of_all = "" if plan.num_devices == 1 else " of all devices"
+    batches = "" if plan.microbatches == 1 else f", {plan.microbatches} microbatches"
+    flops, attention = plan.flops_per_step, plan.attention_flops_per_step
+    name = f"arithmetic{of_all}, a step{batches}"
+    cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
+    if attention > _LARGE_SHARE * flops:
+        said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
+        cells.append(
+            ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
+        )
     return cells
 
 

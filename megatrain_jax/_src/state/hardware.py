@@ -32,12 +32,15 @@ class Hardware:
         flops_per_s: Floating-point operations a second in bfloat16 matrix products.
         memory_bytes_per_s: Bytes a second that the accelerator reads and writes in its memory;
             without it, what only moves bytes there counts as free.
-        sustained: Share of `flops_per_s` that a whole step reaches, all its operations counted.
+        sustained: Share of `flops_per_s` that the stages of a step reach with all operations but
+            those of attention's kernels.
+        sustained_attention: Share of `flops_per_s` that these kernels, such as cuDNN's, reach in
+            forward and backward together, where what a causal mask leaves out does not count.
         source: Source of the two rates; vendors' peaks are never reached.
 
     Raises:
         TypeError: If an attribute is of another type; bytes are integers.
-        ValueError: If a number is not positive, or `sustained` is above 1.
+        ValueError: If a number is not positive, or a share is above 1.
 
     Examples:
         A known card in a host with 256 GiB:
@@ -59,6 +62,7 @@ class Hardware:
     flops_per_s: float
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
+    sustained_attention: float = 0.6
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -69,7 +73,7 @@ class Hardware:
         for name in ("host_bytes", "typical_host_bytes", "device_bytes"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
-        for name in ("link_bytes_per_s", "flops_per_s", "sustained"):
+        for name in ("link_bytes_per_s", "flops_per_s", "sustained", "sustained_attention"):
             checks.number(name, getattr(self, name), above=0)
         for name, unknown in (
             ("memory_bytes_per_s", math.inf),
@@ -79,7 +83,7 @@ class Hardware:
         ):
             if (value := getattr(self, name)) != unknown:
                 checks.number(name, value, above=0)
-        for name in ("sustained", "device_share"):
+        for name in ("sustained", "sustained_attention", "device_share"):
             if (value := getattr(self, name)) is not None and value > 1:
                 raise ValueError(checks.refused(name, "a share of at most 1", value))
 
@@ -95,6 +99,17 @@ class Hardware:
         """The same machine with so many of its accelerators, for which a host is typically made."""
         typical = self.typical_host_bytes
         return replace(self, typical_host_bytes=typical and typical * num_devices)
+
+    def compute_seconds(self, flops: float, attention: float, sustained: float = 1.0) -> float:
+        """Seconds that operations take one accelerator.
+
+        Args:
+            flops: All of them.
+            attention: Those of attention's kernels among them.
+            sustained: Share of `flops_per_s` that the others reach.
+        """
+        others = (flops - attention) / sustained
+        return (others + attention / self.sustained_attention) / self.flops_per_s
 
     def transfer_bytes_per_s(self, num_devices: int) -> float:
         """Bytes a second between the host and each of so many devices, all of them, one way."""
@@ -125,7 +140,9 @@ class Hardware:
 # GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
 # reports 143771 MiB. With four cards, on one NUMA node: copies both ways at once of all of them
 # 156 GiB/s in all (157 to the devices alone, 123 from them alone; of two cards both ways 135), and
-# 246 GiB/s into each for a cast to bfloat16 with an all-gather.
+# 246 GiB/s into each for a cast to bfloat16 with an all-gather. Attention by cuDNN with 28 heads, 4
+# of keys and values, of width 128, causal: 530 TFLOP/s within steps on sequences of 262,144 tokens;
+# alone on 4,096 tokens 510 forward and 460 forward and backward.
 H200 = Hardware(
     name="NVIDIA H200",
     typical_host_bytes=256 * _GIB,
@@ -135,23 +152,29 @@ H200 = Hardware(
     peer_bytes_per_s=246 * _GIB,
     flops_per_s=730e12,
     memory_bytes_per_s=4.8e12,
-    sustained=0.75,
+    sustained=0.8,
+    sustained_attention=530 / 730,
     source="measured",
 )
-# The rest as an H200's: link, host, NVLink, what whole steps reach. Measured: a bfloat16 matrix
-# product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU data sheet (SXM):
-# 3.35 TB/s; the card reports 81559 MiB.
+# The rest as an H200's: link, host, NVLink, what whole steps reach, TFLOP/s of attention. Measured:
+# a bfloat16 matrix product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU
+# data sheet (SXM): 3.35 TB/s; the card reports 81559 MiB. FlashAttention-3 (arXiv 2407.08608) has
+# for cuDNN's attention in heads of width 128 on 16,384 tokens 539 TFLOP/s forward, causal, and 516
+# backward, not causal.
 H100 = replace(
     H200,
     name="NVIDIA H100 80GB",
     device_bytes=81559 * 2**20,
     flops_per_s=778e12,
     memory_bytes_per_s=3.35e12,
+    sustained_attention=530 / 778,
     source="measured, but for a link as an H200's",
 )
 # The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
 # carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way. A host that has several of them: AMD
 # EPYC 7003 (128 lanes of PCIe 4.0), 8 channels x 8 bytes x 3200 MT/s = 204.8 GB/s a socket.
+# Attention reaches 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691): 60% here, and
+# the same is assumed of all cards that nothing else is known of.
 _EPYC_SOCKET = 204.8e9
 # NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s; NVLink 600 GB/s, half each way.
 # NVIDIA DGX A100 data sheet: two sockets of AMD EPYC 7742, whose memory is that of the 7003.

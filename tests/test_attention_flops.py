@@ -1,0 +1,301 @@
+"""The operations of attention: counted pair by pair here, by formula in a plan.
+
+cuDNN's kernels are traced without a GPU; nothing of them is computed.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
+from jax.experimental import pallas as pl
+
+import megatrain_jax as mt
+from megatrain_jax import models
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
+from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
+from megatrain_jax._src.models import causal_attention
+from megatrain_jax._src.program.attention import attended_pairs, is_attention
+from megatrain_jax._src.program.flops import count_flops, is_product
+from megatrain_jax._src.report.make_plan import make_plan, microbatch_work
+
+GIB = 2**30
+ROWS, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 16
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Traces cuDNN's kernels where there is none, in the library's models as on a GPU."""
+    monkeypatch.setattr(cudnn_attention, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn_attention, "check_is_flash_attention", lambda *a, **k: None)
+    monkeypatch.setattr(causal_attention, "_fits_cudnn", lambda q, packed: True)
+
+
+def shapes(queries: int = 96, keys: int = 96) -> tuple[jax.ShapeDtypeStruct, ...]:
+    q = jax.ShapeDtypeStruct((ROWS, queries, HEADS, WIDTH), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((ROWS, keys, KV_HEADS, WIDTH), jnp.bfloat16)
+    return q, k, k
+
+
+def mask_of(queries: int, keys: int, causal: bool, window: int | None) -> np.ndarray:
+    here, there = np.mgrid[:queries, :keys]
+    mask = np.ones((queries, keys), bool)
+    if causal or window is not None:
+        mask &= there <= here
+    if window is not None:
+        mask &= there > here - window
+    return mask
+
+
+def forward_of(mask: np.ndarray, width: int = WIDTH) -> int:
+    """The operations of a forward: a product of `width` for the score and one for the value."""
+    return ROWS * HEADS * int(mask.sum()) * 4 * width
+
+
+def counted(function: Any, *args: Any) -> tuple[int, int]:
+    """All operations of a function, and those of attention's kernels."""
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return count_flops(jaxpr), count_flops(jaxpr, is_attention)
+
+
+def attends(implementation: str | None = "cudnn", **options: Any) -> Any:
+    return functools.partial(jax.nn.dot_product_attention, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 300])
+@pytest.mark.parametrize(("queries", "keys"), [(96, 96), (96, 40), (40, 96), (1, 1)])
+def test_pairs_are_those_that_no_mask_hides(queries, keys, causal, window):
+    pairs = attended_pairs(queries, keys, causal=causal, window=window)
+    assert pairs == mask_of(queries, keys, causal, window).sum()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("keys", [96, 40])
+def test_a_kernel_computes_what_its_mask_leaves(cudnn, keys, causal, window):
+    size = None if window is None else (window - 1, 0)
+    function = attends(is_causal=causal, local_window_size=size)
+    expected = forward_of(mask_of(96, keys, causal, window))
+    assert counted(function, *shapes(96, keys)) == (expected, expected)
+
+
+def test_lengths_that_are_not_known_yet_count_as_full(cudnn):
+    lengths = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+
+    def function(q, k, v, lengths):
+        return attends(query_seq_lengths=lengths, is_causal=True)(q, k, v)
+
+    expected = forward_of(mask_of(96, 96, True, None))
+    assert counted(function, *shapes(), lengths)[1] == expected
+
+
+def test_heads_before_tokens_count_alike(cudnn):
+    function = functools.partial(cudnn_attention.dot_product_attention, qkv_layout="BNTH")
+    q, k, v = (
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype)
+        for x in shapes(96, 40)
+    )
+    assert counted(function, q, k, v)[1] == forward_of(mask_of(96, 40, False, None))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
+def test_a_kernel_counts_within_calls(cudnn, wrap):
+    expected = forward_of(mask_of(96, 96, True, None))
+    function = wrap(attends(is_causal=True))
+    assert counted(function, *shapes())[1] == expected
+
+    def layers(q, k, v):
+        return jax.lax.scan(lambda x, _: (function(x, k, v), None), q, None, length=3)[0]
+
+    assert counted(layers, *shapes())[1] == 3 * expected
+    more = [jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in shapes()]
+    assert counted(jax.vmap(function), *more)[1] == 5 * expected
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_gradient_is_two_and_a_half_forwards(cudnn, window):
+    size = None if window is None else (window - 1, 0)
+    function = attends(is_causal=True, local_window_size=size)
+    forward = forward_of(mask_of(96, 96, True, window))
+
+    def gradients(function):
+        def pulled(q, k, v):
+            out, pull = jax.vjp(function, q, k, v)
+            return pull(out)
+
+        return counted(pulled, *shapes())[1]
+
+    assert gradients(function) == 3.5 * forward
+    assert gradients(jax.checkpoint(function)) == 4.5 * forward  # its forward once more
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_without_a_kernel_all_pairs_are_products(implementation):
+    jaxpr = jax.make_jaxpr(attends(implementation, is_causal=True))(*shapes())
+    assert count_flops(jaxpr, is_product) == forward_of(mask_of(96, 96, False, None))
+    assert count_flops(jaxpr, is_attention) == 0
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_models_attention_counts_as_its_kernel(cudnn, packed, window):
+    segments = jax.ShapeDtypeStruct((ROWS, 96), jnp.int32) if packed else None
+
+    def function(q, k, v, segments):
+        return models.attention(q, k, v, segments=segments, window=window)
+
+    # Packed documents count as one, in heads that hold the documents' numbers as well.
+    width = WIDTH + (64 if packed else 0)
+    expected = forward_of(mask_of(96, 96, True, window), width)
+    assert counted(function, *shapes(), segments)[1] == expected
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_spans_count_what_they_compute(window):
+    piece = 4
+    computed = np.zeros((96, 96), bool)
+    for start in range(0, 96, 12):  # eight spans, each with the keys up to its end
+        first = 0 if window is None else max(0, start - window + 1)
+        computed[start : start + 12, first : start + 12] = True
+    needed = mask_of(96, 96, True, window)
+    assert (computed | needed == computed).all()
+    function = functools.partial(models.attention, window=window, piece=piece)
+    jaxpr = jax.make_jaxpr(function)(*shapes())
+    assert count_flops(jaxpr, is_product) == forward_of(computed)
+    assert count_flops(jaxpr, is_attention) == 0
+
+
+@pytest.mark.parametrize("estimate", [None, 1234])
+def test_kernels_of_pallas_say_what_they_cost_or_are_looked_into(estimate):
+    def multiply(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    def function(x, y):
+        return pl.pallas_call(
+            multiply,
+            grid=(4, 2),
+            in_specs=[
+                pl.BlockSpec((8, 16), lambda i, j: (i, 0)),
+                pl.BlockSpec((16, 8), lambda i, j: (0, j)),
+            ],
+            out_specs=pl.BlockSpec((8, 8), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((32, 16), jnp.float32),
+            cost_estimate=estimate
+            and pl.CostEstimate(flops=estimate, transcendentals=0, bytes_accessed=0),
+        )(x, y)
+
+    x, y = jnp.ones((32, 16)), jnp.ones((16, 16))
+    assert counted(function, x, y) == (estimate or 2 * 32 * 16 * 16, 0)
+    # What a policy of residuals asks for within a kernel is not there.
+    assert count_flops(jax.make_jaxpr(function)(x, y), is_product) == 0
+
+
+def spec_of(**options: Any) -> RunSpec:
+    """The spec of a run whose layers have a product, attention and another product."""
+    width = HEADS * WIDTH
+    layers = [{"in": jnp.ones((width, width)), "out": jnp.ones((width, width))} for _ in range(3)]
+    batch = {"x": jnp.ones((ROWS, 96, width), jnp.bfloat16)}
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for layer in params:
+            q = (x @ layer["in"]).reshape(-1, 96, HEADS, WIDTH)
+            mixed = attends(is_causal=True)(q, q, q)
+            x = x + mixed.reshape(x.shape) @ layer["out"]
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    asked = Options(precision=mt.Precision(compute=jnp.bfloat16), **options)
+    adapted, _ = adapt(layers, loss_fn, batch, 0)
+    return make_run_spec(adapted, loss_fn, optax.sgd(0.1), batch, asked)
+
+
+FORWARD = forward_of(mask_of(96, 96, True, None))
+SLOW = dataclasses.replace(mt.H200, flops_per_s=1e6)
+
+
+@pytest.mark.parametrize(("trainable", "share"), [(None, 1.0), ("out", 0.5)])
+def test_a_backward_of_attention_takes_as_long_whatever_is_trained(cudnn, trainable, share):
+    step = spec_of(trainable=trainable, hardware=SLOW).first
+    stages = [bound.stage for bound in step.stages]
+    forwards = forward_work(stages)
+    assert [work.attention for work in forwards] == [FORWARD] * 3
+    costs = step.workload.costs
+    for s, (stage, work) in enumerate(zip(stages, forwards, strict=True)):
+        products = work.flops - work.attention
+        assert stage.trainable_share == share
+        # Computed once more, and five products for two.
+        assert backward_work(stage, work) == Work(
+            flops=(2 + share) * products + 3.5 * FORWARD, attention=3.5 * FORWARD
+        )
+        seconds = products / 1e6 / SLOW.sustained, FORWARD / 1e6 / SLOW.sustained_attention
+        assert costs.forward[s] == pytest.approx(sum(seconds))
+        assert costs.backward[s] == pytest.approx((2 + share) * seconds[0] + 3.5 * seconds[1])
+
+
+def test_attention_that_is_kept_saves_its_forward(cudnn):
+    step = spec_of(hardware=SLOW).first
+    work = forward_work([step.stages[0].stage])[0]
+    residuals = step.stages[0].residuals
+    assert residuals is not None
+    saved = saved_work(residuals, work)
+    products = 2 * 2 * ROWS * 96 * (HEADS * WIDTH) ** 2
+    assert saved == Work(flops=products + FORWARD, attention=FORWARD)
+    seconds = (products + FORWARD / SLOW.sustained_attention) / 1e6
+    moved = 2 * residuals.num_bytes / SLOW.memory_bytes_per_s
+    assert step.workload.costs.recompute[0] == pytest.approx(seconds - moved)
+    none, all_kept = (
+        dataclasses.replace(step, schedule=dataclasses.replace(step.schedule, kept=frozenset(kept)))
+        for kept in ((), (0, 1))
+    )
+    # Of the last stage the forward is a part of the backward.
+    assert microbatch_work(none).attention == (4.5 + 4.5 + 3.5) * FORWARD
+    assert microbatch_work(all_kept).attention == (3.5 + 3.5 + 3.5) * FORWARD
+
+
+def test_a_plan_counts_attention_of_all_microbatches(cudnn):
+    once = make_plan(spec_of(device_budget="least"))
+    assert once.attention_flops_per_step == 12.5 * FORWARD < once.flops_per_step
+    assert once.seconds_attention is None
+    halves = make_plan(spec_of(device_budget="least", microbatches=2))
+    assert halves.attention_flops_per_step == once.attention_flops_per_step
+
+
+QWEN_7B = models.DecoderConfig(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rope=models.Rope(dim=128, base=1e6),
+    qkv_bias=True,
+)
+MEASURED = [(131_072, 28, 39.8), (262_144, 14, 71.1), (262_144, 4, 20.4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "num_layers", "seconds"), MEASURED)
+def test_steps_on_long_sequences_take_as_long_as_they_took(cudnn, length, num_layers, seconds):
+    """Steps of one sequence on an H200, clipped, with all of its memory; recomputed in backward."""
+    config = dataclasses.replace(QWEN_7B, num_layers=num_layers)
+    row = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    plan = mt.plan(
+        lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
+        models.next_token_loss,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
+        {"tokens": row, "labels": row},
+        hardware=dataclasses.replace(mt.H200, host_bytes=251 * GIB),
+    )
+    assert plan.seconds_per_step == pytest.approx(seconds, rel=0.1)
+    assert plan.bound == "compute"
+    assert plan.attention_flops_per_step > 0.6 * plan.flops_per_step
