@@ -46,6 +46,8 @@ class RunSpec:
         temporary_bytes: Device bytes that compiled functions need for themselves; None before
             that is known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
+        room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
+            if the device's memory isn't known.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -59,6 +61,7 @@ class RunSpec:
     budget_bytes: int | None
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
+    room_bytes: int | None = None
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]

@@ -8,10 +8,11 @@ from megatrain_jax._src.build.budget import other_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.report.plan import GroupRow, Plan
+from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.state import pool
@@ -68,6 +69,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
         num_templates=num_templates,
+        tiles=_tiles(step, grouping.names),
         num_devices=devices,
         num_processes=num_processes,
         processes_per_host=processes_per_host,
@@ -157,6 +159,30 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
     return [of_group.get(g, "-") for g in range(len(step.workload.sizes))], len(numbers)
 
 
+def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
+    """What is computed in tiles; stages of one template whose tiles are equal are one row."""
+    alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
+    for bound in step.stages:
+        name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
+        for kernel, tiling in sorted(bound.tiles.items()):
+            what = "forward" if kernel.startswith("forward") else "backward"
+            alike.setdefault((bound.key, what, tiling), []).append(name)
+    return tuple(
+        TileRow(
+            name=_span(rows),
+            count=len(rows),
+            what=what,
+            num_tiles=tiling.num_tiles,
+            num_rows=tiling.num_rows,
+        )
+        for (_, what, tiling), rows in alike.items()
+    )
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
 def _in_flight_bytes(step: BoundStep) -> int:
     """Most host bytes of one device that are both old copies being read and new ones written."""
     sizes = step.workload.sizes
@@ -193,7 +219,7 @@ def fold(
         alike = [name for name, *_ in run]
         rows.append(
             GroupRow(
-                name=alike[0] if len(alike) == 1 else f"{alike[0]} … {alike[-1]}",
+                name=_span(alike),
                 count=len(alike),
                 num_parameters=count,
                 host_bytes=host_bytes,
