@@ -30,6 +30,7 @@ from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.tasks import last_reads
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -53,7 +54,8 @@ class BoundStep:
         metrics: Names of the metrics that the loss returns.
         workload: The workload that the schedule was made for.
         schedule: The step's instructions: what moves and is computed when.
-        last_read: By op and stage, ids of the values that nothing reads afterwards.
+        last_read: By task, ids of the values that nothing reads after its stage, or nothing before
+            they are made again.
     """
 
     key: Hashable
@@ -65,7 +67,7 @@ class BoundStep:
     metrics: tuple[str, ...]
     workload: Workload
     schedule: Schedule
-    last_read: Mapping[tuple[Op, int], tuple[int, ...]]
+    last_read: Mapping[int, tuple[int, ...]]
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
@@ -291,16 +293,19 @@ def _bind(
     return tuple(bound[::-1])
 
 
-def _last_reads(instructions: Sequence[Instruction], stages, program: Program):
-    """By op and stage of a forward or backward, ids of the values that it is the last to read."""
-    last: dict[int, tuple[Op, int]] = {}
-    for instruction in instructions:
-        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:
-            for i in stages[instruction.stage].inputs:
-                last[i] = (instruction.op, instruction.stage)
-    out: dict[tuple[Op, int], list[int]] = {}
-    lasting = set(program.outputs)
-    for i, at in last.items():
-        if i not in lasting:
-            out.setdefault(at, []).append(i)
-    return {at: tuple(ids) for at, ids in out.items()}
+def _last_reads(
+    instructions: Sequence[Instruction], stages: Sequence[Stage], program: Program
+) -> dict[int, tuple[int, ...]]:
+    """By task with a stage, ids of the values that nothing reads after its stage."""
+    computing = [
+        (i.task, i.op, stages[i.stage])
+        for i in instructions
+        if i.op in (Op.FORWARD, Op.BACKWARD) and i.stage is not None and i.task is not None
+    ]
+    found = last_reads(
+        [stage.inputs for _, _, stage in computing],
+        [stage.outputs if op is Op.FORWARD else () for _, op, stage in computing],
+    )
+    passing = {i for stage in stages for i in stage.inputs}.difference(program.outputs)
+    rows = zip(computing, found, strict=True)
+    return {task: tuple(i for i in ids if i in passing) for (task, *_), ids in rows}
