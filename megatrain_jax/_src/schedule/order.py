@@ -85,8 +85,6 @@ def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int
     return tasks
 
 
-
-
 def _computed_again(workload: Workload, stage: int) -> range:
     """The stages that are computed again before the backward of a stage: those just before it."""
     first = stage
