@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+from megatrain_jax._src.build.bound_step import spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.runtime.engine import Engine
@@ -35,10 +36,18 @@ def count_steps(trainer: Any, num_steps: int) -> None:
 
 
 def divide(trainer: mt.Trainer, room: float) -> None:
-    """Has a trainer compute its stages in the fewest tiles that need so many bytes, or the least."""
+    """Has a trainer compute its stages in the fewest tiles that need so many bytes."""
     tiles = TileFinder(trainer._engine.kernels, trainer._store.placement)
     first = tiles.within(trainer._spec.first, room)
     trainer._spec = dataclasses.replace(trainer._spec, first=first)
+    trainer._steps = {first.key: first}
+
+
+def compute_again(trainer: mt.Trainer, span: int) -> None:
+    """Has a trainer compute all but one of every `span` blocks again before their backward."""
+    spec = trainer._spec
+    first = spanning(spec.first, span, spec.budget_bytes)
+    trainer._spec = dataclasses.replace(spec, span=span, first=first)
     trainer._steps = {first.key: first}
 
 

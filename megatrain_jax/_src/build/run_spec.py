@@ -48,6 +48,8 @@ class RunSpec:
         temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
         room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
             if the device's memory isn't known.
+        span: Number of blocks of which all but one are computed again before their backward, as
+            the host can't hold the inputs of all.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -62,6 +64,7 @@ class RunSpec:
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
     room_bytes: int | None = None
+    span: int = 1
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -117,6 +120,7 @@ class RunSpec:
             num_devices=self.options.num_devices,
             device_budget=self.budget_bytes,
             hardware=_scheduled_for(self.options),
+            span=self.span,
             training=train,
         )
 

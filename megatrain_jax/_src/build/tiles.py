@@ -56,12 +56,13 @@ class TileFinder:
                 gets the number with which it needs least.
             training: Whether it is a training step, not an evaluation.
         """
-        stages = [dataclasses.replace(bound, tiles={}) for bound in step.stages]
+        # Kernels that this schedule doesn't run stay as they are: another one may.
+        stages = list(step.stages)
         for number, kernel in self._kernels(step, training):
-            found = self._fewest(kernel, room)
-            if found is not None:
-                tiles = {**stages[number].tiles, kernel.name: found}
-                stages[number] = dataclasses.replace(stages[number], tiles=tiles)
+            tiles = {k: v for k, v in stages[number].tiles.items() if k != kernel.name}
+            if found := self._fewest(kernel, room):
+                tiles[kernel.name] = found
+            stages[number] = dataclasses.replace(stages[number], tiles=tiles)
         return dataclasses.replace(step, stages=tuple(stages))
 
     def _kernels(self, step: BoundStep, training: bool = True) -> Iterator[tuple[int, Kernel]]:

@@ -84,6 +84,8 @@ class Plan:
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
         tiles: What is computed in tiles, in the order of the stages.
+        num_again: Stages whose forward is computed once more before their backward, so that less
+            waits in the host.
         num_devices: Devices that share the state and the batch.
         num_processes: Processes that share the run, each with equally many devices.
         processes_per_host: How many of them share a host and its memory.
@@ -115,6 +117,7 @@ class Plan:
     num_templates: int
     attention_flops_per_step: int = 0
     tiles: tuple[TileRow, ...] = ()
+    num_again: int = 0
     device_budget: int | None = None
     num_devices: int = 1
     num_processes: int = 1
