@@ -21,6 +21,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from megatrain_jax._src.program.tiling.rules import MAPPED, Together, shape_of, together
 
 
@@ -64,7 +67,8 @@ class Axes:
         self._all = self._count + len(eqn.outvars)
         self._found: dict[tuple[int, int], Together] = {}
         for group in () if eqn.effects else together(eqn):
-            self._found.update((place, group) for place in group[0])
+            if not any(_is_key(eqn, at) for at, _ in group[0]):
+                self._found.update((place, group) for place in group[0])
 
     def division(self, at: int, label: Label, num_tiles: int) -> Division | None:
         """The division of the equation in which one of its arrays has a label.
@@ -88,9 +92,17 @@ class Axes:
         return Division(tuple(labels[: self._count]), tuple(labels[self._count :]), kind)
 
 
+def _is_key(eqn: Any, at: int) -> bool:
+    """Whether an equation's operand or result is of random keys, which stay whole."""
+    aval = (*eqn.invars, *eqn.outvars)[at].aval
+    return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
 def _reshaped(eqn: Any, at: int, label: Label, num_tiles: int) -> Division | None:
     """The division of a reshape: where the entries before and after the divided ones end up."""
     if eqn.params.get("dimensions") is not None or eqn.params.get("sharding") is not None:
+        return None
+    if _is_key(eqn, 0):
         return None
     shapes = shape_of(eqn, 0), shape_of(eqn, 1)
     mine, other = shapes[at], shapes[1 - at]

@@ -9,6 +9,7 @@ whole. A worked example, `dot_general x w` of x f32[8, 6] and w f32[6, 5]::
     [(0, 1), (1, 0)]    folded      tiles of both make a term of the sum that the result is
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,10 +105,14 @@ def _made(eqn: Any) -> Iterator[Together]:
 def _random_bits(eqn: Any) -> Iterator[Together]:
     """Bits of one key that are a function of an element's number alone."""
     key = eqn.invars[0].aval
-    counted = jax.config.read("jax_threefry_partitionable")
-    counted = counted and str(jax.random.key_impl(key)) == "threefry2x32"
-    if counted and not key.shape:
+    counted = getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
+    if counted and not key.shape and key.dtype == _threefry_dtype():
         yield from _made(eqn)
+
+
+@functools.cache
+def _threefry_dtype() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
 def _transpose(eqn: Any) -> Iterator[Together]:
