@@ -77,7 +77,7 @@ class TileFinder:
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it does whole, or can't be divided."""
         least, best = self._estimate(kernel), None
-        if least <= room or self._placement.num_devices > 1:
+        if least <= room:
             return None
         for count in self._of(kernel).counts:
             found = self._in_tiles(kernel, count)

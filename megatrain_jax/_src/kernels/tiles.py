@@ -44,17 +44,22 @@ class Divisible:
     def __init__(self, kernel: Kernel):
         """Traces a kernel on the shapes that it takes."""
         self._kernel = kernel
-        self._traced = jx.trace(kernel.build(), *kernel.takes or ())
+        takes = kernel.takes or ()
+        self._traced = jx.trace(kernel.build(), *takes)
+        shardings = (x.sharding for x in jax.tree.leaves(takes))
+        self._num_devices = max((sharding.num_devices for sharding in shardings), default=1)
 
     @functools.cached_property
     def counts(self) -> Sequence[int]:
         """The numbers of tiles that are worth trying, ascending; none if it can't be divided."""
         # What a callback is shown would come in pieces.
-        return () if fires(self._traced.jaxpr) else tile_counts(jx.closed(self._traced.jaxpr))
+        if fires(self._traced.jaxpr):
+            return ()
+        return tile_counts(jx.closed(self._traced.jaxpr), num_devices=self._num_devices)
 
     def into(self, num_tiles: int) -> tuple[Kernel, Tiling] | None:
         """The kernel in so many tiles; None if it can't be divided into them."""
-        found = tiled(jx.closed(self._traced.jaxpr), num_tiles)
+        found = tiled(jx.closed(self._traced.jaxpr), num_tiles, num_devices=self._num_devices)
         if found is None:
             return None
         consts, out_tree = self._traced.consts, self._traced.out_tree
@@ -64,7 +69,7 @@ class Divisible:
 
         key = self._kernel.key, num_tiles
         kernel = dataclasses.replace(self._kernel, key=key, build=lambda: divided)
-        return kernel, Tiling(num_tiles=found.num_tiles, num_rows=found.num_rows)
+        return kernel, Tiling(num_tiles=found.num_tiles, num_rows=found.rows_per_tile)
 
 
 def in_tiles(kernel: Kernel, num_tiles: int) -> Kernel:
