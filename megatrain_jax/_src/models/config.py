@@ -1,7 +1,7 @@
 """The shape and the options of a decoder, as data; `from_hf` reads a Hugging Face configuration."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,9 @@ class DecoderConfig:
         scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         tie_embeddings: Whether the embedding is the head, too.
         experts: A mixture of experts in place of MLPs.
+        layer: Class of the layers, of a family whose own differ from the usual ones; called with
+            this configuration, the number of the layer and a maker of parameters.
+        options: What that class reads beside the fields above: a frozen dataclass of the family.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
         saved_dtype: The dtype of the parameters in that folder.
@@ -96,6 +99,8 @@ class DecoderConfig:
     scale_embedding: bool = False
     tie_embeddings: bool = False
     experts: Experts | None = None
+    layer: Callable[..., Any] | None = None
+    options: Any = None
     init_std: float = 0.02
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)

@@ -16,64 +16,11 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
-from megatrain_jax._src.models.layers import (
-    MLP,
-    Attention,
-    Linear,
-    Maker,
-    MixtureOfExperts,
-    RMSNorm,
-)
+from megatrain_jax._src.models.layers import Layer, Linear, Maker, RMSNorm
 from megatrain_jax._src.models.moe import balancing_loss
-from megatrain_jax._src.models.rotary import CosSin, cos_sin_tables
+from megatrain_jax._src.models.rotary import cos_sin_tables
 
 Integers = Integer[Array | np.ndarray, "rows length"]
-
-
-class Layer(nnx.Module):
-    """Attention, then an MLP or experts, each with norms around it and added to what came in."""
-
-    def __init__(self, config: DecoderConfig, layer: int, make: Maker):
-        """Makes the parameters of one layer."""
-
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config, make)
-
-        experts = config.experts
-        self.sparse, self.sandwich = (
-            bool(experts and layer in experts.layers),
-            config.sandwich_norms,
-        )
-        self.input_layernorm = norm()
-        self.self_attn = Attention(config, layer, make)
-        self.post_attention_layernorm = norm()
-        if config.sandwich_norms:
-            self.pre_feedforward_layernorm = norm()
-            self.post_feedforward_layernorm = norm()
-        if experts and self.sparse:
-            self.mlp = MixtureOfExperts(config, experts, make)
-        else:
-            self.mlp = MLP(config, make)
-
-    def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        cos_sin: CosSin,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
-        """Returns the layer's result, and the tally of its experts' load if it has experts."""
-        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
-        if self.sandwich:
-            x = x + self.post_attention_layernorm(y)
-            y = self.pre_feedforward_layernorm(x)
-        else:
-            x = x + y
-            y = self.post_attention_layernorm(x)
-        if isinstance(self.mlp, MixtureOfExperts):
-            y, tally = self.mlp(y, segments)
-        else:
-            y, tally = self.mlp(y), None
-        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
 
 
 class Embedding(nnx.Module):
@@ -121,7 +68,8 @@ class Decoder(nnx.Module):
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
-        self.layers = nnx.List([Layer(config, i, make) for i in range(config.num_layers)])
+        layer = config.layer or Layer
+        self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config, make)
         if not config.tie_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, make)

@@ -1,7 +1,10 @@
-"""The parts of a decoder layer. Matrices lie as (out, in), which is how checkpoints keep them.
+"""A decoder layer and its parts. Matrices lie as (out, in), which is how checkpoints keep them.
 
-Nothing here fixes a dtype: everything computes in that of the parameters it is given.
+Nothing here fixes a dtype: everything computes in that of the parameters it is given. A family that
+computes something else derives a class from one of these in its own file.
 """
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,18 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.moe import Experts, mix, route, tally
 from megatrain_jax._src.models.rotary import CosSin, rotate
+
+if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these
+    from megatrain_jax._src.models.config import DecoderConfig
+
+Projected = tuple[
+    Float[Array, "rows length heads*head_dim"],
+    Float[Array, "rows length kv_heads*head_dim"],
+    Float[Array, "rows length kv_heads*head_dim"],
+]
+"""Queries, keys and values, the heads of each side by side."""
 
 
 class Maker:
@@ -49,7 +61,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) over the last axis, in fp32."""
 
-    def __init__(self, dim: int, config: DecoderConfig, make: Maker):
+    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
         """Makes the weight, with which a fresh norm does nothing but normalise."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = make.constant(1.0 - config.norm_offset, dim)
@@ -67,7 +79,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Causal attention with grouped queries and rotary embeddings."""
 
-    def __init__(self, config: DecoderConfig, layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
         self.head_dim, self.window = config.head_dim, config.window(layer)
         self.softcap, self.scale = config.attention_softcap, config.attention_scale
@@ -93,12 +105,7 @@ class Attention(nnx.Module):
         segments: Integer[Array, "rows length"] | None,
     ) -> Float[Array, "rows length width"]:
         """Attends within rows, and within documents where `segments` numbers them."""
-        if self.fused:
-            parts = [self.query_size, self.query_size + self.key_size]
-            projected = jnp.split(self.qkv_proj(x), parts, axis=-1)
-        else:
-            projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attention(
@@ -112,11 +119,19 @@ class Attention(nnx.Module):
         )
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
+    def project(self, x: Float[Array, "rows length width"]) -> Projected:
+        """Returns queries, keys and values with the heads of each side by side."""
+        if self.fused:
+            parts = [self.query_size, self.query_size + self.key_size]
+            q, k, v = jnp.split(self.qkv_proj(x), parts, axis=-1)
+            return q, k, v
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
 
 class MLP(nnx.Module):
     """A gated MLP (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: DecoderConfig, make: Maker):
+    def __init__(self, config: "DecoderConfig", make: Maker):
         """Makes the parameters."""
         wide, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation, self.fused = ACTIVATIONS[config.activation], config.fused
@@ -158,7 +173,7 @@ class ExpertMatrices(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """A router and its experts, in place of an MLP."""
 
-    def __init__(self, config: DecoderConfig, experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
         self.settings, self.activation = experts, ACTIVATIONS[config.activation]
         self.gate = Linear(config.hidden_size, experts.num, make)
@@ -178,3 +193,49 @@ class MixtureOfExperts(nnx.Module):
         mixed = mix(tokens, chosen, shares, weights, self.activation)
         counted = None if segments is None else segments.reshape(-1) != 0
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
+
+
+class Layer(nnx.Module):
+    """Attention, then an MLP or experts, each with norms around it and added to what came in."""
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer."""
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config, make)
+
+        experts = config.experts
+        self.sparse, self.sandwich = (
+            bool(experts and layer in experts.layers),
+            config.sandwich_norms,
+        )
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, layer, make)
+        self.post_attention_layernorm = norm()
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+        if experts and self.sparse:
+            self.mlp = MixtureOfExperts(config, experts, make)
+        else:
+            self.mlp = MLP(config, make)
+
+    def __call__(
+        self,
+        x: Float[Array, "rows length width"],
+        cos_sin: CosSin,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        """Returns the layer's result, and the tally of its experts' load if it has experts."""
+        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(y)
+            y = self.pre_feedforward_layernorm(x)
+        else:
+            x = x + y
+            y = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            y, tally = self.mlp(y, segments)
+        else:
+            y, tally = self.mlp(y), None
+        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally

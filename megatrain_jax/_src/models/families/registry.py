@@ -1,0 +1,30 @@
+"""All families, by the `model_type` of a Hugging Face configuration.
+
+A new family is a file beside this one, and a line here.
+"""
+
+from megatrain_jax._src.models.families.gemma2 import GEMMA2
+from megatrain_jax._src.models.families.gemma3 import GEMMA3
+from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.mistral import MISTRAL
+from megatrain_jax._src.models.families.mixtral import MIXTRAL
+from megatrain_jax._src.models.families.phi3 import PHI3
+from megatrain_jax._src.models.families.qwen2 import QWEN2
+from megatrain_jax._src.models.families.qwen3 import QWEN3
+from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
+from megatrain_jax._src.models.family import Family
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        GEMMA2,
+        GEMMA3,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        PHI3,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+    )
+}
