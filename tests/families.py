@@ -101,6 +101,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"rope_parameters": _LONG, "original_max_position_embeddings": 16, "sliding_window": 9},
         1,
     ),
+    "olmo2": ("Olmo2", {"rms_norm_eps": 1e-3}, 1),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        2,
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": True}, 2),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 5.0,
+            "mlp_bias": True,
+        },
+        1,
+    ),
 }
 _CLASSES = {"Gemma3Text": "Gemma3"}
 

@@ -128,6 +128,10 @@ _FULL: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gemma2": {},
     "gemma3_text": {},
+    "olmo2": {},
+    "olmo3": {},
+    "smollm3": {},
+    "granite": {},
     "phi3": {"rope_parameters": _LONG | {"rope_theta": 1e4}, "max_position_embeddings": 131072},
 }
 

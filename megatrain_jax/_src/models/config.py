@@ -29,7 +29,6 @@ _FLAGS = (
     "out_bias",
     "mlp_bias",
     "fused",
-    "scale_embedding",
     "tie_embeddings",
 )
 
@@ -48,6 +47,7 @@ class DecoderConfig:
         head_dim: Width of a head.
         rope: Rotary embedding.
         local_rope: Another one for layers with a window; None for the same.
+        unrotated: Numbers of the layers that rotate neither queries nor keys, ascending from 0.
         windows: For each layer how many tokens a token attends to, with itself, or None for all.
             Empty for no windows.
         activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
@@ -62,7 +62,8 @@ class DecoderConfig:
         attention_scale: Factor of attention's scores; None for 1 / sqrt(head_dim).
         attention_softcap: Scores become softcap * tanh(score / softcap).
         final_softcap: The same for the logits.
-        scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        scale_embedding: Factor of the embeddings, or True for sqrt(hidden_size).
+        logit_scale: Factor of the hidden states that the head reads, and so of the logits.
         tie_embeddings: Whether the embedding is the head, too.
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, of a family whose own differ from the usual ones; called with
@@ -83,6 +84,7 @@ class DecoderConfig:
     head_dim: int
     rope: Rope
     local_rope: Rope | None = None
+    unrotated: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     activation: str = "silu"
     norm_eps: float = 1e-6
@@ -96,7 +98,8 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
-    scale_embedding: bool = False
+    scale_embedding: bool | float = False
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
@@ -119,11 +122,12 @@ class DecoderConfig:
                 raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
-        if self.experts and self.experts.layers and self.experts.layers[-1] >= self.num_layers:
-            raise ValueError(
-                f"`layers` of `experts` must be below `num_layers`, {self.num_layers}, "
-                f"but are {self.experts.layers}"
-            )
+        sparse = self.experts.layers if self.experts else ()
+        for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
+            if layers and layers[-1] >= self.num_layers:
+                raise ValueError(
+                    f"`{name}` must be below `num_layers`, {self.num_layers}, but are {layers}"
+                )
         if self.fused and (self.qkv_bias or self.mlp_bias):
             raise ValueError("`fused` products have no bias")
 
@@ -137,6 +141,9 @@ class DecoderConfig:
         for name in ("attention_scale", "attention_softcap", "final_softcap"):
             if getattr(self, name) is not None:
                 checks.number(name, getattr(self, name), above=0)
+        checks.number("logit_scale", self.logit_scale, above=0)
+        if not isinstance(self.scale_embedding, bool):
+            checks.number("scale_embedding", self.scale_embedding, above=0)
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             allowed = f"one of {', '.join(ACTIVATIONS)}"
             raise ValueError(checks.refused("activation", allowed, self.activation))
@@ -145,6 +152,7 @@ class DecoderConfig:
         for window in self.windows:
             if window is not None:
                 checks.integer("windows", window)
+        checks.ascending("unrotated", self.unrotated)
         for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or name == "rope"):
@@ -185,7 +193,9 @@ class DecoderConfig:
         """Returns the window of this layer: tokens that one attends to; None for all."""
         return self.windows[layer] if self.windows else None
 
-    def rope_of(self, layer: int) -> Rope:
-        """Returns the rotary embedding of this layer."""
+    def rope_of(self, layer: int) -> Rope | None:
+        """Returns the rotary embedding of this layer; None if it doesn't rotate."""
+        if layer in self.unrotated:
+            return None
         local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if local and self.local_rope else self.rope

@@ -123,15 +123,19 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = _positions(tokens.shape[1], segments)
         x = self.embed_tokens(tokens)
-        if self.config.scale_embedding:
-            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        scale = self.config.scale_embedding
+        if scale:
+            scale = self.config.hidden_size**0.5 if scale is True else scale
+            x = x * jnp.asarray(scale, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
-        cos_sin = {rope: cos_sin_tables(rope, positions) for rope in dict.fromkeys(ropes)}
+        cos_sin = {rope: rope and cos_sin_tables(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally = layer(x, cos_sin[rope], segments)
             tallies += [] if tally is None else [tally]
         x = self.norm(x)
+        if self.config.logit_scale != 1.0:
+            x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
         # In one go behind the norm, so that no layer has a part in it that others don't have.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance

@@ -101,16 +101,18 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin,
+        cos_sin: CosSin | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> Float[Array, "rows length width"]:
         """Attends within rows, and within documents where `segments` numbers them."""
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = rotate(q, cos_sin), rotate(k, cos_sin)
         mixed = attention(
-            rotate(q, cos_sin),
-            rotate(k, cos_sin),
+            q,
+            k,
             v,
             segments=segments,
             window=self.window,
@@ -223,7 +225,7 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin,
+        cos_sin: CosSin | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
@@ -234,8 +236,15 @@ class Layer(nnx.Module):
         else:
             x = x + y
             y = self.post_attention_layernorm(x)
-        if isinstance(self.mlp, MixtureOfExperts):
-            y, tally = self.mlp(y, segments)
-        else:
-            y, tally = self.mlp(y), None
+        y, tally = self.feed_forward(y, segments)
         return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
+
+    def feed_forward(
+        self,
+        x: Float[Array, "rows length width"],
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        """Returns what the MLP or the experts give, and the tally of the experts' load."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x, segments)
+        return self.mlp(x), None

@@ -52,12 +52,7 @@ class Experts:
             checks.integer(name, getattr(self, name))
         checks.boolean("normalize", self.normalize)
         checks.number("balance_weight", self.balance_weight, least=0)
-        if not isinstance(self.layers, tuple):
-            raise TypeError(checks.refused("layers", "a tuple of integers", self.layers))
-        for layer in self.layers:
-            checks.integer("layers", layer, least=0)
-        if list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(checks.refused("layers", "ascending", self.layers))
+        checks.ascending("layers", self.layers)
         if not 1 <= self.per_token <= self.num:
             raise ValueError(
                 f"`per_token` of Experts must be from 1 to `num`, {self.num}, "

@@ -5,13 +5,17 @@ A new family is a file beside this one, and a line here.
 
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3
+from megatrain_jax._src.models.families.granite import GRANITE
 from megatrain_jax._src.models.families.llama import LLAMA
 from megatrain_jax._src.models.families.mistral import MISTRAL
 from megatrain_jax._src.models.families.mixtral import MIXTRAL
+from megatrain_jax._src.models.families.olmo2 import OLMO2
+from megatrain_jax._src.models.families.olmo3 import OLMO3
 from megatrain_jax._src.models.families.phi3 import PHI3
 from megatrain_jax._src.models.families.qwen2 import QWEN2
 from megatrain_jax._src.models.families.qwen3 import QWEN3
 from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
+from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -26,5 +30,9 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         QWEN3_MOE,
+        GRANITE,
+        SMOLLM3,
+        OLMO3,
+        OLMO2,
     )
 }
