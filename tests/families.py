@@ -126,6 +126,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         1,
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+        2,
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, "rms_norm_eps": 1e-3}, 1),
+    "phi": ("Phi", {"layer_norm_eps": 1e-3}, 1),
 }
 _CLASSES = {"Gemma3Text": "Gemma3"}
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import too_deep
@@ -29,6 +29,7 @@ _FLAGS = (
     "out_bias",
     "mlp_bias",
     "fused",
+    "head_bias",
     "tie_embeddings",
 )
 
@@ -51,6 +52,7 @@ class DecoderConfig:
         windows: For each layer how many tokens a token attends to, with itself, or None for all.
             Empty for no windows.
         activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
+        norm: Kind of the norms: "rms", or "layer" for those with a mean and a bias.
         norm_eps: Number that norms add to the mean square.
         norm_offset: Number that is added to the norms' weights, 1.0 in Gemma.
         sandwich_norms: Whether attention and MLP are normalised at their end, too.
@@ -65,6 +67,7 @@ class DecoderConfig:
         scale_embedding: Factor of the embeddings, or True for sqrt(hidden_size).
         logit_scale: Factor of the hidden states that the head reads, and so of the logits.
         tie_embeddings: Whether the embedding is the head, too.
+        head_bias: Whether the head has a bias: it is the last column of `Decoder.head_weight`.
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, of a family whose own differ from the usual ones; called with
             this configuration, the number of the layer and a maker of parameters.
@@ -87,6 +90,7 @@ class DecoderConfig:
     unrotated: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     activation: str = "silu"
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     sandwich_norms: bool = False
@@ -101,6 +105,7 @@ class DecoderConfig:
     scale_embedding: bool | float = False
     logit_scale: float = 1.0
     tie_embeddings: bool = False
+    head_bias: bool = False
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
     options: Any = None
@@ -130,6 +135,8 @@ class DecoderConfig:
                 )
         if self.fused and (self.qkv_bias or self.mlp_bias):
             raise ValueError("`fused` products have no bias")
+        if self.head_bias and self.tie_embeddings:
+            raise ValueError("a head with `head_bias` can't be the embedding, as `tie_embeddings`")
 
     def _check_types(self) -> None:
         for name in _SIZES:
@@ -144,6 +151,8 @@ class DecoderConfig:
         checks.number("logit_scale", self.logit_scale, above=0)
         if not isinstance(self.scale_embedding, bool):
             checks.number("scale_embedding", self.scale_embedding, above=0)
+        if self.norm not in ("rms", "layer"):
+            raise ValueError(checks.refused("norm", '"rms" or "layer"', self.norm))
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             allowed = f"one of {', '.join(ACTIVATIONS)}"
             raise ValueError(checks.refused("activation", allowed, self.activation))

@@ -16,7 +16,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
-from megatrain_jax._src.models.layers import Layer, Linear, Maker, RMSNorm
+from megatrain_jax._src.models.layers import Layer, Linear, Maker, make_norm
 from megatrain_jax._src.models.moe import balancing_loss
 from megatrain_jax._src.models.rotary import cos_sin_tables
 
@@ -70,9 +70,10 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
         layer = config.layer or Layer
         self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config, make)
+        self.norm = make_norm(config.hidden_size, config, make)
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, make)
+            bias = config.head_bias
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, make, bias=bias)
 
     def __call__(
         self,
@@ -110,7 +111,8 @@ class Decoder(nnx.Module):
             segments: See `__call__`.
 
         Returns:
-            The last layer's result, normalised, `hidden_size` wide; and the load-balancing loss in
+            The last layer's result, normalised, `hidden_size` wide, with a column of ones behind it
+            where the head has a bias; and the load-balancing loss in
             fp32, to be added to a loss after multiplying it with `config.experts.balance_weight`.
             It is 0 where there are no experts.
 
@@ -136,6 +138,8 @@ class Decoder(nnx.Module):
         x = self.norm(x)
         if self.config.logit_scale != 1.0:
             x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
+        if self.config.head_bias:
+            x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
         # In one go behind the norm, so that no layer has a part in it that others don't have.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
@@ -151,10 +155,15 @@ class Decoder(nnx.Module):
         """
         check_ids(batch, self.config.vocab_size)
 
-    def head_weight(self) -> Float[Array, "vocab_size hidden_size"]:
-        """Returns the head's matrix, which is the embedding's where they are tied."""
-        module = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return module.weight[...]
+    def head_weight(self) -> Float[Array, "vocab_size width"]:
+        """Returns the head's matrix, which is the embedding's where they are tied.
+
+        Its width is that of `hidden`: where the head has a bias, it is the last column.
+        """
+        if self.config.tie_embeddings:
+            return self.embed_tokens.weight[...]
+        weight, bias = self.lm_head.weight[...], self.lm_head.bias
+        return weight if bias is None else jnp.concatenate([weight, bias[...][:, None]], axis=1)
 
 
 def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers | None) -> None:

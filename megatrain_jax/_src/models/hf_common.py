@@ -32,6 +32,7 @@ def sizes(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
     tied: bool = False,
     activation: str | None = None,
 ) -> dict[str, Any]:
@@ -41,7 +42,8 @@ def sizes(
         fields: The configuration.
         kv_heads: Default of `num_key_value_heads`; None for as many as there are heads.
         head_dim: Default of `head_dim`; None for what the width and the heads give.
-        eps: Default of `rms_norm_eps`.
+        eps: Default of the number that norms add to the mean square.
+        eps_name: The field that has it.
         tied: Default of `tie_word_embeddings`.
         activation: The MLPs' activation, from `read_activation`; None for that of `hidden_act`.
     """
@@ -56,7 +58,7 @@ def sizes(
         "num_kv_heads": fields.integer("num_key_value_heads", kv_heads, null=True) or heads,
         "head_dim": _head_dim(fields, hidden, heads, head_dim),
         "activation": activation or read_activation(fields, "hidden_act", "silu"),
-        "norm_eps": fields.number("rms_norm_eps", eps, least=0),
+        "norm_eps": fields.number(eps_name, eps, least=0),
         "tie_embeddings": fields.flag("tie_word_embeddings", tied),
         "init_std": fields.number("initializer_range", 0.02, least=0),
     }
@@ -101,7 +103,8 @@ def rope(
     theta: float = 10_000.0,
     original_length: int | None = None,
     kinds: Mapping[str, str] = KINDS,
-    partial: bool = False,
+    share: float | None = None,
+    interleaved: bool = False,
 ) -> Rope:
     """Returns the rotary embedding of `rope_parameters`, or of `rope_scaling` and `rope_theta`.
 
@@ -111,15 +114,17 @@ def rope(
         theta: Default of `rope_theta`.
         original_length: Default of `original_max_position_embeddings`.
         kinds: See `read_rope`.
-        partial: See `read_rope`.
+        share: Default of `partial_rotary_factor` in a family that may rotate a part of each head.
+        interleaved: See `Rope`.
     """
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     fields.take("rope_parameters", None)
     theta = fields.take("rope_theta", theta)
-    share = fields.take("partial_rotary_factor", None)
+    given = fields.take("partial_rotary_factor", None)
+    given = share if given is None else given
     return read_rope(
         {"rope_theta": theta}
-        | ({} if share is None else {"partial_rotary_factor": share})
+        | ({} if given is None else {"partial_rotary_factor": given})
         | values,
         family=fields.family,
         head_dim=head_dim,
@@ -128,7 +133,8 @@ def rope(
             "original_max_position_embeddings", original_length, null=True
         ),
         kinds=kinds,
-        partial=partial,
+        partial=share is not None,
+        interleaved=interleaved,
     )
 
 
@@ -207,6 +213,7 @@ def experts(
     intermediate_size: int,
     normalize: bool,
     layers: tuple[int, ...],
+    shared_size: int | None = None,
 ) -> Experts | None:
     """Returns the experts of these layers, None if there are no such layers.
 
@@ -218,6 +225,7 @@ def experts(
         intermediate_size: The width inside an expert.
         normalize: Whether the chosen experts' probabilities are divided by their sum.
         layers: Numbers of the layers with experts.
+        shared_size: The width inside the expert that all tokens share.
     """
     second = fields.integer(names[1], None)
     num = fields.integer(names[0], None) or second or num
@@ -231,6 +239,7 @@ def experts(
         intermediate_size=intermediate_size,
         normalize=normalize,
         layers=layers,
+        shared_size=shared_size,
         balance_weight=balance,
     )
 

@@ -25,7 +25,7 @@ def read(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
             f"{', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[name]
-    fields = Fields(config)
+    fields = Fields(config, ignore)
     names = fields.listed("architectures", str, "names") or []
     others = [n for n in names if n != family.architecture]
     if others:
@@ -36,5 +36,5 @@ def read(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
     fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
     fields.neutral(use_bidirectional_attention=False)
     arguments = family.read(fields)
-    fields.finish(ignore)
+    fields.finish()
     return arguments

@@ -38,6 +38,7 @@ def read_rope(
     original_length: int | None,
     kinds: Mapping[str, str] = KINDS,
     partial: bool = False,
+    interleaved: bool = False,
 ) -> Rope:
     """Returns a rotary embedding.
 
@@ -49,6 +50,7 @@ def read_rope(
         original_length: `original_max_position_embeddings` of the configuration itself.
         kinds: The values of `rope_type` that the family may have, and the kind that each asks for.
         partial: Whether the family may rotate a part of each head.
+        interleaved: See `Rope`.
 
     Raises:
         TypeError: If an option has another type.
@@ -79,6 +81,7 @@ def read_rope(
         "dim": int(head_dim * share),
         "base": _number(values, "rope_theta"),
         "kind": kind,
+        "interleaved": interleaved,
     }
     match kind:
         case "default":

@@ -4,7 +4,7 @@ Nothing here fixes a dtype: everything computes in that of the parameters it is 
 computes something else derives a class from one of these in its own file.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +76,34 @@ class RMSNorm(nnx.Module):
         return y.astype(x.dtype) * weight
 
 
+class LayerNorm(nnx.Module):
+    """Layer norm (https://arxiv.org/abs/1607.06450) over the last axis, in fp32."""
+
+    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+        """Makes weight and bias, with which a fresh norm does nothing but normalise."""
+        self.eps = config.norm_eps
+        self.weight, self.bias = make.constant(1.0, dim), make.constant(0.0, dim)
+
+    def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
+        """Normalises the last axis; keeps the dtype."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.weight[...] + self.bias[...]).astype(x.dtype)
+
+
+def make_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm | LayerNorm:
+    """Returns a norm of the kind that the configuration asks for."""
+    return (RMSNorm if config.norm == "rms" else LayerNorm)(dim, config, make)
+
+
 class Attention(nnx.Module):
     """Causal attention with grouped queries and rotary embeddings."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
         self.head_dim, self.window = config.head_dim, config.window(layer)
+        self.interleaved = config.rope.interleaved
         self.softcap, self.scale = config.attention_softcap, config.attention_scale
         self.query_size = config.num_heads * config.head_dim
         self.key_size = config.num_kv_heads * config.head_dim
@@ -109,7 +131,7 @@ class Attention(nnx.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None:
-            q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+            q, k = (rotate(y, cos_sin, interleaved=self.interleaved) for y in (q, k))
         mixed = attention(
             q,
             k,
@@ -133,23 +155,33 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """A gated MLP (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: "DecoderConfig", make: Maker):
-        """Makes the parameters."""
-        wide, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.activation, self.fused = ACTIVATIONS[config.activation], config.fused
-        if config.fused:
-            self.gate_up_proj = Linear(wide, 2 * inside, make)
-        else:
-            self.gate_proj = Linear(wide, inside, make, bias=bias)
-            self.up_proj = Linear(wide, inside, make, bias=bias)
+    def __init__(self, config: "DecoderConfig", make: Maker, inside: int | None = None):
+        """Makes the parameters of an MLP this wide inside, as the configuration says by default."""
+        wide, bias = config.hidden_size, config.mlp_bias
+        inside = inside or config.intermediate_size
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate_proj = Linear(wide, inside, make, bias=bias)
+        self.up_proj = Linear(wide, inside, make, bias=bias)
         self.down_proj = Linear(inside, wide, make, bias=bias)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Maps each row on its own."""
-        if self.fused:
-            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FusedMLP(nnx.Module):
+    """A gated MLP whose gate's matrix and the other lie in one."""
+
+    def __init__(self, config: "DecoderConfig", make: Maker):
+        """Makes the parameters."""
+        wide, inside = config.hidden_size, config.intermediate_size
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate_up_proj = Linear(wide, 2 * inside, make)
+        self.down_proj = Linear(inside, wide, make)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Maps each row on its own."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         return self.down_proj(self.activation(gate) * up)
 
 
@@ -198,13 +230,23 @@ class MixtureOfExperts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then an MLP or experts, each with norms around it and added to what came in."""
+    """Attention, then an MLP or experts, each with norms around it and added to what came in.
+
+    Attributes:
+        attention: Class of its attention.
+        dense: Class of its MLP, where it has no experts.
+        mixture: Class of its experts, where it has some.
+    """
+
+    attention: ClassVar[type[Attention]] = Attention
+    dense: ClassVar[type[MLP] | type[FusedMLP]] = MLP
+    mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
 
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config, make)
+        def norm() -> RMSNorm | LayerNorm:
+            return make_norm(config.hidden_size, config, make)
 
         experts = config.experts
         self.sparse, self.sandwich = (
@@ -212,15 +254,15 @@ class Layer(nnx.Module):
             config.sandwich_norms,
         )
         self.input_layernorm = norm()
-        self.self_attn = Attention(config, layer, make)
+        self.self_attn = self.attention(config, layer, make)
         self.post_attention_layernorm = norm()
         if config.sandwich_norms:
             self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
         if experts and self.sparse:
-            self.mlp = MixtureOfExperts(config, experts, make)
+            self.mlp = self.mixture(config, experts, make)
         else:
-            self.mlp = MLP(config, make)
+            self.mlp = (FusedMLP if config.fused else self.dense)(config, make)
 
     def __call__(
         self,

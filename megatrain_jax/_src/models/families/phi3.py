@@ -15,9 +15,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     # Fields of Phi-4-mini that only its own code reads.
     fields.neutral(lm_head_bias=False, interpolate_factor=1, full_attn_mod=1)
     sizes = hf_common.sizes(fields, eps=1e-5)
-    rope = hf_common.rope(
-        fields, sizes["head_dim"], original_length=4096, kinds=_KINDS, partial=True
-    )
+    rope = hf_common.rope(fields, sizes["head_dim"], original_length=4096, kinds=_KINDS, share=1.0)
     return {
         **sizes,
         "rope": rope,
