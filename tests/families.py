@@ -51,6 +51,14 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 # Name: family, what differs from the sizes, kinds of layers.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -139,17 +147,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 16, "rms_norm_eps": 1e-3}, 1),
     "phi": ("Phi", {"layer_norm_eps": 1e-3}, 1),
+    "gemma3-multimodal": (
+        "Gemma3",
+        {
+            "text_config": _GEMMA | {"sliding_window_pattern": 2},
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
 }
-_CLASSES = {"Gemma3Text": "Gemma3"}
+_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration"}
 
 
 def make_torch(name: str, **changes: Any) -> Any:
     """Returns a random model in eval mode, the norms' weights and biases random, too."""
     family, options, _ = FAMILIES[name]
-    values = _SIZES | options | changes
+    if "text_config" in options:
+        values = options | {"text_config": _SIZES | options["text_config"] | changes}
+    else:
+        values = _SIZES | options | changes
     config = getattr(transformers, f"{family}Config")(**values)
     torch.manual_seed(0)
-    cls = getattr(transformers, f"{_CLASSES.get(family, family)}ForCausalLM")
+    cls = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

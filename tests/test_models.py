@@ -101,7 +101,10 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
     found = {}
     mixtral = model.config.model_type == "mixtral"
     for name, parameter in model.named_parameters():
+        if parameter.grad is None:  # of a part that sees no text
+            continue
         grad = parameter.grad.numpy()
+        name = name.replace("model.language_model.", "language_model.model.")
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         base, _, last = name.rpartition(".")

@@ -26,6 +26,13 @@ _ACTIVATIONS = {
 }
 
 
+def refuse_others(fields: Fields) -> None:
+    """Refuses fields that no family supports, if they ask for something."""
+    fields.neutral(attention_dropout=0.0, quantization_config=None, is_encoder_decoder=False)
+    fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
+    fields.neutral(use_bidirectional_attention=False)
+
+
 def sizes(
     fields: Fields,
     *,
@@ -35,6 +42,7 @@ def sizes(
     eps_name: str = "rms_norm_eps",
     tied: bool = False,
     activation: str | None = None,
+    **others: int,
 ) -> dict[str, Any]:
     """Returns the arguments that every family has.
 
@@ -46,13 +54,18 @@ def sizes(
         eps_name: The field that has it.
         tied: Default of `tie_word_embeddings`.
         activation: The MLPs' activation, from `read_activation`; None for that of `hidden_act`.
+        **others: Defaults of other sizes, in a family whose configurations may leave them out.
     """
-    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+
+    def size(name: str) -> int:
+        return fields.integer(name, others[name]) if name in others else fields.integer(name)
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
     return {
-        "vocab_size": fields.integer("vocab_size"),
+        "vocab_size": size("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": fields.integer("num_hidden_layers"),
+        "intermediate_size": size("intermediate_size"),
+        "num_layers": size("num_hidden_layers"),
         "num_heads": heads,
         # Null asks for as many as there are heads.
         "num_kv_heads": fields.integer("num_key_value_heads", kv_heads, null=True) or heads,

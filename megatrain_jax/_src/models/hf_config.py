@@ -7,6 +7,7 @@ loads with an option silently dropped. A family's own fields are read in its fil
 from collections.abc import Mapping
 from typing import Any
 
+from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.hf_fields import Fields, shown
 from megatrain_jax._src.models.tensors import some
@@ -32,9 +33,7 @@ def read(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
         raise ValueError(
             f"`architectures` = {some(others)} isn't supported; of {name}, {family.architecture} is"
         )
-    fields.neutral(attention_dropout=0.0, quantization_config=None, is_encoder_decoder=False)
-    fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
-    fields.neutral(use_bidirectional_attention=False)
+    hf_common.refuse_others(fields)
     arguments = family.read(fields)
     fields.finish()
     return arguments

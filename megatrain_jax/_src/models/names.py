@@ -4,7 +4,6 @@ Names differ in a prefix, and in what a family renames. Experts are one tensor e
 and one stack in the model.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -12,7 +11,9 @@ from flax import nnx
 
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.families.llama import LLAMA
 from megatrain_jax._src.models.families.registry import FAMILIES
+from megatrain_jax._src.models.family import Family
 
 ParameterPath = tuple[str | int, ...]
 
@@ -42,8 +43,13 @@ class ParameterTensors:
 def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
     """Returns the parameters of a decoder with their tensors, without making any array."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    renames = FAMILIES[config.family].renames if config.family else {}
-    return tuple(_tensors_of(path, value.shape, renames) for path, value in leaves(model))
+    family = family_of(config)
+    return tuple(_tensors_of(path, value.shape, family) for path, value in leaves(model))
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """Returns the family that a configuration was read as; a plain one for others."""
+    return FAMILIES[config.family or LLAMA.model_type]
 
 
 def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
@@ -58,12 +64,9 @@ def others(model: Decoder) -> list[ParameterPath]:
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 
 
-def _tensors_of(
-    path: ParameterPath, shape: tuple[int, ...], renames: Mapping[str, str]
-) -> ParameterTensors:
-    parts = [renames.get(part, part) for part in map(str, path)]
-    if parts[0] != "lm_head":
-        parts.insert(0, "model")
+def _tensors_of(path: ParameterPath, shape: tuple[int, ...], family: Family) -> ParameterTensors:
+    parts = [family.renames.get(part, part) for part in map(str, path)]
+    parts = [family.head, *parts[1:]] if parts[0] == "lm_head" else [family.body, *parts]
     if "experts" not in parts:
         return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
     at = parts.index("experts") + 1

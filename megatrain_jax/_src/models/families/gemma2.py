@@ -7,19 +7,22 @@ from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 
 
-def common(fields: Fields, types: list[str]) -> dict[str, Any]:
+def common(fields: Fields, types: list[str], **sizes: Any) -> dict[str, Any]:
     """Returns the arguments that Gemma 2 and 3 have in common.
 
     Args:
         fields: The configuration.
         types: What `layer_types` is where it is missing.
+        **sizes: See `hf_common.sizes`.
     """
     # Which Transformers reads; early checkpoints have another `hidden_act`.
     activation = hf_common.read_activation(
         fields, "hidden_activation", "gelu_pytorch_tanh", null=True
     )
     return {
-        **hf_common.sizes(fields, kv_heads=4, head_dim=256, tied=True, activation=activation),
+        **hf_common.sizes(
+            fields, kv_heads=4, head_dim=256, tied=True, activation=activation, **sizes
+        ),
         **hf_common.attention_bias(fields),
         "windows": hf_common.windows_by_type(fields, types, hf_common.window(fields)),
         "norm_offset": 1.0,

@@ -4,7 +4,7 @@ A new family is a file beside this one, and a line here.
 """
 
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
-from megatrain_jax._src.models.families.gemma3 import GEMMA3
+from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.granite import GRANITE
 from megatrain_jax._src.models.families.llama import LLAMA
@@ -26,6 +26,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         GEMMA2,
         GEMMA3,
+        GEMMA3_MULTIMODAL,
         GLM4,
         GRANITE,
         LLAMA,
