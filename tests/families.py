@@ -179,6 +179,29 @@ def make_torch(name: str, **changes: Any) -> Any:
     return model.eval()
 
 
+def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
+    """Returns a model's arrays by the names of the files; Transformers fuses experts."""
+    found = {}
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, array in arrays.items():
+        name = name.replace("model.language_model.", "language_model.model.")
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        base, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            found[name] = array
+            continue
+        for e, matrix in enumerate(array):
+            if last == "down_proj":
+                found[f"{base}.{e}.{down}.weight"] = matrix
+            else:
+                halves = np.split(matrix, 2)
+                found[f"{base}.{e}.{gate}.weight"] = halves[0]
+                found[f"{base}.{e}.{up}.weight"] = halves[1]
+    return found
+
+
 def save(model: Any, folder: Path, dtype: Any = None, **options: Any) -> Path:
     """Writes a checkpoint as Transformers does."""
     (model if dtype is None else model.to(dtype)).save_pretrained(folder, **options)
