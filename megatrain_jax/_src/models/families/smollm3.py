@@ -21,6 +21,7 @@ def _rotated(fields: Fields, num_layers: int) -> list[int]:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    fields.take("pretraining_tp", None)  # which Transformers doesn't read
     sizes = hf_common.sizes(fields, kv_heads=4, tied=True)
     rotated = _rotated(fields, sizes["num_layers"])
     size = hf_common.window(fields, None)
