@@ -28,6 +28,7 @@ from megatrain_jax._src.state.cards import (  # noqa: E402
     RTX_3090,
     RTX_4090,
     RTX_5090,
+    card,
     this_machine,
 )
 from megatrain_jax._src.state.hardware import Hardware  # noqa: E402
@@ -59,6 +60,7 @@ __all__ = [
     "Precision",
     "StepMetrics",
     "Trainer",
+    "card",
     "fit",
     "plan",
     "this_machine",

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from megatrain_jax._src.common.checks import refused
-from megatrain_jax._src.state.cards import card, card_names
+from megatrain_jax._src.state.cards import card
 from megatrain_jax._src.state.hardware import Hardware
 
 
@@ -19,14 +19,13 @@ def found_hardware(value: Any) -> Hardware | None:
     """
     if value is None or isinstance(value, Hardware):
         return value
-    names = ", ".join(map(repr, card_names()))
     if not isinstance(value, str):
-        allowed = f"a megatrain_jax.Hardware, the name of a card ({names}) or None"
+        allowed = 'a megatrain_jax.Hardware, the name of a card such as "H100", or None'
         raise TypeError(refused("hardware", allowed, value, "see megatrain_jax.this_machine()"))
-    if (found := card(value)) is None:
-        hint = "describe others as megatrain_jax.Hardware(...)"
-        raise ValueError(refused("hardware", f"one of {names}", value, hint))
-    return found
+    try:
+        return card(value)
+    except ValueError as error:
+        raise ValueError(f"`hardware`={value!r}: {error}") from None
 
 
 def check_mesh_given(value: Any) -> None:

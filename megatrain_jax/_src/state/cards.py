@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.state import host_memory
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import default_device
@@ -90,8 +91,8 @@ RTX_4090 = Hardware(
     source="vendor peak",
 )
 
-# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3090: 71 TFLOP/s. A bridge for two of
-# them is not counted.
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3090: 71 TFLOP/s. A bridge for two
+# of them is not counted.
 RTX_3090 = Hardware(
     name="NVIDIA GeForce RTX 3090",
     typical_host_bytes=64 * _GIB,
@@ -172,6 +173,7 @@ _BY_NAME = {
     "RTX 4090": RTX_4090,
     "RTX 5090": RTX_5090,
 }
+_NAMES = ", ".join(_BY_NAME)
 _ASSUMED = "assumed, those of an A100"
 _BY_DEVICE_KIND = {
     "NVIDIA H200": H200,
@@ -188,21 +190,32 @@ _BY_DEVICE_KIND = {
 }
 
 
-def card_names() -> tuple[str, ...]:
-    """The names that `card` knows."""
-    return tuple(_BY_NAME)
-
-
-def card(name: str) -> Hardware | None:
-    """The card of a name, which capitals, blanks, hyphens and underscores don't change.
+def card(name: str) -> Hardware:
+    """Looks up a card by its name, whatever its capitals, blanks, hyphens and underscores.
 
     Args:
         name: A name such as "H100" or "RTX 4090".
 
     Returns:
-        The card; None for a name that isn't known.
+        The card, in a typical host.
+
+    Raises:
+        TypeError: If the name is no string.
+        ValueError: If no such card is known.
+
+    Examples:
+        >>> card("rtx-4090").device_bytes // 2**30
+        24
     """
-    return {_plain(known): machine for known, machine in _BY_NAME.items()}.get(_plain(name))
+    if not isinstance(name, str):
+        raise TypeError(checks.refused("name", f"the name of a card ({_NAMES})", name))
+    found = {_plain(known): machine for known, machine in _BY_NAME.items()}.get(_plain(name))
+    if found is None:
+        raise ValueError(
+            f"no card {name!r} is known, but {_NAMES}; describe others as "
+            "megatrain_jax.Hardware(...)"
+        )
+    return found
 
 
 def _plain(name: str) -> str:
