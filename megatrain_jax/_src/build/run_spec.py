@@ -29,8 +29,9 @@ from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
+from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
-from megatrain_jax._src.state.hardware import H200, Hardware
+from megatrain_jax._src.state.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,7 +220,7 @@ def batch_key(batch: Any) -> Hashable:
 
 
 def _scheduled_for(options: Options) -> Hardware:
-    return options.hardware or H200  # some machine has to be assumed to order a step
+    return options.machine or H200  # some machine has to be assumed to order a step
 
 
 def _trace(

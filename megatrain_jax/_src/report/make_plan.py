@@ -31,7 +31,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
     own = devices // num_processes
-    hardware = spec.options.hardware and spec.options.hardware.times(own * processes_per_host)
+    hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
     bytes_in, bytes_out = moved_bytes(schedule.steady, workload)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
