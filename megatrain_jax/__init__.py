@@ -26,7 +26,7 @@ from megatrain_jax._src.state.hardware import (  # noqa: E402
     Hardware,
     this_machine,
 )
-from megatrain_jax._src.train.result import DataRanOutError, FitResult  # noqa: E402
+from megatrain_jax._src.train.result import DataRanOutError, FitResult, StopTraining  # noqa: E402
 from megatrain_jax._src.trainer import Trainer  # noqa: E402
 
 # Its only place: the package is built with it, and a tree that isn't installed has it, too.
@@ -48,6 +48,7 @@ __all__ = [
     "PlanWarning",
     "Precision",
     "StepMetrics",
+    "StopTraining",
     "Trainer",
     "fit",
     "plan",

@@ -13,7 +13,7 @@ from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.report.warnings import find_warnings
-from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.state import pool
 
 # The driver waits for a task before it dispatches the second one after it.
@@ -72,6 +72,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_processes=num_processes,
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
+        seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
     )
@@ -103,6 +104,11 @@ def moved_bytes(
             if op is Op.OFFLOAD and key.kind not in LASTING:
                 waiting[key] = size
     return moved[Op.FETCH], moved[Op.OFFLOAD], sum(waiting.values())
+
+
+def _dispatches(instructions: Iterable[Instruction]) -> int:
+    """The number of instructions that the driver gives to device and link, as the clock counts."""
+    return sum(row.op not in WAITS and row.op is not Op.RELEASE for row in instructions)
 
 
 def _collective_bytes(step: BoundStep) -> int:

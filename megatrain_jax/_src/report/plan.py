@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain_jax._src.report.bound import Bound, find_bound
-from megatrain_jax._src.report.plan_table import as_html, as_text
+from megatrain_jax._src.report.plan_html import as_html
+from megatrain_jax._src.report.plan_table import as_text
 from megatrain_jax._src.state.hardware import Hardware
 
 
@@ -31,7 +32,7 @@ class GroupRow:
     template: int | str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The memory, transfers and arithmetic that a run needs, and what bounds its step.
 
@@ -69,6 +70,7 @@ class Plan:
         processes_per_host: How many of them share a host and its memory.
         collective_bytes: Bytes that each device receives from the others in a step: gathered
             parameters, and gradients to be summed.
+        seconds_dispatch: Estimate of the seconds in which Python dispatches a step.
         warnings: Sentences on what could not be done well.
         hardware: The machine that times and limits refer to.
     """
@@ -99,6 +101,7 @@ class Plan:
     num_processes: int = 1
     processes_per_host: int = 1
     collective_bytes: int = 0
+    seconds_dispatch: float = 0.0
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
 
@@ -166,8 +169,9 @@ class Plan:
         """The bound of a perfectly overlapped step: what it would wait for, by `find_bound`.
 
         "link" is each device's own link, "host" the host's memory, which all of them share,
-        "collectives" what devices send each other. "neither" if two of them are within 10% of each
-        other, or no hardware is given.
+        "collectives" what devices send each other, "dispatch" the Python that gives a step to them,
+        which toy models wait for. "neither" if two of them are within 10% of each other, or no
+        hardware is given.
         """
         if self.hardware is None:
             return "neither"
@@ -180,6 +184,7 @@ class Plan:
             collective_bytes=self.collective_bytes,
             flops=self.flops_per_step * own // of,
             attention_flops=self.attention_flops_per_step * own // of,
+            dispatch_seconds=self.seconds_dispatch,
         )
 
     def _seconds_computing(self, flops: int, attention: int) -> float | None:
@@ -207,7 +212,7 @@ class Plan:
         fits = _fits(self.device_bytes, self.hardware and self.hardware.usable_bytes)
         return None if fits and self.device_temporary_bytes is None else fits
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns the plan as a table of plain text."""
         return as_text(self)
 
