@@ -11,9 +11,11 @@ _compilation_cache.enable()
 
 from megatrain_jax._src.build.precision import Precision  # noqa: E402
 from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402
+from megatrain_jax._src.comparing import compare_plans  # noqa: E402
 from megatrain_jax._src.fit import fit, train  # noqa: E402
 from megatrain_jax._src.history import History  # noqa: E402
 from megatrain_jax._src.planning import plan  # noqa: E402
+from megatrain_jax._src.report.comparison import PlanComparison, PlanRow  # noqa: E402
 from megatrain_jax._src.report.plan import GroupRow, Plan  # noqa: E402
 from megatrain_jax._src.report.warnings import PlanWarning  # noqa: E402
 from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
@@ -45,11 +47,14 @@ __all__ = [
     "Hardware",
     "History",
     "Plan",
+    "PlanComparison",
+    "PlanRow",
     "PlanWarning",
     "Precision",
     "StepMetrics",
     "StopTraining",
     "Trainer",
+    "compare_plans",
     "fit",
     "plan",
     "this_machine",

@@ -22,7 +22,7 @@ FLOORS = (
     "run_state",
     "trainer",
     "train planning",
-    "fit losses",
+    "fit losses comparing",
     "data models",
 )
 FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}

@@ -75,6 +75,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
+        workload=workload,
+        schedule=schedule,
     )
 
 
