@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import make_run_spec
@@ -74,4 +75,4 @@ def plan(
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
     usable = None if run.hardware is None else run.hardware.usable_bytes
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    return make_plan(fit_to_device(spec, KernelCache(), usable, placement))
+    return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))

@@ -46,6 +46,8 @@ class RunSpec:
         temporary_bytes: Device bytes that compiled functions need for themselves; None before
             that is known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
+        span: Number of blocks of which all but one are computed again before their backward, as
+            the host can't hold the inputs of all.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -59,6 +61,7 @@ class RunSpec:
     budget_bytes: int | None
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
+    span: int = 1
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -114,6 +117,7 @@ class RunSpec:
             num_devices=self.options.num_devices,
             device_budget=self.budget_bytes,
             hardware=_scheduled_for(self.options),
+            span=self.span,
             training=train,
         )
 

@@ -72,6 +72,8 @@ class Plan:
         num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
+        num_again: Stages whose forward is computed once more before their backward, so that less
+            waits in the host.
         num_devices: Devices that share the state and the batch.
         num_processes: Processes that share the run, each with equally many devices.
         processes_per_host: How many of them share a host and its memory.
@@ -105,6 +107,7 @@ class Plan:
     num_kept: int
     num_templates: int
     attention_flops_per_step: int = 0
+    num_again: int = 0
     device_budget: int | None = None
     num_devices: int = 1
     num_processes: int = 1

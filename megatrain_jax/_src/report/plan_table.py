@@ -92,6 +92,9 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     said = f"{several}estimate, {fits}"
     process = [["host memory, the process", size(taken), said]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
+    if plan.num_again:
+        again = f"{plan.num_again} of {plan.num_stages} stages"
+        recompute.append(["forward computed again in", again, "as the host can't hold all inputs"])
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
