@@ -97,7 +97,8 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
     """
     found, least = None, math.inf
     for carried in candidates(flow, num_tiles, num_devices):
-        ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in (False, True)]
+        lasts = (False, True) if any(len(ways) > 1 for ways in carried.ways.values()) else (False,)
+        ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in lasts]
         best = min(ways, key=lambda way: way.peak)
         if best.peak < _FAR_LESS * least:
             found, least = best, best.peak
@@ -107,6 +108,8 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
     if peak_bytes(flow, found.steps, at_least) >= _WORTH * whole:
         return None
     labels, steps = _without_small_loops(flow, found.labels, found.steps, whole // _SMALL)
+    if not any(isinstance(step, Loop) for step in steps):
+        return None
     return Tiled(
         jaxpr=jaxpr,
         num_tiles=num_tiles,
@@ -123,7 +126,7 @@ class _Way:
     def __init__(self, flow: Flow, carried: Carried, num_parts: int, last: bool) -> None:
         self.labels = chosen(flow, carried, last=last)
         self.steps = ordered(flow, self.labels)
-        self.num_rows = math.gcd(*(x.inner for x in self.labels.made.values())) * num_parts
+        self.num_rows = math.gcd(*(x.inner for x in self.labels.all())) * num_parts
         self.peak = peak_bytes(flow, self.steps, min(self.num_rows, _COMPARED))
 
 
