@@ -14,7 +14,7 @@ from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402
 from megatrain_jax._src.fit import fit, train  # noqa: E402
 from megatrain_jax._src.history import History  # noqa: E402
 from megatrain_jax._src.planning import plan  # noqa: E402
-from megatrain_jax._src.report.plan import GroupRow, Plan  # noqa: E402
+from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow  # noqa: E402
 from megatrain_jax._src.report.warnings import PlanWarning  # noqa: E402
 from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
 from megatrain_jax._src.state.cards import (  # noqa: E402
@@ -59,6 +59,7 @@ __all__ = [
     "PlanWarning",
     "Precision",
     "StepMetrics",
+    "TileRow",
     "Trainer",
     "card",
     "fit",

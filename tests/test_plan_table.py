@@ -21,6 +21,7 @@ from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.state import cards, pool
 from megatrain_jax._src.state.hardware import Hardware
+from workloads import chain
 
 GIB = 2**30
 BALANCED = Hardware(
@@ -96,7 +97,10 @@ def test_sums_of_what_moves():
         Instruction(op=Op.OFFLOAD, key=Key(Kind.ACTIVATION, 7)),
         Instruction(op=Op.FETCH, key=Key(Kind.ACTIVATION, 7)),
     ]
-    assert moved_bytes(instructions, SIZES, {7: 5}) == (4 + 16 + 5, 8 + 8 + 5, 8 + 5)
+    workload = chain(
+        5, sizes=SIZES, activations={7: 5}, makes=((7,), *[()] * 4), reads=(*[()] * 4, (7,))
+    )
+    assert moved_bytes(instructions, workload) == (4 + 16 + 5, 8 + 8 + 5)
 
 
 def test_a_plan_adds_up():
@@ -106,8 +110,7 @@ def test_a_plan_adds_up():
     assert plan.host_bytes == 4 * 640
     assert plan.host_peak_bytes > plan.host_bytes
     schedule = spec.first.schedule
-    moved = moved_bytes(schedule.steady, spec.first.workload.sizes, spec.first.workload.activations)
-    assert (plan.bytes_in, plan.bytes_out) == moved[:2]
+    assert (plan.bytes_in, plan.bytes_out) == moved_bytes(schedule.steady, spec.first.workload)
     assert plan.device_state_bytes == schedule.peak_bytes == schedule.smallest_bytes
     assert (plan.update_mode, plan.num_stages, plan.microbatches) == ("immediate", 5, 1)
     assert plan.hardware is plan.seconds_per_step is plan.host_process_bytes is None

@@ -11,7 +11,7 @@ SOURCES = ROOT / "megatrain_jax" / "_src"
 FLOORS = (
     "common startup",
     "schedule program",
-    "program/optimizer program/loss",
+    "program/optimizer program/loss program/tiling",
     "state adapt",
     "kernels",
     "build",
