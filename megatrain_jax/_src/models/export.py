@@ -4,8 +4,10 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from megatrain_jax._src.common.hf_folder import existing_folder
 from megatrain_jax._src.models import companions
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.low_rank import adapted_modules, merged
 from megatrain_jax._src.models.names import (
     ParameterPath,
     ParameterTensors,
@@ -35,7 +38,9 @@ _CHUNK = 2**24
 @dataclass(frozen=True, kw_only=True)
 class _NamedTensor:
     name: str
-    array: np.ndarray
+    size: int
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
 
 
 def save_pretrained(
@@ -47,6 +52,9 @@ def save_pretrained(
     source: str | PathLike[str] | None = None,
 ) -> Path:
     """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Where matrices have adapters (`models.lora`), their products are added to them, one matrix at a
+    time and in fp32, and rounded once; `save_lora` writes the adapters alone.
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
@@ -71,12 +79,10 @@ def save_pretrained(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
         raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
-    folder = Path(checks.path("folder", folder)).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"there is something at {folder} already, and `folder` must be new")
+    folder = new_folder(folder)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
-    model = _decoder(trainer)
+    model = decoder_of(trainer)
     config = model.config
     if config.original is None:
         raise ValueError(
@@ -84,25 +90,51 @@ def save_pretrained(
             "DecoderConfig.from_hf or load_pretrained"
         )
     tensors = _tensors(model)
-    dtype = dtype or config.saved_dtype or np.dtype(tensors[0].array.dtype).name
+    held = np.dtype(model.embed_tokens.weight.dtype).name
+    dtype = dtype or config.saved_dtype or held
     if dtype not in _CODES:
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
     copied = _companions(source or config.source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
-    try:
-        unfinished.chmod(0o755)  # mkdtemp lets nobody else in
-        _write_all(unfinished, tensors, dtype, max_shard_bytes)
-        _write_config(unfinished, config, dtype)
-        companions.copy(copied, unfinished)
-        unfinished.replace(folder)  # an empty folder gives way
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with unfinished(folder) as at:
+        _write_all(at, tensors, dtype, max_shard_bytes)
+        _write_config(at, config, dtype)
+        companions.copy(copied, at)
     return folder
 
 
-def _decoder(trainer: Trainer | Decoder) -> Decoder:
+def new_folder(folder: str | PathLike[str]) -> Path:
+    """Returns the path of a folder to be written.
+
+    Raises:
+        TypeError: If it is no path.
+        FileExistsError: If there is something.
+    """
+    path = Path(checks.path("folder", folder)).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"there is something at {path} already, and `folder` must be new")
+    return path
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write to, which gets its name when all is written, or is deleted."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    at = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
+    try:
+        at.chmod(0o755)  # mkdtemp lets nobody else in
+        yield at
+        at.replace(folder)  # an empty folder gives way
+    except BaseException:
+        shutil.rmtree(at, ignore_errors=True)
+        raise
+
+
+def decoder_of(trainer: Trainer | Decoder) -> Decoder:
+    """Returns a trainer's decoder, or the one given.
+
+    Raises:
+        TypeError: If it is neither, or the trainer trains another model.
+    """
     if isinstance(trainer, Decoder):
         return trainer
     if not isinstance(trainer, Trainer):
@@ -120,16 +152,27 @@ def _tensors(model: Decoder) -> list[_NamedTensor]:
     Raises:
         ValueError: If the model's parameters aren't those of its family.
     """
-    arrays = {path: np.asarray(value) for path, value in leaves(model)}
+    adapted = {(*path, "weight"): module for path, module in adapted_modules(model)}
+    added = {(*path[:-1], name) for path in adapted for name in ("lora_A", "lora_B")}
+    arrays = {path: np.asarray(value) for path, value in leaves(model) if path not in added}
     wanted = parameter_tensors(model.config)
     _check_family(model, arrays, wanted)
     tensors = []
     for parameter in wanted:
-        array = arrays[parameter.path]
-        parts = list(array) if parameter.stacked else [array]
-        pairs = zip(parameter.names, parts, strict=True)
-        tensors += [_NamedTensor(name=name, array=part) for name, part in pairs]
+        array, module = arrays[parameter.path], adapted.get(parameter.path)
+        for i, name in enumerate(parameter.names):
+            index = i if parameter.stacked else None
+            read = (
+                partial(_part, array, index) if module is None else partial(merged, module, index)
+            )
+            shape = parameter.tensor_shape
+            size = array.size // len(parameter.names)
+            tensors.append(_NamedTensor(name=name, size=size, shape=shape, read=read))
     return tensors
+
+
+def _part(array: np.ndarray, index: int | None) -> np.ndarray:
+    return array if index is None else array[index]
 
 
 def _check_family(
@@ -156,8 +199,8 @@ def _check_family(
     if found:
         raise ValueError(
             f"the decoder can't be saved as a {model.config.family}, whose parameters differ from "
-            f"its own. {'; '.join(found)}. What changes a weight, as LoRA does, has to be merged "
-            "into it first; `trainer.save` saves any model"
+            f"its own. {'; '.join(found)}. What changes a weight has to be merged into "
+            "it first, unless models.lora made it; `trainer.save` saves any model"
         )
 
 
@@ -168,7 +211,7 @@ def _write_all(
     shards: list[list[_NamedTensor]] = [[]]
     room = max_shard_bytes
     for tensor in tensors:
-        size = tensor.array.size * itemsize
+        size = tensor.size * itemsize
         if size > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
@@ -182,7 +225,7 @@ def _write_all(
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard, dtype)
         weight_map |= {tensor.name: name for tensor in shard}
-    total = sum(tensor.array.size for tensor in tensors)
+    total = sum(tensor.size for tensor in tensors)
     about = {"total_parameters": total, "total_size": total * itemsize}
     index = {"metadata": about, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -199,15 +242,15 @@ def _write_file(path: Path, tensors: Sequence[_NamedTensor], dtype: str) -> None
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + tensor.array.size * to.itemsize
-        shape = list(tensor.array.shape)
+        start, end = end, end + tensor.size * to.itemsize
+        shape = list(tensor.shape)
         header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
-            flat = tensor.array.reshape(-1)
+            flat = tensor.read().reshape(-1)
             for at in range(0, flat.size, _CHUNK):
                 piece = np.ascontiguousarray(flat[at : at + _CHUNK].astype(to, copy=False))
                 file.write(piece.view(np.uint8).data)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.config import DecoderConfig
-from megatrain_jax._src.models.moe import Experts, mix, route, tally
+from megatrain_jax._src.models.moe import Experts, Matrix, mix, route, tally
 from megatrain_jax._src.models.rotary import CosSin, rotate
 
 
@@ -143,6 +143,10 @@ class ExpertMatrix(nnx.Module):
         """Makes the matrices."""
         self.weight = make.weight(num, dim_out, dim_in)
 
+    def __call__(self) -> Matrix:
+        """Returns all experts' matrices."""
+        return self.weight[...]
+
 
 class ExpertMatrices(nnx.Module):
     """The three matrices of all experts of one layer."""
@@ -174,7 +178,7 @@ class MixtureOfExperts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         chosen, shares, probabilities = route(self.gate(tokens), self.settings)
         e = self.experts
-        weights = e.gate_proj.weight[...], e.up_proj.weight[...], e.down_proj.weight[...]
+        weights = e.gate_proj(), e.up_proj(), e.down_proj()
         mixed = mix(tokens, chosen, shares, weights, self.activation)
         counted = None if segments is None else segments.reshape(-1) != 0
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
