@@ -39,7 +39,7 @@ def make_trainer(folder, targets, **options):
     return mt.Trainer(
         adapted.model,
         models.next_token_loss,
-        optax.adamw(1e-2, eps=1e-4, weight_decay=0.01),
+        optax.adamw(1e-2, eps=1e-3, weight_decay=0.01),
         next(batches()),
         params=adapted.params,
         trainable=adapted.trainable,
@@ -66,7 +66,8 @@ def test_training_is_that_of_peft(name, targets, options, tmp_path):
     theirs = peft.PeftModel.from_pretrained(make_torch(name), tmp_path / "fresh", is_trainable=True)
     trained = [p for p in theirs.parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == trainer.plan.num_parameters - trainer.plan.num_frozen
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-4, weight_decay=0.01)
+    # Divided by less, rounding alone would decide where gradients are small.
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, weight_decay=0.01)
     curve, expected = [], []
     for batch in batches():
         logits = theirs(torch.tensor(batch["tokens"]).long()).logits
@@ -77,7 +78,7 @@ def test_training_is_that_of_peft(name, targets, options, tmp_path):
         optimizer.step()
         expected.append(loss.item())
         curve.append(trainer.read(trainer.step(batch))["loss"])
-    np.testing.assert_allclose(curve, expected, rtol=2e-6)
+    np.testing.assert_allclose(curve, expected, rtol=4e-6)
     # The files of both, name by name, and the model that both are merged into.
     models.save_lora(trainer, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
@@ -91,7 +92,7 @@ def test_training_is_that_of_peft(name, targets, options, tmp_path):
     exported = models.save_pretrained(trainer, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     expected = logits_of(theirs.merge_and_unload(), tokens)
-    np.testing.assert_allclose(logits_of(merged, tokens), expected, atol=2e-5)
+    np.testing.assert_allclose(logits_of(merged, tokens), expected, atol=1e-4)
     before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("base", "merged"))
     changed = {key for key in before if not np.array_equal(before[key], after[key])}
     prefix, end = "base_model.model.", ".lora_A.weight"
