@@ -18,12 +18,12 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.layers import ExpertMatrix
 from megatrain_jax._src.models.low_rank import (
     KNOWN,
+    MergedMatrix,
     ModulePath,
     Settings,
     adapted_modules,
     add_adapters,
     matrix_of,
-    merged,
     modules_of,
     name_of,
     remove_adapters,
@@ -138,7 +138,7 @@ def merge_lora(model: nnx.Module | Trainer) -> nnx.Module:
         matrix = matrix_of(module)
         assert matrix is not None
         variable = getattr(module, matrix.name)
-        variable.set_value(merged(module).astype(variable.dtype))
+        variable.set_value(np.asarray(MergedMatrix(module), variable.dtype))
         remove_adapters(module)
     return copy
 

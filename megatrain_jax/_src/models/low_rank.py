@@ -179,21 +179,40 @@ def adapted_modules(model: nnx.Module) -> Iterator[tuple[ModulePath, Any]]:
     return ((path, module) for path, module in modules_of(model) if is_adapted(module))
 
 
-def merged(module: Any, index: int | None = None) -> Float[np.ndarray, "..."]:
-    """Returns the matrix that a module with adapters multiplies by, in fp32 or wider.
+class MergedMatrix:
+    """The matrix that a module with adapters multiplies by, computed when it becomes an array.
 
-    Args:
-        module: The module.
-        index: Number of one matrix in a stack; None for all.
+    Attributes:
+        shape: Its shape.
+        dtype: The dtype of the matrix without adapters; the array is in fp32 or wider.
     """
-    matrix = matrix_of(module)
-    assert matrix is not None
-    weight, a, b = (
-        np.asarray(getattr(module, name)[...]) for name in (matrix.name, "lora_A", "lora_B")
-    )
-    if index is not None:
-        weight, a, b = weight[index], a[index], b[index]
-    wide = np.promote_types(a.dtype, np.float32)
-    added = module.lora_settings.scale * (b.astype(wide) @ a.astype(wide))
-    added = added if matrix.out_first else added.swapaxes(-1, -2)
-    return weight + added.reshape(weight.shape).astype(wide)
+
+    def __init__(self, module: Any, index: int | None = None):
+        """Refers to a module's matrix, or to the one of this number in its stack."""
+        self._module, self._index = module, index
+        matrix = matrix_of(module)
+        assert matrix is not None
+        self._matrix = matrix
+        weight = getattr(module, matrix.name)
+        self.shape = tuple(weight.shape) if index is None else tuple(weight.shape[1:])
+        self.dtype = np.dtype(weight.dtype)
+
+    def __iter__(self) -> Iterator["MergedMatrix"]:
+        """Gives the matrices of a stack."""
+        return (MergedMatrix(self._module, i) for i in range(self.shape[0]))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Computes the numbers; nothing of them is kept here."""
+        if copy is False:
+            raise ValueError("a merged matrix can't be had without computing it")
+        weight, a, b = (
+            np.asarray(getattr(self._module, name)[...])
+            for name in (self._matrix.name, "lora_A", "lora_B")
+        )
+        if self._index is not None:
+            weight, a, b = weight[self._index], a[self._index], b[self._index]
+        wide = np.promote_types(a.dtype, np.float32)
+        added = self._module.lora_settings.scale * (b.astype(wide) @ a.astype(wide))
+        added = added if self._matrix.out_first else added.swapaxes(-1, -2)
+        total = weight + added.reshape(weight.shape).astype(wide)
+        return total if dtype is None else total.astype(dtype)
