@@ -27,7 +27,7 @@ from megatrain_jax._src.program.primitives import (
 # Primitives that only rename an array, or whose results are made anew wherever they are read.
 _FREE = frozenset(
     """broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze
-    stop_gradient transpose""".split()
+    optimization_barrier stop_gradient transpose""".split()
 )
 _FUSED = ELEMENTWISE | _FREE
 _ADDITIONS = ("add", "add_any")
