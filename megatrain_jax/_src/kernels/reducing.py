@@ -146,7 +146,7 @@ def _in_pieces(
 
 def _piece(rows: jax.Array, start: Any, size: int) -> jax.Array:
     """Some elements of each row, from a number on that a loop may give."""
-    # Without the barrier a compiler may convert all rows once, before the loop that asks for pieces.
+    # Without the barrier a compiler may convert all rows once, before the loop.
     rows, start = jax.lax.optimization_barrier((rows, jnp.uint32(start)))
     return jax.lax.dynamic_slice_in_dim(rows, start, size, axis=1)
 
