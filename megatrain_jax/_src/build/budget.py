@@ -16,7 +16,7 @@ from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.state.placement import Placement
 
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
@@ -44,15 +44,23 @@ def fit_to_device(
         # Each process compiles by itself, and all have to obey one schedule.
         return max(placement.processes.gather("compiling", needed))
 
-    needed = needed_by(spec.first)
+    needed, known = needed_by(spec.first), [spec.first.schedule]
     fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
-    if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
+    # Keeping residuals takes other functions. A smaller budget keeps fewer, by functions that are
+    # known then, or leaner ones.
+    while not any(_has_functions_of(schedule, fitted.first.schedule) for schedule in known):
+        known.append(fitted.first.schedule)
         more = needed_by(fitted.first)
-        # A smaller budget keeps fewer residuals: its functions are among those of the two turns,
-        # so that a third one would find no larger need.
-        if more > needed:
-            fitted = with_temporaries(spec, more, device_bytes, estimated=estimated)
+        if more <= needed:
+            break
+        needed = more
+        fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
     return fitted
+
+
+def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
+    """Whether what runs one schedule runs another one of the same step, too."""
+    return not other.kept or (schedule.lean == other.lean and other.kept <= schedule.kept)
 
 
 def with_temporaries(
@@ -75,7 +83,7 @@ def with_temporaries(
     left = int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
     # The least even where less is left: a plan says then by how much, and training is refused.
     budget = max(left, spec.first.schedule.smallest_bytes)
-    schedule = find_schedule(spec.first.workload, budget)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
     first = dataclasses.replace(spec.first, schedule=schedule)
     return dataclasses.replace(known, budget_bytes=budget, first=first)
 

@@ -75,6 +75,7 @@ class BoundStage:
         mode: Mode of the stage's backward; None without a backward.
         sent: Ids of inputs whose cotangent another stage has already sent, in input order.
         residuals: Residuals that the forward can keep; None if there are none worth keeping.
+        lean: The costliest of them alone; None if none stand out.
     """
 
     stage: Stage
@@ -83,6 +84,7 @@ class BoundStage:
     mode: Backward | None
     sent: tuple[int, ...]
     residuals: Residuals | None
+    lean: Residuals | None = None
 
     @property
     def key(self) -> Hashable:

@@ -63,6 +63,8 @@ class Plan:
         num_stages: Stages of the forward.
         num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
+        keeps_costliest: Whether they keep the results that cost the most time for their bytes,
+            such as attention's on long sequences, instead of all.
         num_templates: Templates that are compiled for the stages.
         num_devices: Devices that share the state and the batch.
         num_processes: Processes that share the run, each with equally many devices.
@@ -93,6 +95,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     device_budget: int | None = None
     num_devices: int = 1

@@ -101,7 +101,9 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
     several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
     said = f"{several}estimate, {fits}"
     process = [["host memory, the process", size(taken), said]] if taken else []
-    recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
+    every = "no recomputation of products in"
+    which = "costliest products kept in" if plan.keeps_costliest else every
+    recompute = [[which, kept, ""]] if plan.num_kept else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)

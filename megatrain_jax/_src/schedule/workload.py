@@ -72,6 +72,7 @@ class Workload:
         residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
             given.
         kept: The stages that keep residuals.
+        lean: Whether residuals are the costliest results of each stage, instead of all.
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
@@ -88,6 +89,7 @@ class Workload:
     reads: tuple[tuple[int, ...], ...] = ()
     residuals: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+    lean: bool = False
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
