@@ -91,7 +91,9 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
     said = f"{several}estimate, {fits}"
     process = [["host memory, the process", size(taken), said]] if taken else []
-    recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
+    every = "no recomputation of products in"
+    which = "costliest products kept in" if plan.keeps_costliest else every
+    recompute = [[which, kept, ""]] if plan.num_kept else []
     if plan.num_again:
         again = f"{plan.num_again} of {plan.num_stages} stages"
         recompute.append(["forward computed again in", again, "as the host can't hold all inputs"])
