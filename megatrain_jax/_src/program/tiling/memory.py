@@ -19,8 +19,6 @@ from megatrain_jax._src.program.primitives import FREE, FUSED, FUSING
 from megatrain_jax._src.program.tiling.flow import Flow, Op
 from megatrain_jax._src.program.tiling.order import Loop
 
-# The same array under another name; a barrier is one to memory, if not to the compiler.
-
 
 @dataclasses.dataclass(frozen=True)
 class _Event:
