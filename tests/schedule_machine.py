@@ -104,7 +104,8 @@ class Machine:
             assert freed or not exact, "nothing to wait for"
             return
         assert key is not None
-        assert self.workload.size(key) and key.kind is not Kind.RESIDUALS
+        assert self.workload.size(key)
+        assert key.kind is not Kind.RESIDUALS or self.workload.residuals_travel
         if instruction.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"

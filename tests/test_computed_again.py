@@ -11,9 +11,10 @@ import pytest
 import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, store_of
 from megatrain_jax._src.build.host import waiting_bytes
-from megatrain_jax._src.common.keys import LASTING
+from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
-from runs import check_same_bits, make_trainer, train
+from runs import SLOW, check_same_bits, make_trainer, train
 from zoo import CASES
 
 # Models whose blocks hand on more than one value, skip blocks, draw, have experts or share groups.
@@ -83,6 +84,32 @@ def test_the_host_holds_what_is_counted_and_less_with_a_wider_span(optimizer, sp
     assert 0.8 * counted <= max(held) <= counted
     value = ROWS * WIDTH * 4
     assert counted // value <= 11 // span + 1
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "clip_adamw"])
+def test_residuals_that_wait_in_the_host_change_no_bit(optimizer):
+    params, precision = make_params(), mt.Precision(compute=jnp.float32)
+    make, runs = OPTIMIZERS[optimizer], []
+    for share in (None, 1.7):
+        # Arithmetic takes so long there that all residuals are kept, wherever they have to wait.
+        options = {"precision": precision, "microbatches": 2, "hardware": SLOW}
+        if share is not None:
+            options["device_budget"] = int(share * runs[0].trainer.schedule.smallest_bytes)
+        else:
+            options["device_budget"] = 10**9
+        trainer = mt.Trainer(params, layers, make(params), BATCH, **options)
+        fetched = {i.key.kind for i in trainer.schedule.steady if i.op is Op.FETCH and i.key}
+        assert (Kind.RESIDUALS in fetched) == (share is not None)
+        assert len(trainer.schedule.kept) == 11
+        runs.append(train(trainer, [BATCH] * 3, gradients=False))
+    assert runs[0].losses == runs[1].losses
+    check_same_bits(runs[0].params, runs[1].params)
+    check_same_bits(runs[0].opt_state, runs[1].opt_state)
+    # The least that waits in a host that is too small for them.
+    step = spec_of(runs[1].trainer).first
+    compute_again(runs[1].trainer, 1)
+    assert waiting_bytes(spec_of(runs[1].trainer).first) < waiting_bytes(step)
+    train(runs[1].trainer, [BATCH], gradients=False)
 
 
 def test_a_plan_computes_again_only_what_the_host_has_no_room_for():

@@ -73,6 +73,25 @@ def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_residuals_wait_in_the_host_where_that_saves_time():
+    travelled = 0
+    for seed in range(60):
+        plain = random_workload(seed)
+        # What is computed again takes long, and the link is fast.
+        saved = tuple(0.9 * seconds + 1.0 for seconds in plain.costs.backward)
+        slow = replace(plain.costs, recompute=saved, link=host(1e-4))
+        workload = replace(plain, costs=slow, residuals_travel=True)
+        smallest = find_schedule(workload, None).smallest_bytes
+        for budget in (smallest + 10, smallest * 5 // 4, smallest * 3 // 2):
+            schedule = find_schedule(workload, budget)
+            run_everything(workload, schedule)
+            moved = {i.key.kind for i in schedule.steady if i.op in COPIES and i.key}
+            travelled += Kind.RESIDUALS in moved
+            stays = find_schedule(replace(workload, residuals_travel=False), budget)
+            assert schedule.seconds <= 1.03 * stays.seconds
+    assert travelled > 5
+
+
 def test_what_saves_the_most_for_its_bytes_is_kept_first():
     workload = chain(
         4,

@@ -124,7 +124,7 @@ def bind_step(
     reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
-    span: int = 1,
+    span: int | None = None,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -142,7 +142,8 @@ def bind_step(
         device_budget: Bytes that state, activations and residuals may take of the device; None
             for the least.
         hardware: Machine whose rates the schedule is made for.
-        span: Number of blocks of which all but one are computed again before their backward.
+        span: Number of blocks of which all but one are computed again before their backward, since
+            the host can't hold what all of them hand on, nor residuals; None if it can.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -167,6 +168,8 @@ def bind_step(
         makes=makes,
         reads=reads,
         residuals=bytes_of([b.residuals for b in bound]),
+        # Of several devices, some of a stage's may be the same on all.
+        residuals_travel=span is None and num_devices == 1,
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -177,7 +180,7 @@ def bind_step(
         reduce_reads=reduce_reads,
         costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
     )
-    if training:
+    if training and span is not None:
         workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
     lean = None
     if any(kept := [b.lean for b in bound]):
@@ -201,7 +204,9 @@ def bind_step(
 
 
 def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep:
-    """A training step with all but one of every `span` blocks computed again in its backward.
+    """A training step for a host that can't hold residuals, nor what all blocks hand on.
+
+    All but one of every `span` blocks are computed again before their backward.
 
     Args:
         step: The step.
@@ -209,9 +214,12 @@ def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep
         device_budget: See `bind_step`.
     """
     stages = [bound.stage for bound in step.stages]
-    again = computed_again(step.workload, stages, span)
-    workload = dataclasses.replace(step.workload, again=again)
-    lean = step.lean and dataclasses.replace(step.lean, again=again)
+    changes = {
+        "again": computed_again(step.workload, stages, span),
+        "residuals_travel": False,
+    }
+    workload = dataclasses.replace(step.workload, **changes)
+    lean = step.lean and dataclasses.replace(step.lean, **changes)
     schedule = find_schedule(workload, device_budget, lean)
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(

@@ -1,15 +1,17 @@
 """The host memory that a step needs, and stages computed again where that is more than there is.
 
 Beside the state at rest, the host holds what waits between tasks: gradients of deferred updates,
-and the activations that the device has no room for, which are the inputs of all stages where
-sequences are long. Of these only every second, third or further one needs to be held if the stages
-between are computed again in the backward; see `schedule/order.py`.
+and what the device has no room for, which are the inputs of all stages where sequences are long,
+and the costliest residuals. Without residuals, stages compute more again; and of their inputs only
+every second, third or further one needs to be held if the stages between are computed again in the
+backward; see `schedule/order.py`.
 
 A worked example, 28 blocks that hand on 3.8 GB each, 31 GB of state, and a host of 125 GB:
 
-    span    computed again    waits         in all
-    1       none              29 x 3.8      141 GB
-    2       13 blocks         16 x 3.8       92 GB: taken
+    span    computed again    waits                       in all
+    None    none              29 x 3.8, residuals 108     249 GB
+    1       none              29 x 3.8                    141 GB
+    2       13 blocks         16 x 3.8                     92 GB: taken
 
 The last block is not computed again, since its backward follows its forward at once.
 """
@@ -24,7 +26,8 @@ from megatrain_jax._src.state import pool
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
-_SPANS = (2, 3, 4, 6, 8, 12, 16)
+# With the first, no block is computed again, but no residuals wait in the host.
+_SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> RunSpec:
@@ -90,6 +93,7 @@ def waiting_bytes(step: BoundStep) -> int:
             for i in step.last_read.get(instruction.task, ()):
                 waiting.pop(Key(Kind.ACTIVATION, i), None)
             if op is Op.BACKWARD:
+                waiting.pop(Key(Kind.RESIDUALS, stage), None)
                 for group in step.stages[stage].accumulated:
                     waiting.pop(Key(Kind.GRADIENT, group), None)
     return most

@@ -50,7 +50,7 @@ class RunSpec:
         room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
             if the device's memory isn't known.
         span: Number of blocks of which all but one are computed again before their backward, as
-            the host can't hold the inputs of all.
+            the host can't hold the inputs of all, nor residuals; None if it can.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -65,7 +65,7 @@ class RunSpec:
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
     room_bytes: int | None = None
-    span: int = 1
+    span: int | None = None
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]

@@ -26,7 +26,7 @@ PASSING = frozenset({Kind.ACTIVATION, Kind.RESIDUALS})
 
 
 class Key(NamedTuple):
-    """Names one part: the unit that has a size, a place and, but for residuals, moves.
+    """Names one part: the unit that has a size, a place, and moves.
 
     All microbatches of an activation move together. Were they to move one by one, the microbatch
     would be a third field.

@@ -28,12 +28,11 @@ from megatrain_jax._src.schedule.search import Schedule
 
 @dataclasses.dataclass(kw_only=True)
 class _Live:
-    """Live values of a step; rows, cotangents and residuals of a stage have one a microbatch."""
+    """Live values of a step; rows and cotangents have one entry a microbatch."""
 
     step: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
-    residuals: dict[int, list[list[jax.Array]]] = dataclasses.field(default_factory=dict)
     means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     squares: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -237,14 +236,15 @@ class Engine:
     def _forward(self, live: _Live, number: int, task: int) -> None:
         bound = live.step.stages[number]
         run = self._of_stage(Op.FORWARD, number, live.step)
-        if keeps := number in live.step.schedule.kept:
-            live.residuals[number] = []
+        keeps, kept = number in live.step.schedule.kept, []
         for row in live.rows:
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             if keeps:
                 outputs, residuals = outputs
-                live.residuals[number].append(residuals)
+                kept += residuals
             self._keep(live, bound, row, outputs, task)
+        if keeps:
+            self.store.on_device[Key(Kind.RESIDUALS, number)] = tuple(kept)
 
     def _backward(self, live: _Live, number: int, task: int) -> None:
         bound = live.step.stages[number]
@@ -252,15 +252,16 @@ class Engine:
         assert mode is not None
         keeps = number in live.step.schedule.kept
         run = self._of_stage(Op.BACKWARD, number, live.step)
-        kept = live.residuals.pop(number, [[]] * len(live.rows))  # free once this is computed
+        kept = self._take(Key(Kind.RESIDUALS, number)) if keeps else ()
+        each = len(kept) // len(live.rows)
         arriving, accumulated = bound.arriving, bound.accumulated
-        for row, cotangents, residuals in zip(live.rows, live.cotangents, kept, strict=True):
+        for m, (row, cotangents) in enumerate(zip(live.rows, live.cotangents, strict=True)):
             outputs, gradients, back = run(
                 self._masters(bound),
                 [row[i] for i in stage.inputs],
-                *([residuals] if keeps else ()),
+                *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
                 [cotangents.pop(o) for o in arriving],
-                [self._take_gradient(g) for g in accumulated],
+                [self._take(Key(Kind.GRADIENT, g))[0] for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
@@ -284,10 +285,9 @@ class Engine:
                 cotangent = self.kernels.get(steps.ADD)(cotangents[i], cotangent)
             cotangents[i] = cotangent
 
-    def _take_gradient(self, group: int) -> jax.Array:
-        self.store.host.pop(Key(Kind.GRADIENT, group), None)
-        (gradient,) = self.store.on_device.pop(Key(Kind.GRADIENT, group))
-        return gradient
+    def _take(self, key: Key) -> Slabs:
+        self.store.host.pop(key, None)
+        return self.store.on_device.pop(key)
 
     def _zeros(self, group: int) -> None:
         layout, placement = self.store.layouts[group].master, self.store.placement
@@ -328,7 +328,7 @@ class Engine:
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
-        gradient = self._take_gradient(group)
+        (gradient,) = self._take(Key(Kind.GRADIENT, group))
         run = self._of_group(Op.UPDATE, group, gradient.dtype)
         messages = [self._messages[i] for i in cut.messages[group]]
         store.host.pop(masters_key, None)  # stale from here on

@@ -1,8 +1,8 @@
 """The store: the one owner of a run's state, on its way through a step and at rest.
 
-Parts of groups (masters, optimizer state, gradients) and the activations that wait in the host are
-tuples of arrays by key, in two tiers: pinned host memory and the devices. An update of group 3's
-masters, streamed:
+Parts of groups (masters, optimizer state, gradients), residuals, and activations that wait in the
+host are tuples of arrays by key, in two tiers: pinned host memory and the devices. An update of
+group 3's masters, streamed:
 
                           host[key]       on_device[key]      key = Key(Kind.MASTERS, 3)
     at rest               version 1       -
@@ -40,8 +40,8 @@ class Store:
     Attributes:
         layouts: Layout of each group's state in slabs, by the group's number.
         placement: The devices and memories of its arrays.
-        host: Slabs in pinned host memory, and activations, of which each microbatch has one.
-        on_device: Slabs on the devices; activations are in the rows of their step.
+        host: Slabs in pinned host memory, and activations and residuals of all microbatches.
+        on_device: Slabs and residuals on the devices; activations are in the rows of their step.
         variables: Non-parameter state of the model.
         globals: Optimizer state that belongs to no group.
         ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;

@@ -116,19 +116,35 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             continue
         for kept in _kept_choices(kinds, budget):
             candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
+    all_kept = any(len(c.kept) == sum(map(bool, workload.residuals)) for c in candidates)
+    if workload.residuals_travel and budget > smallest and not all_kept:
+        lists = build_task_lists(_keeping_all(lean or workload))
+        if least_bytes(lists, frozenset()) <= budget:
+            candidates.append(_with_residents(lists, budget, smallest, travels=True))
     return _best(workload, candidates)
 
 
-def _with_residents(lists: TaskLists, budget: int, smallest: int) -> Schedule:
-    """The fastest schedule of some with more or fewer parts that stay on the device."""
+def _with_residents(
+    lists: TaskLists, budget: int, smallest: int, *, travels: bool = False
+) -> Schedule:
+    """The fastest schedule of some with more or fewer parts that stay on the device.
+
+    Args:
+        lists: The tasks.
+        budget: Bytes that may be on the device.
+        smallest: The least budget of all.
+        travels: Whether residuals may wait in the host, as activations may.
+    """
     everything = _everything(lists)
     # Nothing moves then, so that more room would be of no use.
     if budget >= (needed := least_bytes(lists, everything)):
         return _lay_down(lists, needed, everything, smallest)
     always, units = _residuals(lists), _resident_units(lists)
+    if travels:  # those of the last stages would wait for the shortest time
+        always, units = frozenset(), [*units, *((key,) for key in sorted(always, reverse=True))]
 
-    # Residuals stay in any case, as they don't travel. The sets grow with the count, and with them
-    # the least that they need, which is what lets `most_that_fit` halve its way to the largest.
+    # The sets grow with the count, and with them the least that they need, which is what lets
+    # `most_that_fit` halve its way to the largest.
     def residents(count: int) -> frozenset[Key]:
         return always.union(*units[:count])
 
@@ -176,6 +192,11 @@ def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
     counts.add(most_that_fit(most, lambda count: fits(count, _everything)))
     for count in sorted(counts - {0}):
         yield keeping(count)
+
+
+def _keeping_all(workload: Workload) -> Workload:
+    stages = (s for s, size in enumerate(workload.residuals) if size)
+    return replace(workload, kept=frozenset(stages) - workload.again)
 
 
 def _residuals(lists: TaskLists) -> frozenset[Key]:
