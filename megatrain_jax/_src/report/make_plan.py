@@ -9,10 +9,11 @@ from megatrain_jax._src.build.host import peak_bytes, process_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.report.plan import GroupRow, Plan
+from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.workload import Workload
@@ -30,7 +31,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
     own = devices // num_processes
-    hardware = spec.options.hardware and spec.options.hardware.times(own * processes_per_host)
+    hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
     bytes_in, bytes_out = moved_bytes(schedule.steady, workload)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
@@ -61,6 +62,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
         num_templates=num_templates,
+        tiles=_tiles(step, grouping.names),
         num_again=len(step.workload.again),
         num_devices=devices,
         num_processes=num_processes,
@@ -148,6 +150,35 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
     return [of_group.get(g, "-") for g in range(len(step.workload.sizes))], len(numbers)
 
 
+def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
+    """What is computed in tiles; stages of one template whose tiles are equal are one row."""
+    alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
+    for s, bound in enumerate(step.stages):
+        name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
+        keeps = s in step.schedule.kept
+        ways = {
+            "forward": "forward keeping" if keeps else "forward",
+            "backward": "backward of kept" if keeps else "backward",
+        }
+        for what, kernel in ways.items():
+            if kernel in bound.tiles:
+                alike.setdefault((bound.key, what, bound.tiles[kernel]), []).append(name)
+    return tuple(
+        TileRow(
+            name=_span(rows),
+            count=len(rows),
+            what=what,
+            num_tiles=tiling.num_tiles,
+            num_rows=tiling.num_rows,
+        )
+        for (_, what, tiling), rows in alike.items()
+    )
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
 def fold(
     names: Sequence[str],
     num_parameters: Sequence[int],
@@ -173,7 +204,7 @@ def fold(
         alike = [name for name, *_ in run]
         rows.append(
             GroupRow(
-                name=alike[0] if len(alike) == 1 else f"{alike[0]} … {alike[-1]}",
+                name=_span(alike),
                 count=len(alike),
                 num_parameters=count,
                 host_bytes=host_bytes,

@@ -119,6 +119,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         *_shared_cells(plan),
         *_arithmetic_cells(plan),
         *recompute,
+        *_tile_cells(plan),
     ]
     if machine is not None:
         number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
@@ -167,6 +168,14 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
             ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
         )
     return cells
+
+
+def _tile_cells(plan: "Plan") -> list[list[str]]:
+    """What is computed in tiles."""
+    return [
+        [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
+        for row in plan.tiles
+    ]
 
 
 def _rates(plan: "Plan", machine: Hardware) -> str:
