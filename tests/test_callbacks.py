@@ -85,7 +85,7 @@ def test_an_error_of_one_callback_ends_the_run_for_all(where: str, tmp_path: Pat
 
 
 def test_injected_hyperparameters_are_in_the_records():
-    schedule = optax.cosine_decay_schedule(0.1, 10)
+    schedule: Any = optax.cosine_decay_schedule(0.1, 10)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.01),
