@@ -6,14 +6,14 @@ from typing import Any, Unpack
 
 import optax
 
-from megatrain_jax._src.build.options import Options, RunArguments, shows
+from megatrain_jax._src.build.options import MachineOptions, Options, PlanArguments, shows
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
 
 
-@shows(Options)
+@shows(Options, MachineOptions)
 def compare_plans(
     model: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -21,7 +21,7 @@ def compare_plans(
     sample_batch: Any = None,
     *,
     over: Mapping[str, Any],
-    **options: Unpack[RunArguments],
+    **options: Unpack[PlanArguments],
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: what fits, how long, how many bytes.
 
@@ -45,6 +45,8 @@ def compare_plans(
         seed: See `plan`.
         hardware: See `plan`.
         mesh: See `plan`.
+        host_gib: See `plan`.
+        num_gpus: See `plan`.
 
     Returns:
         The plans as a table, which is a sequence of its rows.
@@ -123,4 +125,4 @@ def _name(value: Any) -> str | None:
     """The name of a value that has one of its own; None if it hasn't."""
     if isinstance(value, Hardware):
         return value.name
-    return str(value) if value is None or isinstance(value, str | int) else None
+    return str(value) if value is None or isinstance(value, str | int | float) else None

@@ -92,7 +92,8 @@ def fit(
         keep: Number of checkpoints to keep, the newest ones.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
             Records are read late, so the trainer may have dispatched one step more than the
-            record's. A callback ends the run early by raising `KeyboardInterrupt`.
+            record's. A callback ends the run early by raising `StopTraining`. One that has methods
+            `begin` and `end` is told of the run's; see `megatrain_jax.callbacks.Callback`.
         progress: Whether to show a progress bar; without it nothing is printed, but that a signal
             ended the run.
 

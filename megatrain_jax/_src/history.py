@@ -31,7 +31,8 @@ class History(list[dict[str, Any]]):
     """A list of dicts, one a step.
 
     A record has ``"step"`` (counted over the trainer's life, starting at 1), ``"loss"``, the
-    metrics of the loss function, ``"grad_norm"``, ``"seconds"`` (wall-clock time until the next
+    metrics of the loss function, ``"grad_norm"``, the hyperparameters of
+    `optax.inject_hyperparams` (``"learning_rate"``), ``"seconds"`` (wall-clock time until the next
     step began or, after the last one before an evaluation, a checkpoint or the end, until it was
     over) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
     At a prompt it shows itself as a table of the first and the last records, in a notebook with

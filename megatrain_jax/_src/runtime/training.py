@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.program.optimizer.hyperparameters import find_hyperparameters
 from megatrain_jax._src.runtime.engine import Engine
 
 
@@ -23,8 +24,9 @@ class TooManySkippedError(FloatingPointError):
 class StepMetrics(dict[str, jax.Array]):
     """The metrics of one step by name, as scalars on the device that may not be ready yet.
 
-    The keys are "loss", "grad_norm" and the names of the loss function's own metrics; attributes
-    are for `Trainer.read`, which tells by them whether the step was a finite one.
+    The keys are "loss", "grad_norm", the names of the loss function's own metrics and those of the
+    hyperparameters that `optax.inject_hyperparams` has used in the step; attributes are for
+    `Trainer.read`, which tells by them whether the step was a finite one.
 
     Attributes:
         step: Number of the step, from 1.
@@ -60,6 +62,7 @@ class Training:
         self.lost: str | None = None
         self.partial: str | None = None
         self._engine, self._names, self._max_skipped = engine, names, max_skipped
+        self._hyperparameters = find_hyperparameters(engine.optimizer)
         self._in_flight: deque[StepMetrics] = deque()
 
     def check_whole(self) -> None:
@@ -82,6 +85,9 @@ class Training:
         metrics = StepMetrics(self._engine.train(step, batch))
         self.lost = self.partial = None
         self.num_steps += 1
+        for name, position in self._hyperparameters.items():
+            shown = name if name not in metrics else f"hyperparams.{name}"
+            metrics[shown] = self._engine.store.globals[position]
         metrics.step = self.num_steps
         metrics.healthy, metrics.group_ok = self._engine.store.ok, self._engine.group_ok
         self._in_flight.append(metrics)

@@ -1,0 +1,1 @@
+"""Ready-made callbacks: logs, early stopping, the best checkpoint, profiles, live curves."""

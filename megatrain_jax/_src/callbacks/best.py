@@ -1,0 +1,222 @@
+"""A run's best record by a metric: stopping when there is no better one, and keeping its state."""
+
+import math
+import shutil
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from megatrain_jax import FitResult, StopTraining, Trainer
+from megatrain_jax._src.callbacks.callback import Callback
+from megatrain_jax._src.common import checks
+
+Mode = Literal["min", "max"]
+_EVALUATED = "eval_"
+# The file that makes a folder a checkpoint of this library.
+_MANIFEST = "megatrain.json"
+
+
+class _Best:
+    """The best value of a metric so far.
+
+    Of "min" with a `min_delta` of 0.1, the values 2, 1.5, 1.45, 1.3 are better, better, not and
+    better: 1.45 is less than 0.1 below 1.5, and 1.3 is more.
+
+    Attributes:
+        metric: The metric's name.
+        value: Its best value; None before there is one.
+        step: The step of the best value.
+        since: Number of values since then.
+    """
+
+    def __init__(self, metric: Any, mode: Any, min_delta: Any):
+        if not isinstance(metric, str):
+            raise TypeError(checks.refused("metric", "the name of a metric", metric))
+        if mode not in ("min", "max"):
+            raise ValueError(checks.refused("mode", '"min" or "max"', mode))
+        self.metric, self._sign = metric, 1.0 if mode == "min" else -1.0
+        self._delta = checks.number("min_delta", min_delta, least=0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all values."""
+        self.value: float | None = None
+        self.step = self.since = 0
+
+    def replay(self, trainer: Trainer) -> None:
+        """Starts from what the trainer's history has."""
+        self.forget()
+        for record in trainer.history:
+            if self.metric in record:
+                self.is_better(record)
+
+    def is_better(self, record: dict[str, Any]) -> bool | None:
+        """Whether a record has the best value so far; None if it has none.
+
+        Raises:
+            ValueError: If the record should have the metric: those of evaluations come with each
+                evaluation, the others with each step.
+        """
+        if self.metric not in record:
+            kind = _EVALUATED if self.metric.startswith(_EVALUATED) else ""
+            names = [name for name in record if name.startswith(kind)]
+            if names:
+                raise ValueError(
+                    f"no metric is called {self.metric!r}; there are {', '.join(names)}"
+                )
+            return None
+        value = float(record[self.metric])
+        best = math.inf if self.value is None else self._sign * self.value
+        if math.isfinite(value) and (self.value is None or self._sign * value < best - self._delta):
+            self.value, self.step, self.since = value, record["step"], 0
+            return True
+        self.since += 1
+        return False
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose metric no longer gets better: `FitResult.ended` is "stopped".
+
+    What a history has from before counts: a run that goes on, in this process or from a checkpoint,
+    stops where it would have stopped in one piece.
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Mode = "min",
+    ):
+        """Waits for the first record.
+
+        Args:
+            metric: The name of the metric, as records have it.
+            patience: Number of values in a row that may be no better; the last of them ends the
+                run.
+            min_delta: By how much a value has to be better to count.
+            mode: Whether less is better, "min", or more, "max".
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ValueError: If an argument is out of its range.
+        """
+        self._best = _Best(metric, mode, min_delta)
+        self._patience = checks.integer("patience", patience)
+
+    def begin(self, trainer: Trainer) -> None:
+        """Takes up the values of the history."""
+        self._best.replay(trainer)
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Ends the run if the metric was no better often enough.
+
+        Raises:
+            StopTraining: Then.
+            ValueError: If there is no such metric.
+        """
+        best = self._best
+        if best.is_better(record) is False and best.since >= self._patience:
+            value = (
+                "never finite" if best.value is None else f"{best.value:.6g} at step {best.step}"
+            )
+            raise StopTraining(f"best `{best.metric}` {value}, no better {best.since} times")
+
+
+class KeepBest(Callback):
+    """Keeps the checkpoint of the evaluation with the best metric, in a folder of its own.
+
+    It is written while training goes on; an older one is removed when the new one is whole.
+    ``trainer.restore(keep.path)`` goes back there, ``fit(..., params=keep.path)`` starts from it.
+
+    Attributes:
+        path: The newest checkpoint that is whole; None before there is one.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        metric: str = "eval_loss",
+        *,
+        min_delta: float = 0.0,
+        mode: Mode = "min",
+    ):
+        """Saves nothing yet.
+
+        Args:
+            folder: The folder, not the run's `checkpoint_dir`. The checkpoint is a subfolder with
+                the number of its step.
+            metric: The name of a metric of evaluations, as records have it.
+            min_delta: By how much a value has to be better to count.
+            mode: Whether less is better, "min", or more, "max".
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ValueError: If an argument is out of its range, or the metric is none of evaluations.
+        """
+        self._folder = Path(checks.path("folder", folder)).absolute()
+        self._best = _Best(metric, mode, min_delta)
+        if not metric.startswith(_EVALUATED):
+            reason = "a step after the record's may have begun when there is no evaluation"
+            raise ValueError(f'`metric`={metric!r} must be of an evaluation, "eval_...": {reason}')
+        self._saving: tuple[Path, Any] | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The newest checkpoint that is whole; None before there is one."""
+        steps = self._steps()
+        return self._folder / str(steps[-1]) if steps else None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Takes up the values of the history, and removes checkpoints of later steps.
+
+        Raises:
+            FileExistsError: If there are some and the run is a new one.
+        """
+        self._best.replay(trainer)
+        if later := [step for step in self._steps() if step > trainer.num_steps]:
+            if not trainer.num_steps:
+                raise FileExistsError(
+                    f"a new run begins, but {self._folder} holds step {later[0]} of another one: "
+                    "choose another folder, or move what is there"
+                )
+            self._remove(trainer, later)
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Begins to save the trainer's state if the record is the best one.
+
+        Raises:
+            ValueError: If there is no such metric.
+            CheckpointError: If the one before could not be written.
+        """
+        if self._best.is_better(record):
+            self._finish(trainer)
+            path = self._folder / str(trainer.num_steps)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._saving = path, trainer.start_saving(path)
+
+    def end(self, result: FitResult) -> None:
+        """Waits until the best checkpoint is whole.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        self._finish(result.trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Waits for the checkpoint being written, and removes those before it."""
+        if self._saving is not None:
+            (path, saving), self._saving = self._saving, None
+            saving.wait()
+            self._remove(trainer, [step for step in self._steps() if step != int(path.name)])
+
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints there, in order."""
+        found = self._folder.glob(f"*/{_MANIFEST}")
+        return sorted(int(file.parent.name) for file in found if file.parent.name.isdecimal())
+
+    def _remove(self, trainer: Trainer, steps: list[int]) -> None:
+        if trainer.processes.is_first:
+            for step in steps:
+                shutil.rmtree(self._folder / str(step))

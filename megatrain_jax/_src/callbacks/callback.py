@@ -1,0 +1,94 @@
+"""The protocol of callbacks: what `fit` and `train` call, and when."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax import FitResult, Trainer
+
+
+class Callback:
+    """A callback with a beginning and an end; a function ``(trainer, record)`` is one without.
+
+    The methods are called in the order of `callbacks`. None may move the trainer, by a step or by
+    restoring. A run that had nothing left to do calls none of them.
+    """
+
+    def begin(self, trainer: Trainer) -> None:
+        """Is called before a run's first step, after a checkpoint was restored.
+
+        Args:
+            trainer: The trainer; `num_steps` is 0 or the step that the run goes on from.
+        """
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Is called with each complete record, which may be added to.
+
+        Records are read late: the trainer may have dispatched one step more than the record's,
+        unless it was evaluated.
+
+        Args:
+            trainer: The trainer.
+            record: The record, as it is in the history.
+
+        Raises:
+            StopTraining: To end the run, for a reason.
+        """
+
+    def end(self, result: FitResult) -> None:
+        """Is called when a run has ended, however it did, and its last step is saved.
+
+        Args:
+            result: The result, whose `ended` and `reason` tell why. If it is "failed", the error
+                is raised afterwards.
+        """
+
+
+class Log(Callback):
+    """A callback that writes the numbers of records somewhere; of several processes the first."""
+
+    def begin(self, trainer: Trainer) -> None:
+        """Opens the log."""
+        if trainer.processes.is_first:
+            self._open(trainer.num_steps)
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Writes the numbers of a record."""
+        if trainer.processes.is_first:
+            self._write(record["step"], numbers(record))
+
+    def end(self, result: FitResult) -> None:
+        """Closes the log, with the reason of the end where it has a place for that."""
+        if result.trainer.processes.is_first:
+            self._close(result)
+
+    def _open(self, num_steps: int) -> None:
+        """Opens the log of a run that goes on after so many steps."""
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def _close(self, result: FitResult) -> None:
+        """Closes the log of a run that has ended."""
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record but for its step; a callback may have put anything else there."""
+    found = {}
+    for name, value in record.items():
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if name != "step" and is_number:
+            found[name] = float(value)
+    return found
+
+
+def finite_or_none(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Numbers with None for what is not finite, which JSON has no form for."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def missing(package: str, extra: str) -> ImportError:
+    """The error that a callback's package is not installed."""
+    return ImportError(f'this callback needs {package}: pip install "megatrain-jax[{extra}]"')

@@ -1,0 +1,129 @@
+"""Logs in files that need no other package: CSV and JSON, a line for each record."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from pathlib import Path
+
+from megatrain_jax._src.callbacks.callback import Log, finite_or_none
+from megatrain_jax._src.common import checks
+
+
+class CSVLog(Log):
+    """Writes the records to a CSV file: a header, and a row for each step.
+
+    A run that goes on from a checkpoint goes on with the file: rows of later steps, which a process
+    that was killed has left, are replaced. A metric that comes later, as an evaluation's, gets a
+    column of its own. What is not finite is written as Python spells it.
+
+    Examples:
+        >>> log = CSVLog("run.csv")
+        >>> log._write(1, {"loss": 2.0}), log._write(2, {"loss": 1.5, "eval_loss": 1.75})
+        (None, None)
+        >>> print(Path("run.csv").read_text())
+        step,loss,eval_loss
+        1,2.0,
+        2,1.5,1.75
+        <BLANKLINE>
+    """
+
+    def __init__(self, path: str | PathLike[str]):
+        """Writes nothing yet.
+
+        Args:
+            path: The file; its folder is made.
+
+        Raises:
+            TypeError: If `path` is no path.
+        """
+        self._path = Path(checks.path("path", path))
+        self._columns: list[str] = []
+
+    def _open(self, num_steps: int) -> None:
+        rows = self._rows()
+        self._columns = list(rows[0]) if rows else []
+        if self._columns and self._columns[0] != "step":
+            raise ValueError(f"{self._path} is no log of a run: its first column is not `step`")
+        # A row that a kill has cut off is no row.
+        whole = [row for row in rows[1:] if len(row) == len(self._columns)]
+        kept = [row for row in whole if row[0].isdecimal() and int(row[0]) <= num_steps]
+        if len(kept) < len(rows) - 1 or not kept:
+            self._rewrite(kept)
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if new := [name for name in ("step", *values) if name not in self._columns]:
+            rows = self._rows()[1:]
+            self._columns += new
+            self._rewrite([[*row, *[""] * len(new)] for row in rows])
+        row = {"step": step, **values}
+        line = _line([row.get(name, "") for name in self._columns])
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            file.write(line)
+
+    def _rows(self) -> list[list[str]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(encoding="utf-8", newline="") as file:
+            return list(csv.reader(file))
+
+    def _rewrite(self, rows: Iterable[Sequence[object]]) -> None:
+        header = [self._columns] if self._columns else []
+        replace_file(self._path, map(_line, (*header, *rows)))
+
+
+class JSONLog(Log):
+    """Writes the records to a file of lines, each a JSON object (JSONL).
+
+    A run that goes on from a checkpoint goes on with the file: lines of later steps, which a
+    process that was killed has left, are replaced. What is not finite is null.
+    """
+
+    def __init__(self, path: str | PathLike[str]):
+        """Writes nothing yet.
+
+        Args:
+            path: The file; its folder is made.
+
+        Raises:
+            TypeError: If `path` is no path.
+        """
+        self._path = Path(checks.path("path", path))
+
+    def _open(self, num_steps: int) -> None:
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        kept = [line for line in lines if _step_of(line, self._path) <= num_steps]
+        if len(kept) < len(lines) or not kept:
+            replace_file(self._path, (line + "\n" for line in kept))
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **finite_or_none(values)}) + "\n")
+
+
+def _step_of(line: str, path: Path) -> float:
+    """The step of a line; infinite if a kill has cut it off."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return float("inf")
+    if not isinstance(record, dict) or "step" not in record:
+        raise ValueError(f"{path} is no log of a run: it has a line without `step`")
+    return record["step"]
+
+
+def _line(cells: Iterable[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def replace_file(path: Path, lines: Iterable[str]) -> None:
+    """Writes a file anew; whoever reads it sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(lines)
+    os.replace(new, path)

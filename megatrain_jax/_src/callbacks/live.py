@@ -1,0 +1,73 @@
+"""A curve that grows in a notebook's cell while training goes on."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from megatrain_jax import FitResult, History, Trainer
+from megatrain_jax._src.callbacks.callback import Callback
+from megatrain_jax._src.common import checks
+
+
+class LiveCurve(Callback):
+    """Shows metrics of the history as a curve in a notebook, drawn anew every few steps.
+
+    It is drawn in the cell that trains, one image that is replaced. Needs IPython, as any notebook
+    has it.
+    """
+
+    def __init__(
+        self,
+        metrics: str | Sequence[str] = "loss",
+        *,
+        every: int = 10,
+        log: bool = False,
+        smooth: int = 1,
+    ):
+        """Shows nothing yet.
+
+        Args:
+            metrics: See `History.plot`.
+            every: Number of steps after which it is drawn anew; it is drawn at the end, too.
+            log: See `History.plot`.
+            smooth: See `History.plot`.
+
+        Raises:
+            ImportError: If IPython is not installed.
+            TypeError: If an argument is of another type.
+            ValueError: If a number is less than 1.
+        """
+        try:
+            from IPython import display
+        except ImportError as error:
+            raise ImportError("a live curve needs a notebook: pip install jupyter") from error
+        self._ipython: Any = display
+        self._every = checks.integer("every", every)
+        self._options: dict[str, Any] = {"metrics": metrics, "log": log, "smooth": smooth}
+        History().plot(**self._options)  # which checks them before the run begins
+        self._shown: Any = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Begins a new curve, in the cell at hand."""
+        self._shown = None
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Draws the curve anew if it is time."""
+        if record["step"] % self._every == 0:
+            self._draw(trainer)
+
+    def end(self, result: FitResult) -> None:
+        """Draws the curve of the whole run."""
+        if result.history:
+            self._draw(result.trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if not trainer.processes.is_first:
+            return
+        buffer = io.BytesIO()
+        trainer.history.plot(**self._options).savefig(buffer, format="png", dpi=100)
+        image = self._ipython.Image(data=buffer.getvalue(), format="png")
+        if self._shown is None:
+            self._shown = self._ipython.display(image, display_id=True)
+        else:
+            self._shown.update(image)

@@ -1,0 +1,78 @@
+"""A log of MLflow, on a server or in a folder."""
+
+import math
+import time
+from typing import Any
+
+from megatrain_jax import FitResult
+from megatrain_jax._src.callbacks.callback import Log, missing
+from megatrain_jax._src.common import checks
+
+_STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MLflow(Log):
+    """Logs the records to a run of MLflow, and how it ended as its status and a tag.
+
+    Needs `pip install "megatrain-jax[mlflow]"`. Values that are not finite are left out, since not
+    every store takes them.
+
+    Attributes:
+        run_id: The run's identifier; None before it has begun. Pass it to go on with the run.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "megatrain_jax",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        run_id: str | None = None,
+    ):
+        """Starts no run yet.
+
+        Args:
+            experiment: Name of the experiment; it is made where there is none.
+            tracking_uri: The server or the database, as ``sqlite:///runs.db``; None for what MLflow
+                is configured with.
+            run_name: Name of the run; None has MLflow choose one.
+            run_id: Identifier of a run to go on with; None starts a new one.
+
+        Raises:
+            ImportError: If MLflow is not installed.
+            TypeError: If `experiment` is no string.
+        """
+        if not isinstance(experiment, str):
+            raise TypeError(checks.refused("experiment", "a str", experiment))
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric
+        except ImportError as error:
+            raise missing("mlflow", "mlflow") from error
+        self._metric, self._client = Metric, MlflowClient(tracking_uri)
+        self._experiment, self._run_name, self.run_id = experiment, run_name, run_id
+
+    def _open(self, num_steps: int) -> None:
+        if self.run_id is not None:
+            self._client.update_run(self.run_id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(self._experiment)
+        number: Any = found and found.experiment_id
+        if number is None:
+            number = self._client.create_experiment(self._experiment)
+        self.run_id = self._client.create_run(number, run_name=self._run_name).info.run_id
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        metrics = [self._metric(name, value, now, step) for name, value in finite.items()]
+        self._client.log_batch(self._known, metrics=metrics)
+
+    def _close(self, result: FitResult) -> None:
+        self._client.set_tag(self._known, "ended", f"{result.ended}: {result.reason}")
+        self._client.set_terminated(self._known, status=_STATUS[result.ended])
+
+    @property
+    def _known(self) -> str:
+        assert self.run_id is not None
+        return self.run_id

@@ -1,0 +1,68 @@
+"""A log for TensorBoard, by its own writer of events, which needs neither TensorFlow nor PyTorch.
+
+tensorboardX, the other one, imports PyTorch wherever that is installed.
+"""
+
+import time
+from os import PathLike
+from typing import Any
+
+from megatrain_jax import FitResult
+from megatrain_jax._src.callbacks.callback import Log, missing
+from megatrain_jax._src.common import checks
+
+
+class TensorBoard(Log):
+    """Writes the records for TensorBoard: a scalar for each metric.
+
+    A run that goes on from a checkpoint goes on in the same folder: what is there of later steps
+    is no longer shown. Needs `pip install "megatrain-jax[tensorboard]"`; then
+    ``tensorboard --logdir FOLDER`` shows it.
+    """
+
+    def __init__(self, folder: str | PathLike[str]):
+        """Writes nothing yet.
+
+        Args:
+            folder: The run's folder.
+
+        Raises:
+            ImportError: If TensorBoard is not installed.
+            TypeError: If `folder` is no path.
+        """
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise missing("tensorboard", "tensorboard") from error
+        self._make: Any = EventFileWriter
+        self._event: Any = event_pb2
+        self._summary: Any = summary_pb2
+        self._tensor: Any = tensor_pb2
+        self._folder = checks.path("folder", folder)
+        self._writer: Any = None
+
+    def _open(self, num_steps: int) -> None:
+        self._writer = self._make(self._folder)
+        if num_steps:
+            # As after a restart: later events that an earlier file has don't count any more.
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._add(num_steps + 1, session_log=start)
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        rows = [self._summary.Summary.Value(tag=n, simple_value=x) for n, x in values.items()]
+        self._add(step, summary=self._summary.Summary(value=rows))
+
+    def _close(self, result: FitResult) -> None:
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        text = f"{result.ended}: {result.reason}"
+        row = self._summary.Summary.Value(
+            tag="ended",
+            metadata=self._summary.SummaryMetadata(plugin_data=plugin),
+            tensor=self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()]),
+        )
+        self._add(result.trainer.num_steps, summary=self._summary.Summary(value=[row]))
+        self._writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **what))

@@ -1,0 +1,26 @@
+"""Ready-made callbacks for `fit` and `train`, and the protocol to write others.
+
+It is imported on its own: ``from megatrain_jax import callbacks``.
+"""
+
+from megatrain_jax._src.callbacks.best import EarlyStopping, KeepBest
+from megatrain_jax._src.callbacks.callback import Callback
+from megatrain_jax._src.callbacks.files import CSVLog, JSONLog
+from megatrain_jax._src.callbacks.live import LiveCurve
+from megatrain_jax._src.callbacks.mlflow import MLflow
+from megatrain_jax._src.callbacks.profile import Profile
+from megatrain_jax._src.callbacks.tensorboard import TensorBoard
+from megatrain_jax._src.callbacks.wandb import WandB
+
+__all__ = [
+    "CSVLog",
+    "Callback",
+    "EarlyStopping",
+    "JSONLog",
+    "KeepBest",
+    "LiveCurve",
+    "MLflow",
+    "Profile",
+    "TensorBoard",
+    "WandB",
+]
