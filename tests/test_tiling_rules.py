@@ -142,7 +142,7 @@ def test_narrow_sums_of_every_kind_are_as_near_to_the_exact_ones_as_one_rounding
         return x.T @ y, total, jnp.zeros((4, 8), x.dtype).at[ids].add(y), kernel
 
     jaxpr = flat_jaxpr(sums, x, y, ids)
-    exact = sums(*(np.asarray(v, np.float32).astype(jnp.float32) for v in (x, y)), ids)
+    exact = sums(x.astype(jnp.float32), y.astype(jnp.float32), ids)
     seen = set()
     for division in all_divisions(jaxpr, num_tiles):
         parts = jax.jit(division)(x, y, ids)
