@@ -8,36 +8,18 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
-from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import random_functions
 from inside import on_one_device
 from megatrain_jax._src.build.step_kernels import step_kernels
-from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.tiling.axes import Label
-from megatrain_jax._src.program.tiling.flow import flow_of
-from megatrain_jax._src.program.tiling.labels import chosen
-from megatrain_jax._src.program.tiling.order import Loop, ordered
-from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
-from megatrain_jax._src.program.tiling.tiled import Tiled, candidates, tile_counts, tiled
+from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
 from optimizers import OPTIMIZERS
 from runs import check_close, make_spec
+from tilings import TOLERANCE, check_same, flat_jaxpr, loops_of
 from zoo import CASES
 
-TOLERANCE = 2e-6
 # A sample of the zoo; the others are long.
 SAMPLE = ("moe", "batchnorm_nnx")
-
-
-def flat_jaxpr(function, *args):
-    """The jaxpr of a function from the leaves of its arguments to those of its results."""
-    leaves, tree = jax.tree.flatten(args)
-
-    def flat(*leaves):
-        return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
-
-    return jax.make_jaxpr(flat)(*leaves)
 
 
 def stage_kernels(case):
@@ -62,57 +44,20 @@ def arguments(jaxpr, seed=0):
     return [argument(aval) for aval in jaxpr.in_avals]
 
 
-def check_same(jaxpr, num_tiles, args, whole=None):
-    """Checks that tiles give what the whole gives; says whether there are tiles."""
-    division = tiled(jaxpr, num_tiles)
-    if division is None:
-        return False
-    whole = jax.jit(jaxpr_as_fun(jaxpr))(*args) if whole is None else whole
-    parts = jax.jit(division)(*args)
-    assert [x.dtype for x in parts] == [x.dtype for x in whole]
-    check_close(parts, list(whole), TOLERANCE, "result")
-    return True
-
-
 @pytest.mark.parametrize(
-    "name",
-    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    ("name", "counts"),
+    [
+        *((name, (4,)) for name in SAMPLE),
+        *(pytest.param(name, (2, 4), marks=pytest.mark.long) for name in CASES),
+    ],
 )
-def test_stages_of_the_zoo_in_tiles_give_what_they_give_whole(name):
+def test_stages_of_the_zoo_in_tiles_give_what_they_give_whole(name, counts):
     seen = 0
     for _, jaxpr in stage_kernels(CASES[name]):
         args = arguments(jaxpr)
         whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
-        seen += sum(check_same(jaxpr, k, args, whole) for k in (2, 4))
+        seen += sum(check_same(jaxpr, k, args, whole) for k in counts)
     assert seen > 0
-
-
-def all_divisions(jaxpr, num_tiles):
-    """All ways to divide a jaxpr that are compared, whatever they spare."""
-    flow = flow_of(jaxpr)
-    for carried in candidates(flow, num_tiles, 1):
-        for last in (False, True):
-            labels = chosen(flow, carried, last=last)
-            steps = ordered(flow, labels)
-            yield Tiled(
-                jaxpr=jaxpr, num_tiles=num_tiles, num_rows=num_tiles, flow=flow, labels=labels,
-                steps=steps,
-            )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=pytest.mark.long) if s > 1 else s for s in range(24)]
-)
-def test_random_functions_in_tiles_give_what_they_give_whole(seed):
-    """In fp64, so that a wrong element can't be taken for rounding."""
-    with jax.enable_x64(True):
-        args, function = random_functions.inputs(seed), random_functions.random_function(seed)
-        jaxpr = flat_jaxpr(function, *args)
-        whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
-        ways = list(all_divisions(jaxpr, 2))
-        assert ways
-        parts = jax.jit(ways[seed % len(ways)])(*args)
-        check_close(parts, list(whole), 1e-12, "result")
 
 
 def rms_norm(x, scale):
@@ -165,10 +110,6 @@ def backward_of(function):
 def values_outside_loops(jaxpr):
     """Shapes of the values that a jaxpr makes, but for those within its loops' rounds."""
     return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
-
-
-def loops_of(division):
-    return [step for step in division.steps if isinstance(step, Loop)]
 
 
 def temporary_bytes(function, args):
@@ -250,51 +191,6 @@ def test_sums_over_tiles_are_in_fp32():
     exact = np.asarray(jnp.exp(h), np.float64).T @ np.asarray(y, np.float64)
     tiles = np.asarray(jax.jit(division)(x, w, y)[0], np.float64)
     assert np.abs(tiles - exact).max() <= 2**-8 * np.abs(exact).max()
-
-
-def test_dropout_draws_the_same_bits():
-    """Every bit of a mask, wherever its axis of tokens lies, and of numbers beyond 32 bits."""
-    x, w = jnp.ones((3, 64, 8)), jnp.ones((8, 100))
-
-    def masked(key, x, w):
-        h = jnp.tanh(x @ w)
-        keep = jax.random.bernoulli(key, 0.75, h.shape)
-        noise = jax.random.normal(jax.random.fold_in(key, 1), (100, 64))
-        return keep, jnp.where(keep, h, 0) @ w.T, noise, (noise @ h[0]).sum(0)
-
-    jaxpr = flat_jaxpr(masked, jax.random.key(0), x, w)
-    args = jax.random.key(0), x, w
-    whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
-    drawn = 0
-    for division in all_divisions(jaxpr, 4):
-        parts = jax.jit(division)(*args)
-        for mine, theirs in zip(parts[0::2], whole[0::2], strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-        drawn += sum(op.name == "random_bits" for loop in loops_of(division) for op, _ in loop.ops)
-    assert drawn > 0
-
-
-@pytest.mark.parametrize(("dtype", "shape"), [("uint32", (3, 2**31)), ("uint8", (2**20, 5, 2**13))])
-def test_bits_of_one_tile_are_those_of_its_elements(dtype, shape):
-    """Of an array that would fill gigabytes; the oracle is Threefry on numbers that Python has."""
-    key = jax.random.key(7)
-    (eqn,) = jax.make_jaxpr(lambda key: jax.random.bits(key, shape, dtype))(key).eqns
-    while eqn.primitive.name != "random_bits":
-        (eqn,) = jx.opened(eqn.params["jaxpr"]).eqns
-    axis = int(np.argmax(shape))
-    num_tiles = shape[axis] // 2
-    for tile in (0, 12345, num_tiles - 1):
-        label = Label(axis, 1, 2)
-        own = (2 if a == axis else n for a, n in enumerate(shape))
-        places = np.indices(tuple(own)).reshape(len(shape), -1)
-        places[axis] += 2 * tile
-        numbers = np.ravel_multi_index(tuple(places), shape).astype(np.uint64)
-        halves = [jnp.asarray(x, jnp.uint32) for x in (numbers >> np.uint64(32), numbers)]
-        first, second = threefry2x32_p.bind(*(jnp.full(len(numbers), k) for k in
-                                              jax.random.key_data(key)), *halves)  # fmt: skip
-        got = tile_of_bits(eqn, label, tile, num_tiles, key)
-        np.testing.assert_array_equal(got.reshape(-1), (first ^ second).astype(dtype))
-    assert numbers.max() >= 2**32
 
 
 def contrastive(params, x, y):

@@ -13,7 +13,10 @@ To add one, put its name into
   written: neither costs floating-point operations;
 - `REDUCTIONS`, `ARG_REDUCTIONS` or `CUMULATIVE` if it goes along axes, an operation an element of
   its operand (`pieces.FOLDS` says how two slices are reduced to one);
-- `LAYOUT` if it only rearranges elements, or takes some of them, with a rule in `grid.py`.
+- `LAYOUT` if it only rearranges elements, or takes some of them, with a rule in `grid.py`;
+- `FREE` if its results are no arrays of their own in memory.
+
+`tiling/rules.py` says along which axes one that is not elementwise can be divided into tiles.
 
 What costs more than an operation an element, as a product, is counted in `flops.py`.
 """

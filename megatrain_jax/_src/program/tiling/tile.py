@@ -54,8 +54,16 @@ def add_tile(eqn: Any, division: Division, total: Any, operands: Sequence[Any]) 
     """
     name = eqn.primitive.name
     if division.kind == ADDED_INTO:
-        added = lax.convert_element_type(operands[2], total.dtype)
-        return jx.bind(eqn, [total, operands[1], added])[0]
+        # Not bound: what adds two numbers is a jaxpr among its parameters, of their dtype.
+        return lax.scatter_add(
+            total,
+            operands[1],
+            lax.convert_element_type(operands[2], total.dtype),
+            eqn.params["dimension_numbers"],
+            indices_are_sorted=eqn.params["indices_are_sorted"],
+            unique_indices=eqn.params["unique_indices"],
+            mode=eqn.params["mode"],
+        )
     if name in PRODUCTS:
         params = {**eqn.params, "preferred_element_type": total.dtype}
         return total + jx.bind(eqn.replace(params=params), operands)[0]

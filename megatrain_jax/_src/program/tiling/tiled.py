@@ -96,7 +96,7 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
     `at_least` tiles spare too little.
     """
     found, least = None, math.inf
-    for carried in candidates(flow, num_tiles, num_devices):
+    for carried in _candidates(flow, num_tiles, num_devices):
         lasts = (False, True) if any(len(ways) > 1 for ways in carried.ways.values()) else (False,)
         ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in lasts]
         best = min(ways, key=lambda way: way.peak)
@@ -105,10 +105,8 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
     if found is None:
         return None
     whole = peak_bytes(flow, flow.ops, num_tiles)
-    if peak_bytes(flow, found.steps, at_least) >= _WORTH * whole:
-        return None
     labels, steps = _without_small_loops(flow, found.labels, found.steps, whole // _SMALL)
-    if not any(isinstance(step, Loop) for step in steps):
+    if peak_bytes(flow, steps, at_least) >= _WORTH * whole:
         return None
     return Tiled(
         jaxpr=jaxpr,
@@ -130,7 +128,7 @@ class _Way:
         self.peak = peak_bytes(flow, self.steps, min(self.num_rows, _COMPARED))
 
 
-def candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
+def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
     """The ways to divide a flow that reach the most bytes."""
     carrier, found = Carrier(flow), []
     for v in _seeds(flow):
