@@ -54,7 +54,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     "pair",
     ["llama", "mistral", "qwen3-moe", "gemma2", "gemma3", "phi3", "olmo3", "smollm3", "granite"]
-    + ["qwen2-moe", "glm4", "phi", "gemma3-multimodal"],
+    + ["qwen2-moe", "glm4", "phi", "gemma3-multimodal", "ministral3", "mistral3", "gpt-oss"],
     indirect=True,
 )
 def test_packed_documents_are_as_each_alone(pair):
@@ -105,7 +105,9 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
     return named({n: p.grad.numpy() for n, p in parameters if p.grad is not None}, model)
 
 
-@pytest.mark.parametrize(("name", "padding"), [("qwen3-moe-mixed", 5), ("mixtral", 0)])
+@pytest.mark.parametrize(
+    ("name", "padding"), [("qwen3-moe-mixed", 5), ("mixtral", 0), ("qwen2-moe", 5), ("gpt-oss", 0)]
+)
 def test_balancing_loss(name, padding, tmp_path):
     reference = make_torch(name)
     model = filled(load_pretrained(save(reference, tmp_path / "m")))

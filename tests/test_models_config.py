@@ -131,6 +131,8 @@ _FULL: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "olmo2": {},
+    "ministral3": {},
+    "gpt_oss": {},
     "qwen2_moe": _WINDOWS,
     "glm4": {},
     "phi": {},

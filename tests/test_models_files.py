@@ -49,8 +49,9 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
         read = (json.loads((path / file).read_text()) for path in (folder, source))
         assert next(read) == next(read)
     if dtype == "float32":
-        with torch.no_grad():
-            again = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        read, found = type(reference).from_pretrained(folder, output_loading_info=True)
+        assert not found["missing_keys"] and not found["unexpected_keys"]
+        again = read.state_dict()
         for key, value in reference.state_dict().items():
             assert torch.equal(value, again[key]), key
 

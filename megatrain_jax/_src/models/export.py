@@ -70,7 +70,7 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     source: str | PathLike[str] | None = None,
 ) -> Path:
-    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Writes a folder that the family's class in Transformers loads, as their Auto classes do.
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.

@@ -118,6 +118,7 @@ def rope(
     kinds: Mapping[str, str] = KINDS,
     share: float | None = None,
     interleaved: bool = False,
+    parameters: dict[str, Any] | None = None,
 ) -> Rope:
     """Returns the rotary embedding of `rope_parameters`, or of `rope_scaling` and `rope_theta`.
 
@@ -129,8 +130,10 @@ def rope(
         kinds: See `read_rope`.
         share: Default of `partial_rotary_factor` in a family that may rotate a part of each head.
         interleaved: See `Rope`.
+        parameters: What stands for both fields where the family has read them.
     """
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    values = values if parameters is None else parameters
     fields.take("rope_parameters", None)
     theta = fields.take("rope_theta", theta)
     given = fields.take("partial_rotary_factor", None)

@@ -5,8 +5,10 @@ sorted by expert into blocks of one expert each, and a loop goes over the blocks
 that of the experts chosen, whatever their number.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,16 @@ from jaxtyping import Array, Bool, Float, Int
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.activations import Activation
 
-Weights = tuple[
-    Float[Array, "num inside width"],
-    Float[Array, "num inside width"],
-    Float[Array, "num width inside"],
+Weights = Any
+"""The arrays that all experts of a layer compute with, in a tuple; their first axis is experts."""
+
+Expert = Callable[[Float[Array, "rows width"], Weights], Float[Array, "rows width"]]
+"""One expert: its result for rows, given its own part of the weights."""
+
+Routed = tuple[
+    Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
 ]
-"""The matrices of all experts of a layer: gate, up, down."""
+"""The experts chosen for each token; their shares in fp32; the probabilities of all in fp32."""
 
 _MAX_BLOCK = 1024
 
@@ -65,11 +71,7 @@ class Experts:
             )
 
 
-def route(
-    logits: Float[Array, "tokens num"], experts: Experts
-) -> tuple[
-    Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
-]:
+def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
     """Chooses the experts of each token.
 
     Args:
@@ -124,7 +126,7 @@ def mix(
     chosen: Int[Array, "tokens per_token"],
     shares: Float[Array, "tokens per_token"],
     weights: Weights,
-    activation: Activation,
+    expert: Expert,
 ) -> Float[Array, "tokens width"]:
     """Passes each token through its experts and adds their results.
 
@@ -135,14 +137,14 @@ def mix(
         x: The tokens.
         chosen: The experts of each token.
         shares: Factor of each expert's result.
-        weights: Matrices of all experts.
-        activation: Function of the gate's product.
+        weights: What all experts compute with.
+        expert: What one computes; the same function for all layers, such as `gated` gives.
 
     Returns:
         The dtype of `x`; shares and sums are in fp32.
     """
     tokens, per_token = chosen.shape
-    num = weights[0].shape[0]
+    num = jax.tree.leaves(weights)[0].shape[0]
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)
@@ -151,7 +153,7 @@ def mix(
     source = source.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32) // per_token)
     padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
     blocks = padded[source].reshape(experts.size, block, x.shape[1])
-    out = jnp.reshape(_blocks_mlp(activation, blocks, experts, weights), (-1, x.shape[1]))
+    out = jnp.reshape(_blocks_mlp(expert, blocks, experts, weights), (-1, x.shape[1]))
     mixed = out[slots].reshape(tokens, per_token, -1).astype(jnp.float32) * shares[..., None]
     return mixed.sum(1).astype(x.dtype)
 
@@ -190,58 +192,59 @@ def _slots(
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 
-_Matrices = tuple[  # of one expert
-    Float[Array, "inside width"], Float[Array, "inside width"], Float[Array, "width inside"]
-]
+@cache
+def gated(activation: Activation) -> Expert:
+    """Returns a gated MLP with this activation of the gate; its weights are gate, up and down."""
+
+    def expert(x, matrices):
+        gate, up, down = matrices
+        return (activation(x @ gate.T) * (x @ up.T)) @ down.T
+
+    return expert
 
 
-def _mlp(
-    activation: Activation, x: Float[Array, "rows width"], matrices: _Matrices
-) -> Float[Array, "rows width"]:
-    gate, up, down = matrices
-    return (activation(x @ gate.T) * (x @ up.T)) @ down.T
+def _of(weights: Weights, number: Int[Array, ""]) -> Weights:
+    def one(array):
+        return jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
 
-
-def _of(weights: Weights, expert: Int[Array, ""]) -> _Matrices:
-    gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in weights)
-    return gate, up, down
+    return jax.tree.map(one, weights)
 
 
 # The derivative that JAX finds for a loop would add a gradient of all experts for every block.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocks_mlp(
-    activation: Activation,
+    expert: Expert,
     blocks: Float[Array, "blocks rows width"],
     experts: Int[Array, " blocks"],
     weights: Weights,
 ) -> Float[Array, "blocks rows width"]:
-    """Passes each block through the MLP of its expert."""
+    """Passes each block through its expert."""
 
     def step(item):
-        x, expert = item
-        return _mlp(activation, x, _of(weights, expert))
+        x, number = item
+        return expert(x, _of(weights, number))
 
     return jax.lax.map(step, (blocks, experts))
 
 
-def _forward(activation, blocks, experts, weights):
-    return _blocks_mlp(activation, blocks, experts, weights), (blocks, experts, weights)
+def _forward(expert, blocks, experts, weights):
+    return _blocks_mlp(expert, blocks, experts, weights), (blocks, experts, weights)
 
 
-def _backward(activation, saved, cotangents):
+def _backward(expert, saved, cotangents):
     blocks, experts, weights = saved
 
     def step(sums, item):
-        x, expert, cotangent = item
-        _, transposed = jax.vjp(partial(_mlp, activation), x, _of(weights, expert))
+        x, number, cotangent = item
+        _, transposed = jax.vjp(expert, x, _of(weights, number))
         dx, dweights = transposed(cotangent)
-        add = [s.at[expert].add(d.astype(s.dtype)) for s, d in zip(sums, dweights, strict=True)]
-        return tuple(add), dx
+        added = jax.tree.map(lambda s, d: s.at[number].add(d.astype(s.dtype)), sums, dweights)
+        return added, dx
 
     # Several blocks of one expert add up: in fp32, as one long product would.
-    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in weights)
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     sums, dblocks = jax.lax.scan(step, zeros, (blocks, experts, cotangents))
-    dweights = tuple(s.astype(w.dtype) for s, w in zip(sums, weights, strict=True))
+    dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
     return dblocks, np.zeros(experts.shape, jax.dtypes.float0), dweights
 
 

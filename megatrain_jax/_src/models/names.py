@@ -67,7 +67,7 @@ def others(model: Decoder) -> list[ParameterPath]:
 def _tensors_of(path: ParameterPath, shape: tuple[int, ...], family: Family) -> ParameterTensors:
     parts = [family.renames.get(part, part) for part in map(str, path)]
     parts = [family.head, *parts[1:]] if parts[0] == "lm_head" else [family.body, *parts]
-    if "experts" not in parts:
+    if "experts" not in parts or family.stacked:
         return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
     at = parts.index("experts") + 1
     names = [".".join([*parts[:at], str(i), *parts[at:]]) for i in range(shape[0])]

@@ -104,7 +104,8 @@ def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> Decoder
 def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
     """Compares how many tensors there are with how many layers, before any layer is laid out."""
     experts = config.experts
-    matrices = 3 * experts.num * len(experts.layers) if experts else 0
+    several = experts is not None and not family_of(config).stacked
+    matrices = 3 * experts.num * len(experts.layers) if experts and several else 0
     least = _LEAST_IN_A_LAYER * config.num_layers + matrices
     if least > len(tensors):
         more = f" of which {len(experts.layers):,} have {experts.num:,} experts" if experts else ""
