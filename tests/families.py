@@ -168,6 +168,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         1,
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        2,
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+        2,
+    ),
+    "deepseek-v3-plain": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+        1,
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -203,6 +254,9 @@ def make_torch(name: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.eval()
 
 

@@ -209,6 +209,15 @@ def test_towers_are_kept_and_come_from_the_checkpoint(tmp_path):
         save_pretrained(Decoder(fresh, rngs=nnx.Rngs(0)), tmp_path / "fresh")
 
 
+def test_buffers_and_further_layers_are_written_as_they_were_read(tmp_path):
+    source = save(make_torch("glm4-moe"), tmp_path / "m", torch.bfloat16)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    further = {"model.layers.2.enorm.weight": np.arange(5, dtype=np.float32)}
+    rewrite(source, lambda t: t.update(further, **{bias: t[bias].astype(np.float32) + 2**-12}))
+    model = filled(load_pretrained(source), jnp.bfloat16)
+    check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
+
+
 def test_damaged_files_are_named(tmp_path):
     source = save(make_torch("llama"), tmp_path / "m", max_shard_size="20KB")
     shard = sorted(source.glob("*.safetensors"))[0]

@@ -113,7 +113,11 @@ def save_pretrained(
     if dtype not in _CODES:
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
     code = _CODES[dtype]
-    tensors = [_NamedTensor(name=n, array=a, code=code) for n, a in arrays.items()]
+    buffers = {n for e in parameter_tensors(config) if not e.trained for n in e.names}
+    tensors = [
+        _NamedTensor(name=n, array=a, code=_CODES[a.dtype.name] if n in buffers else code)
+        for n, a in arrays.items()
+    ]
     tensors += _kept(config, source)
     copied = _companions(source or config.source)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ Nothing here fixes a dtype: everything computes in that of the parameters it is 
 computes something else derives a class from one of these in its own file.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,10 @@ class Maker:
     def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
         """Returns a parameter that is one number everywhere."""
         return nnx.Param(jnp.full(shape, value, self.dtype))
+
+
+class Buffer(nnx.Variable):
+    """An array that is no parameter: files hold it, and nothing trains it."""
 
 
 class Linear(nnx.Module):
@@ -260,7 +264,7 @@ class Layer(nnx.Module):
         mixture: Class of its experts, where it has some.
     """
 
-    attention: ClassVar[type[Attention]] = Attention
+    attention: ClassVar[type[Any]] = Attention
     dense: ClassVar[type[MLP] | type[FusedMLP]] = MLP
     mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
