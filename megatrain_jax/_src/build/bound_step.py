@@ -19,23 +19,23 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.build.costs import collective_bytes, find_costs
+from megatrain_jax._src.build.activations import (
+    computed_again,
+    counted_activations,
+    last_read_by_task,
+)
+from megatrain_jax._src.build.costs import collective_bytes, find_costs, seconds_saved
+from megatrain_jax._src.build.lean import lean_residuals
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
-
-# Fewest bytes of an activation that is worth a transfer; smaller ones stay, not counted.
-_SMALL = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,9 +51,11 @@ class BoundStep:
         collectives: For each stage, bytes that each device receives from the others in its forward
             and in its backward, of all microbatches.
         metrics: Names of the metrics that the loss returns.
-        workload: The workload that the schedule was made for.
+        workload: The step as its schedule sees it, with all residuals that stages can keep.
+        lean: The same with the costliest residuals alone; None if no stage has any.
         schedule: The step's instructions: what moves and is computed when.
-        last_read: By op and stage, ids of the values that nothing reads afterwards.
+        last_read: By task, ids of the values that nothing reads after its stage, or nothing before
+            they are made again.
     """
 
     key: Hashable
@@ -64,8 +66,9 @@ class BoundStep:
     collectives: tuple[tuple[int, int], ...]
     metrics: tuple[str, ...]
     workload: Workload
+    lean: Workload | None
     schedule: Schedule
-    last_read: Mapping[tuple[Op, int], tuple[int, ...]]
+    last_read: Mapping[int, tuple[int, ...]]
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
@@ -76,6 +79,13 @@ class BoundStep:
                 pairs = zip(bound.groups, bound.mode.gradients, strict=True)
                 dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
         return dtypes
+
+    @functools.cached_property
+    def keeping(self) -> tuple[BoundStage, ...]:
+        """The stages with the residuals that they keep by the schedule, if it has them keep any."""
+        if not self.schedule.lean:
+            return self.stages
+        return tuple(dataclasses.replace(bound, residuals=bound.lean) for bound in self.stages)
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:
@@ -114,6 +124,7 @@ def bind_step(
     reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
+    span: int = 1,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -131,6 +142,7 @@ def bind_step(
         device_budget: Bytes that state, activations and residuals may take of the device; None
             for the least.
         hardware: Machine whose rates the schedule is made for.
+        span: Number of blocks of which all but one are computed again before their backward.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -140,16 +152,21 @@ def bind_step(
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
-    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
+    asked = hardware if training else None
+    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
     collectives = collective_bytes(bound, microbatches, num_devices)
-    activations, makes, reads = _counted_activations(program, microbatches, num_devices)
-    kept = [b.residuals.avals if b.residuals else () for b in bound]
-    residuals = (program.examples.num_bytes(avals, num_devices) for avals in kept)
+    activations, makes, reads = counted_activations(program, microbatches, num_devices)
+    each = microbatches / num_devices
+
+    def bytes_of(kept: Sequence[Residuals | None]) -> tuple[int, ...]:
+        rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
+        return tuple(microbatches * num_bytes for num_bytes in rows)
+
     workload = Workload(
         activations=activations,
         makes=makes,
         reads=reads,
-        residuals=tuple(microbatches * num_bytes for num_bytes in residuals),
+        residuals=bytes_of([b.residuals for b in bound]),
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -160,7 +177,13 @@ def bind_step(
         reduce_reads=reduce_reads,
         costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
     )
-    schedule = find_schedule(workload, device_budget)
+    if training:
+        workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
+    lean = None
+    if any(kept := [b.lean for b in bound]):
+        costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
+        lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
+    schedule = find_schedule(workload, device_budget, lean)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
         key=key,
@@ -171,8 +194,28 @@ def bind_step(
         collectives=collectives,
         metrics=metrics,
         workload=workload,
+        lean=lean,
         schedule=schedule,
-        last_read=_last_reads(instructions, stages, program),
+        last_read=last_read_by_task(instructions, stages, program),
+    )
+
+
+def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep:
+    """A training step with all but one of every `span` blocks computed again in its backward.
+
+    Args:
+        step: The step.
+        span: See `bind_step`.
+        device_budget: See `bind_step`.
+    """
+    stages = [bound.stage for bound in step.stages]
+    again = computed_again(step.workload, stages, span)
+    workload = dataclasses.replace(step.workload, again=again)
+    lean = step.lean and dataclasses.replace(step.lean, again=again)
+    schedule = find_schedule(workload, device_budget, lean)
+    last_read = last_read_by_task(schedule.cold, stages, step.program)
+    return dataclasses.replace(
+        step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
 
 
@@ -204,47 +247,20 @@ def _gradient_dtypes(
     )
 
 
-def _counted_activations(
-    program: Program, microbatches: int, num_devices: int
-) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """The activations that a schedule counts: values of some size that stages hand to stages.
-
-    Values that are the same on all devices are not: the host would have to hold them as often.
-
-    Returns:
-        Bytes on a device by id, for all microbatches, and for each stage the ids that it makes and
-        reads.
-    """
-    read = {i for stage in program.stages for i in stage.inputs}
-    made = {i for stage in program.stages for i in stage.outputs}
-    activations = {}
-    for i in sorted(read & made - set(program.outputs)):
-        if num_devices > 1 and i not in program.examples.values:
-            continue
-        num_bytes = microbatches * program.num_bytes(i, num_devices)
-        if num_bytes >= _SMALL and not jnp.issubdtype(program.values[i].dtype, jax.dtypes.extended):
-            activations[i] = num_bytes
-
-    def counted(ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(i for i in dict.fromkeys(ids) if i in activations)
-
-    makes = tuple(counted(stage.outputs) for stage in program.stages)
-    return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
-
-
 def _bind(
-    stages, grouping, layouts, gradients, fused, accumulate, training
+    stages, grouping, layouts, gradients, fused, accumulate, hardware: Hardware | None
 ) -> tuple[BoundStage, ...]:
     """Binds stages to groups, from the last to the first, as backward goes through them.
 
-    A backward adds to the gradients and cotangents that the backwards before it have made.
+    A backward adds to the gradients and cotangents that the backwards before it have made. Stages
+    of an evaluation, which has no `hardware`, keep no residuals.
     """
     group_of = grouping.group_of
     # Position of each leaf in its group.
     position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
     seen_groups: set[int] = set()
     sent: set[int] = set()
-    found: dict[Hashable, Residuals | None] = {}
+    found: dict[Hashable, tuple[Residuals | None, Residuals | None]] = {}
     bound: list[BoundStage] = []
     for s in range(len(stages) - 1, -1, -1):
         stage: Stage = stages[s]
@@ -253,7 +269,7 @@ def _bind(
             Slot(slab=groups.index(group_of[leaf]), leaf=position[leaf]) for leaf in stage.leaves
         )
         binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
-        mode, known, residuals = None, (), None
+        mode, known, residuals, lean = None, (), None, None
         if stage.has_backward:
             # A cotangent that was sent is added once, also to a value that the stage takes twice.
             existing = tuple(
@@ -272,12 +288,13 @@ def _bind(
             )
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
-            if training and not mode.give_outputs:
+            if hardware is not None and not mode.give_outputs:
                 # Tracing the two halves takes long; stages of one template share them.
                 like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
                 if like not in found:
-                    found[like] = find_residuals(stage)
-                residuals = found[like]
+                    every = find_residuals(stage)
+                    found[like] = every, lean_residuals(stage, every, hardware)
+                residuals, lean = found[like]
         bound.append(
             BoundStage(
                 stage=stage,
@@ -286,21 +303,7 @@ def _bind(
                 mode=mode,
                 sent=known,
                 residuals=residuals,
+                lean=lean,
             )
         )
     return tuple(bound[::-1])
-
-
-def _last_reads(instructions: Sequence[Instruction], stages, program: Program):
-    """By op and stage of a forward or backward, ids of the values that it is the last to read."""
-    last: dict[int, tuple[Op, int]] = {}
-    for instruction in instructions:
-        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:
-            for i in stages[instruction.stage].inputs:
-                last[i] = (instruction.op, instruction.stage)
-    out: dict[tuple[Op, int], list[int]] = {}
-    lasting = set(program.outputs)
-    for i, at in last.items():
-        if i not in lasting:
-            out.setdefault(at, []).append(i)
-    return {at: tuple(ids) for at, ids in out.items()}

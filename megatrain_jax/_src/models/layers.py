@@ -13,7 +13,16 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.moe import Experts, Routed, Weights, gated, mix, route, tally
+from megatrain_jax._src.models.moe import (
+    Experts,
+    Matrix,
+    Routed,
+    Weights,
+    gated,
+    mix,
+    route,
+    tally,
+)
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these
@@ -210,6 +219,10 @@ class ExpertMatrix(nnx.Module):
         """Makes the matrices."""
         self.weight = make.weight(num, dim_out, dim_in)
 
+    def __call__(self) -> Matrix:
+        """Returns all experts' matrices."""
+        return self.weight[...]
+
 
 class ExpertMatrices(nnx.Module):
     """The three matrices of all experts of one layer."""
@@ -252,7 +265,7 @@ class MixtureOfExperts(nnx.Module):
     def weights(self) -> Weights:
         """Returns what the experts compute with, each array with an axis of experts first."""
         e = self.experts
-        return e.gate_proj.weight[...], e.up_proj.weight[...], e.down_proj.weight[...]
+        return e.gate_proj(), e.up_proj(), e.down_proj()
 
 
 class Layer(nnx.Module):

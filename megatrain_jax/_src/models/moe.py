@@ -8,7 +8,7 @@ that of the experts chosen, whatever their number.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,24 @@ from jaxtyping import Array, Bool, Float, Int
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.activations import Activation
 
+
+class LowRank(NamedTuple):
+    """Matrices with low-rank terms beside them: `weight + b @ a`, which is never computed.
+
+    Attributes:
+        weight: A matrix of each expert, or of one.
+        a: The factor that is applied first.
+        b: The factor that is applied second.
+    """
+
+    weight: Float[Array, "*num out in"]
+    a: Float[Array, "*num rank in"]
+    b: Float[Array, "*num out rank"]
+
+
+Matrix = Float[Array, "*num out in"] | LowRank
 Weights = Any
-"""The arrays that all experts of a layer compute with, in a tuple; their first axis is experts."""
+"""What all experts of a layer, or one, compute with: arrays or matrices in a tuple."""
 
 Expert = Callable[[Float[Array, "rows width"], Weights], Float[Array, "rows width"]]
 """One expert: its result for rows, given its own part of the weights."""
@@ -192,13 +208,19 @@ def _slots(
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 
+def _product(x: Float[Array, "rows in"], matrix: Matrix) -> Float[Array, "rows out"]:
+    if isinstance(matrix, LowRank):
+        return x @ matrix.weight.T + (x @ matrix.a.T) @ matrix.b.T
+    return x @ matrix.T
+
+
 @cache
 def gated(activation: Activation) -> Expert:
     """Returns a gated MLP with this activation of the gate; its weights are gate, up and down."""
 
     def expert(x, matrices):
         gate, up, down = matrices
-        return (activation(x @ gate.T) * (x @ up.T)) @ down.T
+        return _product(activation(_product(x, gate)) * _product(x, up), down)
 
     return expert
 
