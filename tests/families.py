@@ -51,6 +51,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
+_MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -157,8 +158,85 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "ministral3": ("Ministral3", {"head_dim": 8, "rope_parameters": _MINISTRAL}, 1),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+            "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": False,
+        },
+        1,
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        2,
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+        2,
+    ),
+    "deepseek-v3-plain": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+        },
+        1,
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "swiglu_limit": 0.5,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+        2,
+    ),
 }
-_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration"}
+_CLASSES = {
+    "Mistral3": "Mistral3ForConditionalGeneration",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma3": "Gemma3ForConditionalGeneration",
+}
 
 
 def make_torch(name: str, **changes: Any) -> Any:
@@ -173,9 +251,12 @@ def make_torch(name: str, **changes: Any) -> Any:
     cls = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.eval()
 
 
@@ -185,11 +266,13 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
-        name = name.replace("model.language_model.", "language_model.model.")
+        if "language_model" in next(iter(arrays)) or "vision" in next(iter(arrays)):
+            name = name.replace("model.language_model.", "language_model.model.")
+            name = name.replace("lm_head.", "language_model.lm_head.")
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         base, _, last = name.rpartition(".")
-        if last not in ("gate_up_proj", "down_proj"):
+        if last not in ("gate_up_proj", "down_proj") or model.config.model_type == "gpt_oss":
             found[name] = array
             continue
         for e, matrix in enumerate(array):

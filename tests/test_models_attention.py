@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from megatrain_jax._src.models import moe
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import mark
-from megatrain_jax._src.models.moe import balancing_loss, mix, route, tally
+from megatrain_jax._src.models.moe import balancing_loss, gated, mix, route, tally
 from megatrain_jax.models import Experts, attention
 
 
@@ -154,7 +154,7 @@ def test_experts_give_what_all_of_them_give_picked(num, per_token, tokens):
         return jax.jit(jax.value_and_grad(call, (0, 1, 2)))(x, logits, weights)
 
     def ours(x, chosen, shares, weights):
-        return mix(x, chosen, shares, weights, ACTIVATIONS["silu"])
+        return mix(x, chosen, shares, weights, gated(ACTIVATIONS["silu"]))
 
     for a, b in zip(
         jax.tree.leaves(total(ours)), jax.tree.leaves(total(mixed_densely)), strict=True

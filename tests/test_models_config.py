@@ -1,6 +1,7 @@
 """Configurations as they are found: older forms, and options that nobody honours."""
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatrain_jax._src.models.names import parameter_tensors
 from megatrain_jax._src.models.rotary import cos_sin_tables
-from megatrain_jax.models import DecoderConfig, Experts, Rope
+from megatrain_jax.models import DecoderConfig, Rope
 from published import PUBLISHED
 
 LLAMA = {
@@ -131,6 +132,10 @@ _FULL: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "olmo2": {},
+    "ministral3": {},
+    "gpt_oss": {},
+    "glm4_moe": {},
+    "deepseek_v3": {"num_key_value_heads": 32},
     "qwen2_moe": _WINDOWS,
     "glm4": {},
     "phi": {},
@@ -194,7 +199,7 @@ def test_stretched_wavelengths_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, "`model_type` = 'gpt2' isn't supported; these are: gemma2"),
+        ({"model_type": "gpt2"}, "`model_type` = 'gpt2' isn't supported; these are: deepseek_v3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
@@ -228,17 +233,19 @@ def test_configurations_of_released_checkpoints(name):
             DecoderConfig.from_hf(values)
     config = DecoderConfig.from_hf(values, ignore=ignored)
     # Layers of a kind have equally many parameters.
-    few = dataclasses.replace(config, num_layers=2, windows=(), unrotated=(), experts=two(config))
+    sparse = config.experts.layers if config.experts else ()
+    # The first of two layers has no experts if the first of all has none.
+    kinds = (0, 1) if 0 in sparse else (1,)
+    experts = config.experts and dataclasses.replace(config.experts, layers=kinds)
+    few = dataclasses.replace(config, num_layers=2, windows=(), unrotated=(), experts=experts)
     entries = parameter_tensors(few)
-    total = sum(np.prod(entry.shape) for entry in entries)
-    # All others have as many parameters as the second.
-    second = sum(np.prod(e.shape) for e in entries if e.path[:2] == ("layers", 1))
-    total += (config.num_layers - 2) * second
-    assert round(total / 1e6) == millions
 
+    def size(layer: int) -> int:
+        return sum(math.prod(e.shape) for e in entries if e.path[:2] == ("layers", layer))
 
-def two(config: DecoderConfig) -> Experts | None:
-    return config.experts and dataclasses.replace(config.experts, layers=(0, 1))
+    total = sum(math.prod(e.shape) for e in entries if e.path[0] != "layers")
+    others = config.num_layers - len(sparse)
+    assert round((total + others * size(0) + len(sparse) * size(1)) / 1e6) == millions
 
 
 def test_unknown_fields_may_be_ignored_by_name():

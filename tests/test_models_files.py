@@ -49,8 +49,9 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
         read = (json.loads((path / file).read_text()) for path in (folder, source))
         assert next(read) == next(read)
     if dtype == "float32":
-        with torch.no_grad():
-            again = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        read, found = type(reference).from_pretrained(folder, output_loading_info=True)
+        assert not found["missing_keys"] and not found["unexpected_keys"]
+        again = read.state_dict()
         for key, value in reference.state_dict().items():
             assert torch.equal(value, again[key]), key
 
@@ -206,6 +207,15 @@ def test_towers_are_kept_and_come_from_the_checkpoint(tmp_path):
     fresh = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
     with pytest.raises(ValueError, match="a gemma3 has parts beside the decoder"):
         save_pretrained(Decoder(fresh, rngs=nnx.Rngs(0)), tmp_path / "fresh")
+
+
+def test_buffers_and_further_layers_are_written_as_they_were_read(tmp_path):
+    source = save(make_torch("glm4-moe"), tmp_path / "m", torch.bfloat16)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    further = {"model.layers.2.enorm.weight": np.arange(5, dtype=np.float32)}
+    rewrite(source, lambda t: t.update(further, **{bias: t[bias].astype(np.float32) + 2**-12}))
+    model = filled(load_pretrained(source), jnp.bfloat16)
+    check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
 
 
 def test_damaged_files_are_named(tmp_path):

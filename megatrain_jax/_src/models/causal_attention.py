@@ -41,6 +41,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     piece: int | None = None,
 ) -> Queries:
     """Attends from each token to itself and those before it.
@@ -53,6 +54,7 @@ def attention(
         window: Number of tokens that one attends to, with itself; None for all.
         softcap: Scores become `softcap * tanh(score / softcap)`.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
+        sinks: Score of a key for each head that every query sees and whose value is zero.
         piece: Number of queries computed at a time where cuDNN isn't used; None for what a
             quarter of a GiB holds the scores of.
 
@@ -64,12 +66,16 @@ def attention(
         ValueError: If shapes don't fit together, or a number is out of bounds.
     """
     _check(q, k, v, segments)
+    if sinks is not None:
+        check_array("sinks", sinks, "(heads,)", num_axes=1)
+        if sinks.shape != q.shape[2:3]:
+            raise ValueError(f"`sinks` has shape {sinks.shape}, not {q.shape[2:3]} of `q`")
     _check_options(window=window, piece=piece, softcap=softcap, scale=scale)
     length, head_dim = q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if window is not None and window >= length:
         window = None
-    if softcap is None and _fits_cudnn(q, packed=segments is not None):
+    if softcap is None and sinks is None and _fits_cudnn(q, packed=segments is not None):
         if segments is not None:
             q, k, v = mark(q, k, v, segments, scale)
         mixed = jax.nn.dot_product_attention(
@@ -84,12 +90,12 @@ def attention(
         return mixed[..., :head_dim]
     piece = min(piece or _piece(q.shape), length)
     spans = tuple(_spans(length, piece))
-    return _in_spans(q, k, v, segments, spans, piece, window, softcap, scale)
+    return _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
 
 
 # A model's layers are traced once: all but the first find what this one gave.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
-def _in_spans(q, k, v, segments, spans, piece, window, softcap, scale) -> Queries:
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
+def _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale) -> Queries:
     """Attends from the queries of each span to the keys that it needs; see `attention`."""
     attended = []
     for start, stop in spans:
@@ -98,7 +104,7 @@ def _in_spans(q, k, v, segments, spans, piece, window, softcap, scale) -> Querie
         owners = None if segments is None else (segments[:, start:stop], segments[:, first:stop])
 
         def attend(rows, owners, at, keys=keys, first=first):
-            return _attend(rows, keys, owners, at - first, window, softcap, scale)
+            return _attend(rows, keys, owners, at - first, window, softcap, scale, sinks)
 
         attended.append(_by_piece(attend, q[:, start:stop], owners, start, piece))
     return attended[0] if len(attended) == 1 else jnp.concatenate(attended, axis=1)
@@ -215,7 +221,7 @@ def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
     return jnp.moveaxis(out, 0, 1).reshape(rows, count * piece, *q.shape[2:])[:, :length]
 
 
-def _attend(q, keys, owners, offset, window, softcap, scale) -> Queries:
+def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
     """Attends from queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
 
     Args:
@@ -226,6 +232,7 @@ def _attend(q, keys, owners, offset, window, softcap, scale) -> Queries:
         window: See `attention`.
         softcap: See `attention`.
         scale: See `attention`.
+        sinks: See `attention`.
     """
     k, v = keys
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
@@ -244,5 +251,9 @@ def _attend(q, keys, owners, offset, window, softcap, scale) -> Queries:
         seen = seen[:, None, None]
     # Finite, since a query behind the end may see nothing.
     scores = jnp.where(seen, scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        column = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     return jnp.einsum("bkgmn,bnkh->bmkgh", weights, v).reshape(q.shape)

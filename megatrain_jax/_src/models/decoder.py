@@ -18,7 +18,7 @@ from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
 from megatrain_jax._src.models.layers import Layer, Linear, Maker, make_norm
 from megatrain_jax._src.models.moe import balancing_loss
-from megatrain_jax._src.models.rotary import cos_sin_tables
+from megatrain_jax._src.models.rotary import rotation
 
 Integers = Integer[Array | np.ndarray, "rows length"]
 
@@ -130,10 +130,10 @@ class Decoder(nnx.Module):
             scale = self.config.hidden_size**0.5 if scale is True else scale
             x = x * jnp.asarray(scale, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
-        cos_sin = {rope: rope and cos_sin_tables(rope, positions) for rope in dict.fromkeys(ropes)}
+        rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
         for layer, rope in zip(self.layers, ropes, strict=True):
-            x, tally = layer(x, cos_sin[rope], segments)
+            x, tally = layer(x, rotations[rope], segments)
             tallies += [] if tally is None else [tally]
         x = self.norm(x)
         if self.config.logit_scale != 1.0:

@@ -72,7 +72,7 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     source: str | PathLike[str] | None = None,
 ) -> Path:
-    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Writes a folder that the family's class in Transformers loads, as their Auto classes do.
 
     Where matrices have adapters (`models.lora`), their products are added to them, one matrix at a
     time and in fp32, and rounded once; `save_lora` writes the adapters alone.
@@ -116,7 +116,11 @@ def save_pretrained(
     if dtype not in _CODES:
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
     code = _CODES[dtype]
-    tensors = [_NamedTensor(name=n, array=a, code=code) for n, a in arrays.items()]
+    buffers = {n for e in parameter_tensors(config) if not e.trained for n in e.names}
+    tensors = [
+        _NamedTensor(name=n, array=a, code=_CODES[a.dtype.name] if n in buffers else code)
+        for n, a in arrays.items()
+    ]
     tensors += _kept(config, source)
     copied = _companions(source or config.source)
     with unfinished(folder) as at:

@@ -22,6 +22,7 @@ class Family:
             parameter's path, such as `mlp`, to the part of a tensor's name, `block_sparse_moe`.
         body: How the names of all tensors begin in the files, but those of the head.
         head: How the names of the head's tensors begin.
+        stacked: Whether the files hold the experts of a layer as one tensor, too.
         kept: How the names of tensors begin that are no part of the decoder, such as those of a
             vision tower: they are not trained, and written as they were read. `{num_layers}`
             stands for the number of layers.
@@ -34,6 +35,7 @@ class Family:
     renames: Mapping[str, str] = field(default_factory=dict)
     body: str = "model"
     head: str = "lm_head"
+    stacked: bool = False
     kept: tuple[str, ...] = ()
     multimodal: bool = False
 

@@ -118,6 +118,7 @@ def rope(
     kinds: Mapping[str, str] = KINDS,
     share: float | None = None,
     interleaved: bool = False,
+    parameters: dict[str, Any] | None = None,
 ) -> Rope:
     """Returns the rotary embedding of `rope_parameters`, or of `rope_scaling` and `rope_theta`.
 
@@ -129,8 +130,10 @@ def rope(
         kinds: See `read_rope`.
         share: Default of `partial_rotary_factor` in a family that may rotate a part of each head.
         interleaved: See `Rope`.
+        parameters: What stands for both fields where the family has read them.
     """
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    values = values if parameters is None else parameters
     fields.take("rope_parameters", None)
     theta = fields.take("rope_theta", theta)
     given = fields.take("partial_rotary_factor", None)
@@ -227,6 +230,7 @@ def experts(
     normalize: bool,
     layers: tuple[int, ...],
     shared_size: int | None = None,
+    balance: float | None = None,
 ) -> Experts | None:
     """Returns the experts of these layers, None if there are no such layers.
 
@@ -239,10 +243,11 @@ def experts(
         normalize: Whether the chosen experts' probabilities are divided by their sum.
         layers: Numbers of the layers with experts.
         shared_size: The width inside the expert that all tokens share.
+        balance: Factor of the balancing loss; None for that of `router_aux_loss_coef`.
     """
     second = fields.integer(names[1], None)
     num = fields.integer(names[0], None) or second or num
-    balance = fields.number("router_aux_loss_coef", 0.001, least=0)
+    weight = fields.number("router_aux_loss_coef", 0.001, least=0) if balance is None else balance
     per_token = fields.integer("num_experts_per_tok", per_token)
     if not layers:
         return None
@@ -253,7 +258,7 @@ def experts(
         normalize=normalize,
         layers=layers,
         shared_size=shared_size,
-        balance_weight=balance,
+        balance_weight=weight,
     )
 
 

@@ -4,7 +4,7 @@ Nothing here fixes a dtype: everything computes in that of the parameters it is 
 computes something else derives a class from one of these in its own file.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,22 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.moe import Experts, Matrix, mix, route, tally
-from megatrain_jax._src.models.rotary import CosSin, rotate
+from megatrain_jax._src.models.moe import (
+    Experts,
+    Matrix,
+    Routed,
+    Weights,
+    gated,
+    mix,
+    route,
+    tally,
+)
+from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these
     from megatrain_jax._src.models.config import DecoderConfig
 
+Heads = Float[Array, "rows length heads head_dim"]
 Projected = tuple[
     Float[Array, "rows length heads*head_dim"],
     Float[Array, "rows length kv_heads*head_dim"],
@@ -42,6 +52,10 @@ class Maker:
     def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
         """Returns a parameter that is one number everywhere."""
         return nnx.Param(jnp.full(shape, value, self.dtype))
+
+
+class Buffer(nnx.Variable):
+    """An array that is no parameter: files hold it, and nothing trains it."""
 
 
 class Linear(nnx.Module):
@@ -123,16 +137,23 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin | None,
+        rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> Float[Array, "rows length width"]:
         """Attends within rows, and within documents where `segments` numbers them."""
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if cos_sin is not None:
-            q, k = (rotate(y, cos_sin, interleaved=self.interleaved) for y in (q, k))
-        mixed = attention(
+        if rotation is not None:
+            q, k = self.rotate(q, k, rotation)
+        mixed = self.attend(q, k, v, segments)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+    def attend(
+        self, q: Heads, k: Heads, v: Heads, segments: Integer[Array, "rows length"] | None
+    ) -> Heads:
+        """Returns for each query the mean of values, weighted by how well their keys fit."""
+        return attention(
             q,
             k,
             v,
@@ -141,7 +162,13 @@ class Attention(nnx.Module):
             softcap=self.softcap,
             scale=self.scale,
         )
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+    def rotate(self, q: Heads, k: Heads, rotation: Rotation) -> tuple[Heads, Heads]:
+        """Returns queries and keys at their positions."""
+        q, k = (rotate(y, rotation.cos_sin, interleaved=self.interleaved) for y in (q, k))
+        if rotation.query_scale is not None:
+            q = q * rotation.query_scale[:, :, None, None].astype(q.dtype)
+        return q, k
 
     def project(self, x: Float[Array, "rows length width"]) -> Projected:
         """Returns queries, keys and values with the heads of each side by side."""
@@ -213,7 +240,8 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
-        self.settings, self.activation = experts, ACTIVATIONS[config.activation]
+        self.settings = experts
+        self.expert = gated(ACTIVATIONS[config.activation])
         self.gate = Linear(config.hidden_size, experts.num, make)
         self.experts = ExpertMatrices(experts, config.hidden_size, make)
 
@@ -225,12 +253,19 @@ class MixtureOfExperts(nnx.Module):
         Tokens of segment 0 are padding and don't count in the tally.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        chosen, shares, probabilities = route(self.gate(tokens), self.settings)
-        e = self.experts
-        weights = e.gate_proj(), e.up_proj(), e.down_proj()
-        mixed = mix(tokens, chosen, shares, weights, self.activation)
+        chosen, shares, probabilities = self.route(tokens)
+        mixed = mix(tokens, chosen, shares, self.weights(), self.expert)
         counted = None if segments is None else segments.reshape(-1) != 0
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
+
+    def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
+        """Returns the experts of each token, their shares, and the probabilities of all."""
+        return route(self.gate(tokens), self.settings)
+
+    def weights(self) -> Weights:
+        """Returns what the experts compute with, each array with an axis of experts first."""
+        e = self.experts
+        return e.gate_proj(), e.up_proj(), e.down_proj()
 
 
 class Layer(nnx.Module):
@@ -242,7 +277,7 @@ class Layer(nnx.Module):
         mixture: Class of its experts, where it has some.
     """
 
-    attention: ClassVar[type[Attention]] = Attention
+    attention: ClassVar[type[Any]] = Attention
     dense: ClassVar[type[MLP] | type[FusedMLP]] = MLP
     mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
 
@@ -271,11 +306,11 @@ class Layer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin | None,
+        rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
-        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
+        y = self.self_attn(self.input_layernorm(x), rotation, segments)
         if self.sandwich:
             x = x + self.post_attention_layernorm(y)
             y = self.pre_feedforward_layernorm(x)

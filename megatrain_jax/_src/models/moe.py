@@ -5,9 +5,10 @@ sorted by expert into blocks of one expert each, and a loop goes over the blocks
 that of the experts chosen, whatever their number.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,16 @@ class LowRank(NamedTuple):
 
 
 Matrix = Float[Array, "*num out in"] | LowRank
-Weights = tuple[Matrix, Matrix, Matrix]
-"""The matrices of all experts of a layer, or of one expert: gate, up, down."""
+Weights = Any
+"""What all experts of a layer, or one, compute with: arrays or matrices in a tuple."""
+
+Expert = Callable[[Float[Array, "rows width"], Weights], Float[Array, "rows width"]]
+"""One expert: its result for rows, given its own part of the weights."""
+
+Routed = tuple[
+    Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
+]
+"""The experts chosen for each token; their shares in fp32; the probabilities of all in fp32."""
 
 _MAX_BLOCK = 1024
 
@@ -78,11 +87,7 @@ class Experts:
             )
 
 
-def route(
-    logits: Float[Array, "tokens num"], experts: Experts
-) -> tuple[
-    Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
-]:
+def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
     """Chooses the experts of each token.
 
     Args:
@@ -137,7 +142,7 @@ def mix(
     chosen: Int[Array, "tokens per_token"],
     shares: Float[Array, "tokens per_token"],
     weights: Weights,
-    activation: Activation,
+    expert: Expert,
 ) -> Float[Array, "tokens width"]:
     """Passes each token through its experts and adds their results.
 
@@ -148,8 +153,8 @@ def mix(
         x: The tokens.
         chosen: The experts of each token.
         shares: Factor of each expert's result.
-        weights: Matrices of all experts.
-        activation: Function of the gate's product.
+        weights: What all experts compute with.
+        expert: What one computes; the same function for all layers, such as `gated` gives.
 
     Returns:
         The dtype of `x`; shares and sums are in fp32.
@@ -164,7 +169,7 @@ def mix(
     source = source.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32) // per_token)
     padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
     blocks = padded[source].reshape(experts.size, block, x.shape[1])
-    out = jnp.reshape(_blocks_mlp(activation, blocks, experts, weights), (-1, x.shape[1]))
+    out = jnp.reshape(_blocks_mlp(expert, blocks, experts, weights), (-1, x.shape[1]))
     mixed = out[slots].reshape(tokens, per_token, -1).astype(jnp.float32) * shares[..., None]
     return mixed.sum(1).astype(x.dtype)
 
@@ -209,49 +214,54 @@ def _product(x: Float[Array, "rows in"], matrix: Matrix) -> Float[Array, "rows o
     return x @ matrix.T
 
 
-def _mlp(
-    activation: Activation, x: Float[Array, "rows width"], matrices: Weights
-) -> Float[Array, "rows width"]:
-    gate, up, down = matrices
-    return _product(activation(_product(x, gate)) * _product(x, up), down)
+@cache
+def gated(activation: Activation) -> Expert:
+    """Returns a gated MLP with this activation of the gate; its weights are gate, up and down."""
+
+    def expert(x, matrices):
+        gate, up, down = matrices
+        return _product(activation(_product(x, gate)) * _product(x, up), down)
+
+    return expert
 
 
-def _of(weights: Weights, expert: Int[Array, ""]) -> Weights:
-    def slice_of(stack: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(stack, expert, keepdims=False)
+def _of(weights: Weights, number: Int[Array, ""]) -> Weights:
+    def one(array):
+        return jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
 
-    return jax.tree.map(slice_of, weights)
+    return jax.tree.map(one, weights)
 
 
 # The derivative that JAX finds for a loop would add a gradient of all experts for every block.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocks_mlp(
-    activation: Activation,
+    expert: Expert,
     blocks: Float[Array, "blocks rows width"],
     experts: Int[Array, " blocks"],
     weights: Weights,
 ) -> Float[Array, "blocks rows width"]:
-    """Passes each block through the MLP of its expert."""
+    """Passes each block through its expert."""
 
     def step(item):
-        x, expert = item
-        return _mlp(activation, x, _of(weights, expert))
+        x, number = item
+        return expert(x, _of(weights, number))
 
     return jax.lax.map(step, (blocks, experts))
 
 
-def _forward(activation, blocks, experts, weights):
-    return _blocks_mlp(activation, blocks, experts, weights), (blocks, experts, weights)
+def _forward(expert, blocks, experts, weights):
+    return _blocks_mlp(expert, blocks, experts, weights), (blocks, experts, weights)
 
 
-def _backward(activation, saved, cotangents):
+def _backward(expert, saved, cotangents):
     blocks, experts, weights = saved
 
     def step(sums, item):
-        x, expert, cotangent = item
-        _, transposed = jax.vjp(partial(_mlp, activation), x, _of(weights, expert))
+        x, number, cotangent = item
+        _, transposed = jax.vjp(expert, x, _of(weights, number))
         dx, dweights = transposed(cotangent)
-        return jax.tree.map(lambda s, d: s.at[expert].add(d.astype(s.dtype)), sums, dweights), dx
+        added = jax.tree.map(lambda s, d: s.at[number].add(d.astype(s.dtype)), sums, dweights)
+        return added, dx
 
     # Several blocks of one expert add up: in fp32, as one long product would.
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)

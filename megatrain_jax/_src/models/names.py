@@ -4,7 +4,7 @@ Names differ in a prefix, and in what a family renames. Experts are one tensor e
 and one stack in the model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from flax import nnx
@@ -14,6 +14,7 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.families.llama import LLAMA
 from megatrain_jax._src.models.families.registry import FAMILIES
 from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.layers import Buffer
 
 ParameterPath = tuple[str | int, ...]
 
@@ -27,12 +28,14 @@ class ParameterTensors:
         shape: The parameter's shape.
         names: The tensors in the files: one, or one for each expert.
         stacked: Whether the tensors are stacked along a new first axis.
+        trained: Whether it is a parameter, and not a buffer.
     """
 
     path: ParameterPath
     shape: tuple[int, ...]
     names: tuple[str, ...]
     stacked: bool
+    trained: bool = True
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -41,10 +44,11 @@ class ParameterTensors:
 
 
 def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
-    """Returns the parameters of a decoder with their tensors, without making any array."""
+    """Returns the parameters and buffers of a decoder with their tensors, without any array."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    family = family_of(config)
-    return tuple(_tensors_of(path, value.shape, family) for path, value in leaves(model))
+    family, buffers = family_of(config), dict(_flat(model, Buffer))
+    found = [_tensors_of(path, value.shape, family) for path, value in leaves(model)]
+    return tuple(replace(entry, trained=entry.path not in buffers) for entry in found)
 
 
 def family_of(config: DecoderConfig) -> Family:
@@ -53,21 +57,25 @@ def family_of(config: DecoderConfig) -> Family:
 
 
 def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
-    """Returns paths and values of a decoder's parameters; the values may be shapes only."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    """Returns paths and values of a decoder's parameters and buffers, which may be shapes only."""
+    return [*_flat(model, nnx.Param), *_flat(model, Buffer)]
+
+
+def _flat(model: Decoder, kind: type[nnx.Variable]) -> list[tuple[ParameterPath, jax.Array]]:
+    flat = nnx.to_flat_state(nnx.state(model, kind))
     return [(tuple(path), variable.get_value()) for path, variable in flat]  # type: ignore[misc]
 
 
 def others(model: Decoder) -> list[ParameterPath]:
-    """Returns the paths of a model's variables beside parameters; random keys don't count."""
-    kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate)))
+    """Returns the paths of a model's other variables; random keys don't count."""
+    kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, Buffer, nnx.RngState, nnx.Intermediate)))
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 
 
 def _tensors_of(path: ParameterPath, shape: tuple[int, ...], family: Family) -> ParameterTensors:
     parts = [family.renames.get(part, part) for part in map(str, path)]
     parts = [family.head, *parts[1:]] if parts[0] == "lm_head" else [family.body, *parts]
-    if "experts" not in parts:
+    if "experts" not in parts or family.stacked:
         return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
     at = parts.index("experts") + 1
     names = [".".join([*parts[:at], str(i), *parts[at:]]) for i in range(shape[0])]

@@ -12,7 +12,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import decoder_of, new_folder, unfinished
 from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules
-from megatrain_jax._src.models.names import ParameterTensors, parameter_tensors
+from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
 from megatrain_jax._src.models.tensors import DTYPES
 
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
@@ -41,7 +41,8 @@ def save_lora(
 
     Raises:
         TypeError: If an argument has another type, or the trainer trains another model.
-        ValueError: If the decoder has no adapters, or the dtype is another.
+        ValueError: If the decoder has no adapters, is a part of a multimodal model, or the dtype is
+            another.
         FileExistsError: If there is something in `folder`.
     """
     if not isinstance(dtype, str) or dtype not in _DTYPES:
@@ -51,6 +52,11 @@ def save_lora(
     modules = dict(adapted_modules(model))
     if not modules:
         raise ValueError("`trainer` has no adapters to save; save_pretrained writes whole models")
+    if family_of(model.config).multimodal:
+        raise ValueError(
+            f"`trainer` trains the decoder of a {model.config.family}, whose modules PEFT knows by "
+            "other names than its files; save_pretrained writes the model with its adapters merged"
+        )
     weights = (p for p in parameter_tensors(model.config) if p.path[-1] == "weight")
     named = {parameter.path[:-1]: parameter for parameter in weights}
     tensors = {

@@ -7,13 +7,20 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regular_file
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.hf_fields import as_ignored
-from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
+from megatrain_jax._src.models.names import (
+    ParameterPath,
+    ParameterTensors,
+    family_of,
+    parameter_tensors,
+)
 from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, same, some
 
 # Two norms, attention's two matrices, and a router at least or an MLP.
@@ -25,7 +32,7 @@ class Pretrained:
     """A checkpoint that can be trained on: ``fit(p.model, ..., params=p.params)``.
 
     Attributes:
-        model: Function that builds the decoder, with fresh parameters.
+        model: Function that builds the decoder, with fresh parameters and the checkpoint's buffers.
         params: The checkpoint's parameters as nested dicts that follow the decoder's paths. Each
             leaf has a shape and a dtype, and reads its numbers when it becomes an array.
         config: The decoder's shape and options.
@@ -61,20 +68,35 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     wanted = parameter_tensors(config)
     _check(folder, config, wanted, tensors)
     params: dict[str | int, Any] = {}
+    buffers: dict[ParameterPath, LazyArray] = {}
     for parameter in wanted:
         parts = tuple(tensors[name] for name in parameter.names)
+        array = LazyArray(parts, stacked=parameter.stacked)
+        if not parameter.trained:
+            buffers[parameter.path] = array
+            continue
         at = params
         for key in parameter.path[:-1]:
             at = at.setdefault(key, {})
-        at[parameter.path[-1]] = LazyArray(parts, stacked=parameter.stacked)
+        at[parameter.path[-1]] = array
     saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
     dtype = DTYPES[saved.most_common(1)[0][0]].name
     config = replace(config, source=str(folder.resolve()), saved_dtype=dtype)
 
     def model() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0))
+        decoder = Decoder(config, rngs=nnx.Rngs(0))
+        for path, array in buffers.items():
+            _variable(decoder, path).set_value(jnp.asarray(np.asarray(array)))
+        return decoder
 
     return Pretrained(model=model, params=params, config=config, folder=folder)
+
+
+def _variable(model: Decoder, path: ParameterPath) -> nnx.Variable:
+    at: Any = model
+    for key in path:
+        at = at[key] if isinstance(key, int) else getattr(at, key)
+    return at
 
 
 def _read_config(folder: Path, ignore: Sequence[str]) -> DecoderConfig:
@@ -104,7 +126,8 @@ def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> Decoder
 def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
     """Compares how many tensors there are with how many layers, before any layer is laid out."""
     experts = config.experts
-    matrices = 3 * experts.num * len(experts.layers) if experts else 0
+    several = experts is not None and not family_of(config).stacked
+    matrices = 3 * experts.num * len(experts.layers) if experts and several else 0
     least = _LEAST_IN_A_LAYER * config.num_layers + matrices
     if least > len(tensors):
         more = f" of which {len(experts.layers):,} have {experts.num:,} experts" if experts else ""

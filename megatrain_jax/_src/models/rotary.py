@@ -6,7 +6,7 @@ the layers, since they are small enough to stay on the device while layers strea
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,19 @@ from megatrain_jax._src.common import checks
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
 """Cosines and sines of the angles by which the pairs of a head are rotated."""
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of the tokens of a call; rows may be 1.
+
+    Attributes:
+        cos_sin: From `cos_sin_tables`.
+        query_scale: Factors of the queries, (rows, length), where they follow from positions.
+    """
+
+    cos_sin: CosSin
+    query_scale: Float[Array, "rows length"] | None
+
 
 _KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _ABOVE_ZERO = (
@@ -52,6 +65,8 @@ class Rope:
         short_factors: For "longrope" (https://arxiv.org/abs/2402.13753): dim / 2 divisors.
         long_factors: The same for texts longer than `original_length`.
         interleaved: Whether a pair is two neighbours, and not dimensions i and i + dim / 2.
+        query_growth: Queries at position p get the factor
+            1 + query_growth * log(1 + floor(p / original_length)).
     """
 
     dim: int
@@ -69,6 +84,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     interleaved: bool = False
+    query_growth: float = 0.0
 
     def __post_init__(self):
         """Checks each number, and that the kind has what it needs."""
@@ -82,6 +98,9 @@ class Rope:
                 checks.integer(name, getattr(self, name), least=0)
         checks.boolean("truncate", self.truncate)
         checks.boolean("interleaved", self.interleaved)
+        checks.number("query_growth", self.query_growth, least=0)
+        if self.query_growth and not self.original_length:
+            raise ValueError("a Rope with `query_growth` needs `original_length`")
         for name in ("short_factors", "long_factors"):
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(checks.refused(name, "a tuple of numbers", getattr(self, name)))
@@ -121,6 +140,16 @@ def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows leng
     """
     angles = positions[..., None].astype(jnp.float32) * _frequencies(rope, positions)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotation(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) -> Rotation:
+    """Returns the rotary embedding of tokens at these positions, in fp32."""
+    scale = None
+    if rope.query_growth:
+        assert rope.original_length
+        spans = jnp.floor(positions / rope.original_length)
+        scale = 1 + rope.query_growth * jnp.log1p(spans.astype(jnp.float32))
+    return Rotation(cos_sin_tables(rope, positions), scale)
 
 
 def rotate(

@@ -9,7 +9,7 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Layer, Maker
-from megatrain_jax._src.models.rotary import CosSin
+from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -37,11 +37,11 @@ class GraniteLayer(Layer):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin | None,
+        rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
         """Returns the layer's result, and the tally of its experts' load if it has experts."""
-        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
+        y = self.self_attn(self.input_layernorm(x), rotation, segments)
         x = x + y * self.residual_scale
         y, tally = self.feed_forward(self.post_attention_layernorm(x), segments)
         return x + y * self.residual_scale, tally

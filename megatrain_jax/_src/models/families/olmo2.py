@@ -12,7 +12,7 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import MLP, Attention, Layer, Maker, Projected, RMSNorm
-from megatrain_jax._src.models.rotary import CosSin
+from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -50,11 +50,11 @@ class Olmo2Layer(Layer):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin | None,
+        rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], None]:
         """Returns the layer's result; there are no experts whose load it could tally."""
-        x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, segments))
+        x = x + self.post_attention_layernorm(self.self_attn(x, rotation, segments))
         return x + self.post_feedforward_layernorm(self.mlp(x)), None
 
 

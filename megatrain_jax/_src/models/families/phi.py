@@ -10,7 +10,7 @@ from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.layers import Attention, Layer, Linear, Maker, make_norm
-from megatrain_jax._src.models.rotary import CosSin
+from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:
     from megatrain_jax._src.models.config import DecoderConfig
@@ -42,12 +42,12 @@ class PhiLayer(Layer):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin | None,
+        rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], None]:
         """Returns the layer's result; there are no experts whose load it could tally."""
         y = self.input_layernorm(x)
-        return self.self_attn(y, cos_sin, segments) + self.mlp(y) + x, None
+        return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None
 
 
 def _read(fields: Fields) -> dict[str, Any]:

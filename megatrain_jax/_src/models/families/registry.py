@@ -3,11 +3,15 @@
 A new family is a file beside this one, and a line here.
 """
 
+from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
+from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
+from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
 from megatrain_jax._src.models.families.granite import GRANITE
 from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from megatrain_jax._src.models.families.mistral import MISTRAL
 from megatrain_jax._src.models.families.mixtral import MIXTRAL
 from megatrain_jax._src.models.families.olmo2 import OLMO2
@@ -24,13 +28,18 @@ from megatrain_jax._src.models.family import Family
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        DEEPSEEK_V3,
         GEMMA2,
         GEMMA3,
         GEMMA3_MULTIMODAL,
         GLM4,
+        GLM4_MOE,
+        GPT_OSS,
         GRANITE,
         LLAMA,
+        MINISTRAL3,
         MISTRAL,
+        MISTRAL3,
         MIXTRAL,
         OLMO2,
         OLMO3,

@@ -1,0 +1,165 @@
+"""DeepSeek V3 and R1, Moonlight: latent attention, and experts as in GLM 4.5.
+
+Keys and values of all heads come from one narrow vector a token, the latent
+(https://arxiv.org/abs/2405.04434, section 2.1), beside a rotated part of the keys that heads share.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.causal_attention import attention
+from megatrain_jax._src.models.families import glm4_moe
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import Linear, Maker, RMSNorm
+from megatrain_jax._src.models.rotary import Rotation, rotate
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.models.config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekOptions(glm4_moe.GroupedRouting):
+    """The sizes of latent attention, beside how experts are chosen.
+
+    Attributes:
+        query_rank: Width of the queries' own latent; None for queries without one.
+        latent_rank: Width of the latent of keys and values.
+        plain_dim: Width of a head's queries and keys that doesn't rotate.
+        rotated_dim: Width that rotates; the keys' is the same for all heads.
+        value_dim: Width of a head's values, at most that of its keys.
+    """
+
+    query_rank: int | None
+    latent_rank: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+
+
+class LatentAttention(nnx.Module):
+    """Causal attention whose keys and values come from a latent."""
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer's attention."""
+        sizes: DeepseekOptions = config.options
+        wide, heads, bias = config.hidden_size, config.num_heads, config.out_bias
+        self.sizes, self.scale = sizes, config.attention_scale
+        self.interleaved = config.rope.interleaved
+        queries = heads * (sizes.plain_dim + sizes.rotated_dim)
+        if sizes.query_rank is None:
+            self.q_proj = Linear(wide, queries, make)
+        else:
+            self.q_a_proj = Linear(wide, sizes.query_rank, make, bias=bias)
+            self.q_a_layernorm = _latent_norm(sizes.query_rank, config, make)
+            self.q_b_proj = Linear(sizes.query_rank, queries, make)
+        latent = sizes.latent_rank + sizes.rotated_dim
+        self.kv_a_proj_with_mqa = Linear(wide, latent, make, bias=bias)
+        self.kv_a_layernorm = _latent_norm(sizes.latent_rank, config, make)
+        self.kv_b_proj = Linear(
+            sizes.latent_rank, heads * (sizes.plain_dim + sizes.value_dim), make
+        )
+        self.o_proj = Linear(heads * sizes.value_dim, wide, make, bias=bias)
+
+    def __call__(
+        self,
+        x: Float[Array, "rows length width"],
+        rotation: Rotation,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> Float[Array, "rows length width"]:
+        """Attends within rows, and within documents where `segments` numbers them."""
+        sizes, (rows, length, _) = self.sizes, x.shape
+        q = self.q_proj(x) if sizes.query_rank is None else self._queries(x)
+        q = q.reshape(rows, length, -1, sizes.plain_dim + sizes.rotated_dim)
+        q, q_rotated = jnp.split(q, [sizes.plain_dim], axis=-1)
+        latent, k_rotated = jnp.split(self.kv_a_proj_with_mqa(x), [sizes.latent_rank], axis=-1)
+        both = self.kv_b_proj(self.kv_a_layernorm(latent))
+        both = both.reshape(rows, length, q.shape[2], sizes.plain_dim + sizes.value_dim)
+        k, v = jnp.split(both, [sizes.plain_dim], axis=-1)
+        q_rotated, k_rotated = (
+            rotate(y, rotation.cos_sin, interleaved=self.interleaved)
+            for y in (q_rotated, k_rotated[:, :, None])
+        )
+        k_rotated = jnp.broadcast_to(k_rotated, q_rotated.shape)
+        q, k = jnp.concatenate([q, q_rotated], -1), jnp.concatenate([k, k_rotated], -1)
+        v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - sizes.value_dim)])
+        mixed = attention(q, k, v, segments=segments, scale=self.scale)
+        return self.o_proj(mixed[..., : sizes.value_dim].reshape(rows, length, -1))
+
+    def _queries(self, x: Float[Array, "rows length width"]) -> Float[Array, "rows length queries"]:
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+
+def _latent_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm:
+    norm = RMSNorm(dim, config, make)
+    norm.eps = 1e-6  # whatever the configuration says, as in Transformers
+    return norm
+
+
+class DeepseekLayer(glm4_moe.Glm4MoeLayer):
+    """A layer with this attention."""
+
+    attention = LatentAttention
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    for name in ("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "qk_head_dim"):
+        fields.take(name, None)  # which Transformers doesn't read
+    fields.neutral(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    plain, rotated = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
+    value = fields.integer("v_head_dim", 128)
+    sizes = hf_common.sizes(fields, kv_heads=128, head_dim=rotated)
+    if sizes["num_kv_heads"] != sizes["num_heads"] or value > plain + rotated:
+        raise ValueError(
+            "`num_key_value_heads` must be as many as `num_attention_heads`, and `v_head_dim` at "
+            "most `qk_nope_head_dim` + `qk_rope_head_dim`"
+        )
+    experts = glm4_moe.read_experts(
+        fields,
+        DeepseekOptions,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        routed_scaling_factor=2.5,
+        query_rank=fields.integer("q_lora_rank", 1536, null=True),
+        latent_rank=fields.integer("kv_lora_rank", 512),
+        plain_dim=plain,
+        rotated_dim=rotated,
+        value_dim=value,
+    )
+    interleaved = fields.flag("rope_interleave", True)
+    return {
+        **sizes,
+        **experts,
+        **hf_common.attention_bias(fields),
+        "head_dim": plain + rotated,
+        "rope": hf_common.rope(fields, rotated, interleaved=interleaved),
+        "attention_scale": _scale(fields, plain + rotated),
+        "layer": DeepseekLayer,
+    }
+
+
+def _scale(fields: Fields, dim: int) -> float:
+    """Returns the factor of the scores, which grows with the stretching of wavelengths."""
+    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    weight = values.get("mscale_all_dim")
+    stretched = values.get("rope_type", values.get("type", "default")) != "default"
+    factor = values.get("factor") or 1.0
+    growth = 0.1 * weight * math.log(factor) + 1.0 if weight and stretched and factor > 1 else 1.0
+    return dim**-0.5 * growth * growth
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    read=_read,
+    kept=("model.layers.{num_layers}.",),
+)

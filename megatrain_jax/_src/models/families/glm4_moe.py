@@ -1,0 +1,157 @@
+"""GLM 4.5 and 4.6: experts chosen within groups by scores with a bias that balances their load.
+
+The bias follows the load in pre-training; here, as in Transformers, it stays what it is.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import MLP, Buffer, Layer, Maker, MixtureOfExperts
+from megatrain_jax._src.models.moe import Experts, Routed
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.models.config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedRouting:
+    """How a token's experts are chosen, beside the options of every mixture.
+
+    Attributes:
+        groups: Number of groups of experts, equally large.
+        groups_per_token: Number of groups that a token's experts may be of: those whose two best
+            experts have the highest scores together.
+        scale: Factor of the shares.
+    """
+
+    groups: int
+    groups_per_token: int
+    scale: float
+
+
+class BiasedRouter(nnx.Module):
+    """A router whose choice is biased, but not the shares of the experts chosen."""
+
+    def __init__(self, wide: int, num: int, make: Maker):
+        """Makes the parameter, and the bias."""
+        self.weight = make.weight(num, wide)
+        self.e_score_correction_bias = Buffer(jnp.zeros(num))
+
+
+class BiasedMixture(MixtureOfExperts):
+    """Experts of such a router, and one that all tokens share."""
+
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+        """Makes the parameters."""
+        super().__init__(config, experts, make)
+        self.routing = config.options
+        self.gate = BiasedRouter(config.hidden_size, experts.num, make)
+        self.shared_experts = MLP(config, make, experts.shared_size)
+
+    def __call__(
+        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
+    ) -> tuple[Float[Array, "rows length width"], None]:
+        """Returns what all experts give for x; no tally, since no loss balances them."""
+        mixed, _ = super().__call__(x, segments)
+        return mixed + self.shared_experts(x), None
+
+    def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
+        """Returns the experts of each token, their shares, and the scores of all.
+
+        For example, of two groups with scores [0.5, 0.1] and [0.4, 0.3] a token's first is the
+        second one, with 0.7 together.
+        """
+        weight = self.gate.weight[...].astype(jnp.float32)
+        scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ weight.T)
+        biased = scores + self.gate.e_score_correction_bias[...].astype(jnp.float32)
+        grouped = biased.reshape(scores.shape[0], self.routing.groups, -1)
+        best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        _, groups = jax.lax.top_k(best, self.routing.groups_per_token)
+        allowed = jax.nn.one_hot(groups, self.routing.groups).any(1)
+        grouped = jnp.where(allowed[..., None], grouped, -jnp.inf)
+        _, chosen = jax.lax.top_k(grouped.reshape(scores.shape), self.settings.per_token)
+        shares = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.settings.normalize:
+            shares = shares / (shares.sum(-1, keepdims=True) + 1e-20)
+        return chosen, shares * self.routing.scale, scores
+
+
+class Glm4MoeLayer(Layer):
+    """A layer with these experts."""
+
+    mixture = BiasedMixture
+
+
+def read_experts(
+    fields: Fields, options: type[GroupedRouting] = GroupedRouting, **defaults: Any
+) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` that say which experts there are and who is chosen.
+
+    Args:
+        fields: The configuration.
+        options: Class of the family's options.
+        **defaults: Defaults of the fields that families differ in.
+    """
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        fields.take(name, None)  # layers that predict further tokens are kept as they are
+    names = ("n_group", "topk_group", "first_k_dense_replace", "moe_intermediate_size")
+    groups, chosen, first, inside = (
+        fields.integer(name, defaults.pop(name), least=name != "first_k_dense_replace")
+        for name in names
+    )
+    scale = fields.number("routed_scaling_factor", defaults.pop("routed_scaling_factor"))
+    experts = hf_common.experts(
+        fields,
+        ("n_routed_experts", "num_local_experts"),
+        num=defaults.pop("n_routed_experts"),
+        per_token=8,
+        intermediate_size=inside,
+        shared_size=inside * fields.integer("n_shared_experts", 1),
+        normalize=fields.flag("norm_topk_prob", True),
+        layers=tuple(range(first, fields.integer("num_hidden_layers"))),
+        balance=0.0,
+    )
+    if experts and (experts.num % groups or experts.num < 2 * groups or chosen > groups):
+        raise ValueError(
+            f"`n_group` = {groups} must divide the {experts.num} experts into groups of two at "
+            f"least, and `topk_group` = {chosen} be at most as many"
+        )
+    routing = options(groups=groups, groups_per_token=chosen, scale=scale, **defaults)
+    return {"experts": experts, "options": routing}
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    sizes = hf_common.sizes(fields, kv_heads=8, eps=1e-5)
+    experts = read_experts(
+        fields,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        routed_scaling_factor=1.0,
+    )
+    return {
+        **sizes,
+        **experts,
+        "rope": hf_common.rope(fields, sizes["head_dim"], share=0.5),
+        "qkv_bias": fields.flag("attention_bias", False),
+        "qk_norm": fields.flag("use_qk_norm", False),
+        "layer": Glm4MoeLayer,
+    }
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    read=_read,
+    kept=("model.layers.{num_layers}.",),
+)

@@ -1,0 +1,140 @@
+"""gpt-oss: a sink in each head's attention, and experts with biases and a clamped gate."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.causal_attention import attention
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import (
+    Attention,
+    Heads,
+    Layer,
+    Linear,
+    Maker,
+    MixtureOfExperts,
+)
+from megatrain_jax._src.models.moe import Expert, Experts, Routed, Weights, route
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.models.config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssOptions:
+    """What the experts of a gpt-oss have beside the options of every mixture.
+
+    Attributes:
+        alpha: Factor within the gate's sigmoid.
+        limit: What the gate is at most, and the other product at most in both directions.
+    """
+
+    alpha: float
+    limit: float
+
+
+class GptOssAttention(Attention):
+    """Attention in which a query may attend to nothing: to its head's sink."""
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer's attention."""
+        super().__init__(config, layer, make)
+        self.sinks = make.weight(config.num_heads)
+
+    def attend(
+        self, q: Heads, k: Heads, v: Heads, segments: Integer[Array, "rows length"] | None
+    ) -> Heads:
+        """Returns for each query the mean of values and, for the sink, of zeros."""
+        sinks = self.sinks[...]
+        return attention(q, k, v, segments=segments, window=self.window, sinks=sinks)
+
+
+class GptOssExperts(nnx.Module):
+    """The parameters of all experts of one layer, as they lie in the files: (experts, in, out)."""
+
+    def __init__(self, experts: Experts, wide: int, make: Maker):
+        """Makes the parameters; even columns of `gate_up_proj` are the gate's."""
+        num, inside = experts.num, experts.intermediate_size
+        self.gate_up_proj = make.weight(num, wide, 2 * inside)
+        self.gate_up_proj_bias = make.constant(0.0, num, 2 * inside)
+        self.down_proj = make.weight(num, inside, wide)
+        self.down_proj_bias = make.constant(0.0, num, wide)
+
+
+class GptOssMixture(MixtureOfExperts):
+    """A router with a bias, and these experts."""
+
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+        """Makes the parameters."""
+        self.settings = experts
+        self.expert = _clamped(config.options.alpha, config.options.limit)
+        self.router = Linear(config.hidden_size, experts.num, make, bias=True)
+        self.experts = GptOssExperts(experts, config.hidden_size, make)
+
+    def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
+        """Returns the experts of each token, their shares, and the probabilities of all."""
+        return route(self.router(tokens), self.settings)
+
+    def weights(self) -> Weights:
+        """Returns the experts' matrices and biases."""
+        e = self.experts
+        arrays = e.gate_up_proj, e.gate_up_proj_bias, e.down_proj, e.down_proj_bias
+        return tuple(array[...] for array in arrays)
+
+
+@cache
+def _clamped(alpha: float, limit: float) -> Expert:
+    def expert(x, weights):
+        gate_up, gate_up_bias, down, down_bias = weights
+        both = x @ gate_up + gate_up_bias
+        gate, up = jnp.minimum(both[..., ::2], limit), jnp.clip(both[..., 1::2], -limit, limit)
+        return ((up + 1) * gate * jax.nn.sigmoid(alpha * gate)) @ down + down_bias
+
+    return expert
+
+
+class GptOssLayer(Layer):
+    """A layer with this attention and these experts."""
+
+    attention = GptOssAttention
+    mixture = GptOssMixture
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    for name in ("experts_per_token", "initial_context_length"):
+        fields.take(name, None)  # of the original code; Transformers doesn't read them
+    sizes = hf_common.sizes(fields, kv_heads=8, head_dim=64, eps=1e-5)
+    layers = range(sizes["num_layers"])
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in layers]
+    parameters = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+    yarn |= {"original_max_position_embeddings": 4096}
+    rope = hf_common.rope(fields, sizes["head_dim"], theta=150_000.0, parameters=parameters or yarn)
+    alpha, limit = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0, above=0)
+    return {
+        **sizes,
+        **hf_common.attention_bias(fields, True),
+        "rope": rope,
+        "windows": hf_common.windows_by_type(fields, types, hf_common.window(fields, 128)),
+        "layer": GptOssLayer,
+        "options": GptOssOptions(alpha=alpha, limit=limit),
+        "experts": hf_common.experts(
+            fields,
+            ("num_local_experts", "num_experts"),
+            num=128,
+            per_token=4,
+            intermediate_size=sizes["intermediate_size"],
+            normalize=True,
+            layers=tuple(layers),
+        ),
+    }
+
+
+GPT_OSS = Family(model_type="gpt_oss", architecture="GptOssForCausalLM", read=_read, stacked=True)
