@@ -178,7 +178,8 @@ def test_files_are_mixed_by_their_weights(given):
     batches = read(FinetuneSettings(**settings, held_out=0.2))
     assert isinstance(batches.train, data.Mixture) and batches.train.proportions == (3, 1)
     assert isinstance(batches.held_out, data.Mixture) and batches.steps == 2
-    whole = read(FinetuneSettings(**settings | {"weights": None}, held_out=0.0))
+    settings |= {"weights": None, "held_out": 0.0}
+    whole = read(FinetuneSettings(**settings))
     assert isinstance(whole.train, data.Dataset) and whole.train.num_documents == 80
     assert whole.held_out is None
 
@@ -222,7 +223,7 @@ def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.25])
 def test_the_learning_rate_rises_and_falls(decay, warmup):
-    rates = [float(schedule_of(2.0, 40, warmup, decay, 0.1)(step)) for step in range(41)]
+    rates = [np.asarray(schedule_of(2.0, 40, warmup, decay, 0.1)(step)) for step in range(41)]
     top = round(40 * warmup)
     np.testing.assert_allclose(
         rates[: top + 1], np.linspace(0, 2, top + 1) if top else [2.0], rtol=1e-6
