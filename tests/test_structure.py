@@ -22,7 +22,7 @@ FLOORS = (
     "run_state",
     "trainer",
     "train planning",
-    "fit losses",
+    "fit losses comparing",
     "data models",
     "cli",
 )
