@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ import pytest
 import transformers
 
 import megatrain_jax as mt
-from megatrain_jax import models
+from megatrain_jax import data, models
+from megatrain_jax._src.cli.finetune import read
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.recipe import schedule_of
 
@@ -121,27 +124,27 @@ def check_export(exported):
 @pytest.mark.slow
 def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ["--out", str(out), "--steps", "100", "--eval-every", "50"]
+    options = ["--out", str(out), "--steps", "60", "--eval-every", "30"]
     command = [sys.executable, str(SCRIPT), str(given / "tune.yaml"), *options]
     status, printed = interrupted_at(2, command)
     assert status == 130 and "parameters in 4 groups" in printed and "training: 32 doc" in printed
     assert not (out / "model").exists() and not (out / "report.json").exists()
     before = max(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit())
-    assert f"interrupted after step {before} of 100: the same command goes on" in printed
-    assert 2 <= before < 100
+    assert f"interrupted after step {before} of 60: the same command goes on" in printed
+    assert 2 <= before < 60
     # The same command again, and once more.
     assert tune(given, *options) == 0
     printed = capsys.readouterr().out
-    assert f"went on after step {before}\nstep {before + 1}/100, loss" in printed
-    last = [line for line in printed.splitlines() if line.startswith("step 100/100, loss ")]
+    assert f"went on after step {before}\nstep {before + 1}/60, loss" in printed
+    last = [line for line in printed.splitlines() if line.startswith("step 60/60, loss ")]
     assert len(last) == 1 and ", loss on what is held out " in last[0] and "00:00 left" in last[0]
     report = json.loads((out / "report.json").read_text())
-    assert report["steps"] == 100 and report["last_loss"] < 0.7 * report["first_loss"]
-    assert report["eval_loss"] > 0 and len(report["history"]) == 100
+    assert report["steps"] == 60 and report["last_loss"] < 0.7 * report["first_loss"]
+    assert report["eval_loss"] > 0 and len(report["history"]) == 60
     assert 0 < report["tokens_per_second_without_padding"] < report["tokens_per_second"]
     check_export(out / "model")
     assert tune(given, *options) == 0
-    assert capsys.readouterr().out == f"{out} is done: 100 steps. See {out}\n"
+    assert capsys.readouterr().out == f"{out} is done: 60 steps. See {out}\n"
     assert tune(given, *options, "--learning-rate", "1e-4") == 2
     assert (
         "exists, of a run with other settings: learning_rate was 0.003" in capsys.readouterr().err
@@ -167,6 +170,20 @@ def test_a_part_of_the_parameters_is_trained(given, tmp_path, monkeypatch, capsy
     assert changed and all(name.split(".")[-2] in ("q_proj", "v_proj") for name in changed)
 
 
+def test_files_are_mixed_by_their_weights(given):
+    (given / "more.jsonl").write_text((given / "chats.jsonl").read_text())
+    files = [str(given / name) for name in ("chats.jsonl", "more.jsonl")]
+    settings: dict[str, Any] = {"data": files, "weights": [3.0, 1.0], "epochs": None, "steps": 2}
+    settings |= {"model": str(given / "tiny"), "out": "out", "length": 32, "batch": 8}
+    batches = read(FinetuneSettings(**settings, held_out=0.2))
+    assert isinstance(batches.train, data.Mixture) and batches.train.proportions == (3, 1)
+    assert isinstance(batches.held_out, data.Mixture) and batches.steps == 2
+    settings |= {"weights": None, "held_out": 0.0}
+    whole = read(FinetuneSettings(**settings))
+    assert isinstance(whole.train, data.Dataset) and whole.train.num_documents == 80
+    assert whole.held_out is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -180,6 +197,7 @@ def test_a_part_of_the_parameters_is_trained(given, tmp_path, monkeypatch, capsy
         (["--microbatches", "3"], "`microbatches`=3 must divide `batch`=4"),
         (["--epochs", "null"], "`epochs`=null never ends: say `steps`"),
         (["--steps", "1000"], "`steps`=1000 are more than the 160 batches of `epochs`=40"),
+        (["--weights", "[1, 2]"], "`weights` must be one for each of two or more files of `data`"),
         (["--warmup", "2"], "`warmup` must be a share from 0 to 1, but is 2"),
         (["--trainable", "("], "`trainable`='(' is no regular expression"),
         (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
@@ -205,7 +223,7 @@ def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.25])
 def test_the_learning_rate_rises_and_falls(decay, warmup):
-    rates = [float(schedule_of(2.0, 40, warmup, decay, 0.1)(step)) for step in range(41)]
+    rates = [np.asarray(schedule_of(2.0, 40, warmup, decay, 0.1)(step)) for step in range(41)]
     top = round(40 * warmup)
     np.testing.assert_allclose(
         rates[: top + 1], np.linspace(0, 2, top + 1) if top else [2.0], rtol=1e-6

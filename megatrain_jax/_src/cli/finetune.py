@@ -28,7 +28,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class _Batches:
+class RunData:
     """The data of a run.
 
     Attributes:
@@ -37,8 +37,8 @@ class _Batches:
         steps: Number of steps.
     """
 
-    train: data.Dataset
-    held_out: data.Dataset | None
+    train: data.Dataset | data.Mixture
+    held_out: data.Dataset | data.Mixture | None
     steps: int
 
 
@@ -67,7 +67,7 @@ def run(settings: FinetuneSettings) -> int:
         options = _options(settings)
         print(_plan(settings, pretrained, options), flush=True)
         clock.lap("plan")
-        batches = _read(settings)
+        batches = read(settings)
         folder.begin(settings)
     clock.lap("data")
     result = _train(settings, folder, pretrained, options, batches)
@@ -83,12 +83,11 @@ def run(settings: FinetuneSettings) -> int:
         _export(settings, result, folder.model)
         clock.lap("export")
     result.history.plot().savefig(folder.path / "loss.png")
-    held_out = batches.held_out
     folder.finish(
         {
             **_figures(result, settings),
             "seconds": clock.seconds,
-            "tokens_held_out": held_out and held_out.num_tokens,
+            "tokens_held_out": _num_tokens(batches.held_out),
             "history": list(result.history),
         }
     )
@@ -148,29 +147,34 @@ def _plan(
     )
 
 
-def _read(settings: FinetuneSettings) -> _Batches:
+def read(settings: FinetuneSettings) -> RunData:
     """Reads and tokenises the data.
 
     Raises:
         ValueError: If there are fewer batches than steps, or the data can't be used.
     """
-    train, held_out = _dataset(settings, settings.data, settings.epochs), None
+    sources = [settings.data] if settings.weights is None else settings.files
+    parts = [_dataset(settings, source, settings.epochs) for source in sources]
+    held: list[data.Dataset] = []
     if settings.eval_data is not None:
-        held_out = _dataset(settings, settings.eval_data, 1)
+        held = [_dataset(settings, settings.eval_data, 1)]
     elif settings.held_out:
-        train, held_out = train.split(settings.held_out, settings.seed)
-    print(f"training: {train}", flush=True)
-    if held_out is not None:
-        print(f"held out: {held_out}", flush=True)
+        split = [part.split(settings.held_out, settings.seed) for part in parts]
+        parts, held = [train for train, _ in split], [rest for _, rest in split]
+    for name, datasets in (("training", parts), ("held out", held)):
+        for dataset in datasets:
+            print(f"{name}: {dataset}", flush=True)
+    train = parts[0] if settings.weights is None else data.mix(parts, settings.weights)
+    held_out = data.mix(held) if len(held) > 1 else next(iter(held), None)
     if settings.epochs is None:
         assert settings.steps is not None
-        return _Batches(train, held_out, settings.steps)
+        return RunData(train, held_out, settings.steps)
     if settings.steps is not None and settings.steps > len(train):
         raise ValueError(
             f"`steps`={settings.steps} are more than the {len(train)} batches of "
             f"`epochs`={settings.epochs}: say fewer steps, more epochs, or `epochs`=null"
         )
-    return _Batches(train, held_out, settings.steps or len(train))
+    return RunData(train, held_out, settings.steps or len(train))
 
 
 def _dataset(
@@ -202,6 +206,13 @@ def _dataset(
     return found
 
 
+def _num_tokens(held_out: data.Dataset | data.Mixture | None) -> int | None:
+    if held_out is None:
+        return None
+    parts = held_out.datasets if isinstance(held_out, data.Mixture) else (held_out,)
+    return sum(part.num_tokens for part in parts)
+
+
 def _template(given: str | None) -> str | None:
     """A chat template that may be in a file; the text of a template is no path."""
     if given is None or "{" in given or not Path(given).is_file():
@@ -214,7 +225,7 @@ def _train(
     folder: RunFolder,
     pretrained: models.Pretrained,
     options: Mapping[str, Any],
-    batches: _Batches,
+    batches: RunData,
 ) -> mt.FitResult:
     schedule = _schedule(settings, batches.steps)
     lines = Lines(batches.steps, schedule, settings.microbatches, settings.log_every)

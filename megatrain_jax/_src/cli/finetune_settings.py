@@ -21,7 +21,8 @@ class FinetuneSettings:
 
     Attributes:
         model: Folder of the checkpoint, in the format of Hugging Face, with its tokenizer.
-        data: Files of conversations or texts, .jsonl, .json, .parquet or .txt; one or a list.
+        data: Files of conversations or texts, one or a list.
+        weights: Shares of the rows that each of several files gives; without it, all give all.
         out: Folder of the run, for checkpoints, the exported model and the report.
         format: Whether rows are conversations (chat) or plain text.
         train_on: Tokens that the loss counts in conversations.
@@ -65,6 +66,7 @@ class FinetuneSettings:
     model: str
     data: list[str] | str
     out: str
+    weights: list[float] | None = None
     format: Literal["chat", "text"] = "chat"
     train_on: Literal["assistant", "all"] = "assistant"
     chat_template: str | None = None
@@ -124,6 +126,13 @@ class FinetuneSettings:
             if not 0 <= (value := getattr(self, name)) <= 1 or math.isnan(value):
                 raise ValueError(checks.refused(name, "a share from 0 to 1", value))
         checks.number("weight_decay", self.weight_decay, least=0)
+        if self.weights is not None and not (len(self.files) == len(self.weights) > 1):
+            raise ValueError(
+                f"`weights` must be one for each of two or more files of `data`, but are "
+                f"{len(self.weights)} for {len(self.files)}"
+            )
+        for weight in self.weights or ():
+            checks.number("weights", weight, above=0)
         budget_of(self.device_budget)
         if self.epochs is None and self.steps is None:
             raise ValueError("`epochs`=null never ends: say `steps`")
@@ -134,6 +143,11 @@ class FinetuneSettings:
             raise ValueError(f"`eval_every`={self.eval_every} needs `held_out` or `eval_data`")
         if self.checkpoint_every is not None and not self.checkpoints:
             raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs `checkpoints`")
+
+    @property
+    def files(self) -> list[str]:
+        """The files of `data`."""
+        return [self.data] if isinstance(self.data, str) else list(self.data)
 
     @property
     def too_long_or_default(self) -> str:

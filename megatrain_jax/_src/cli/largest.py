@@ -1,8 +1,8 @@
 """The largest batch, context and model that fit a machine, found with few plans.
 
-A plan of a deep model takes seconds, and nearly all of that is its depth. The device's need in the
-least budget doesn't depend on it, so it is searched for with a few layers. The plan of the whole
-model then confirms what was found, or the search goes on below that.
+A plan of a deep model takes seconds, and nearly all of that is its depth. Whether the device has
+room in the least budget hardly depends on it, so that is searched with a few layers. The plan of
+the whole model then confirms what was found, or the search goes on below that.
 """
 
 import math
@@ -17,12 +17,10 @@ from megatrain_jax.models import DecoderConfig
 
 # More than the longest period of layers that differ, of which Gemma 3 has six.
 _LAYERS = 7
-# The search ends where so much of the limit is used, or the bounds are as close as that.
-_CLOSE = 1 / 16
-# The next probe is at most so many times the largest number that fits.
-_FAR = 64
-# Share of the device's memory that an automatic budget uses.
-_USED = 0.95
+# Where a search begins, and the factor by which it goes up and down until it has both bounds.
+_FIRST, _STEP = 16, 4
+# Far above any batch, and any context in units of `_TOKENS`.
+_MOST = 2**22
 # A model may need so much less of the host for each parameter than the small one of the guess.
 _SLACK = 1.15
 # Contexts are multiples of this.
@@ -87,12 +85,7 @@ def _largest_of(
     planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]]
 ) -> tuple[int, Plan] | None:
     few = shallow(config)
-    usable = planner.machine.usable_bytes
-    if usable is None:
-        raise ValueError(f"the memory of {planner.machine.name} isn't known: say --tokens")
-    number = largest(
-        lambda n: planner.plan(few, *shape(n), least=True).device_bytes / usable, _USED
-    )
+    number = largest(lambda n: bool(planner.plan(few, *shape(n), least=True).fits_device))
     return confirmed(lambda n: planner.plan(config, *shape(n)), number)
 
 
@@ -130,37 +123,24 @@ def shallow(config: DecoderConfig) -> DecoderConfig:
     return replace(config, num_layers=_LAYERS, windows=windows, experts=experts)
 
 
-def largest(need: Callable[[int], float], limit: float) -> int:
-    """The largest number whose need is within a limit, to a sixteenth; 0 if 1 is too much.
+def largest(is_in: Callable[[int], bool]) -> int:
+    """The largest number that fits, to an eighth; 0 if 1 doesn't.
 
-    The need rises about linearly, so each probe is where a line through the last two meets the
-    limit. An example, with a need of 10 + 3n and a limit of 100: n = 1 needs 13 and n = 2 needs 16;
-    their line meets 100 at n = 30, which is within a sixteenth of the limit, and the search ends.
+    An example, where numbers up to 300 fit: 16, 64 and 256 do, 1024 doesn't; between the last two,
+    512, 362 and 304 don't, and 278 does, which is within an eighth of 304.
 
     Args:
-        need: The need of a number, which rises with it; expensive.
-        limit: Most that may be needed.
+        is_in: Whether a number fits, and with it all smaller ones; expensive.
     """
-    low, at_low = 1, need(1)
-    if at_low > limit:
-        return 0
-    high, at_high = 0, 0.0  # the least number known to be too much; 0 for none yet
-    probe = 2
-    while limit - at_low > _CLOSE * limit and (not high or high - low > 1 + _CLOSE * low):
-        needed = need(probe)
-        other, at_other = low, at_low
-        if needed <= limit:
-            low, at_low = probe, needed
-        else:
-            high, at_high = probe, needed
-        if high:
-            other, at_other = high, at_high
-        slope = (at_other - at_low) / (other - low)
-        step = int((limit - at_low) / slope) if slope > 0 else _FAR * low
-        # Between the bounds; where there is no upper one, not too far off at once.
-        probe = min(low + max(1, step), high - 1 if high else _FAR * low)
-        if probe <= low:
+    low, high, probe = 0, _MOST, _FIRST
+    while probe:
+        low, high = (probe, high) if is_in(probe) else (low, probe)
+        if high - low <= 1 + low // 8:
             break
+        if high == _MOST:
+            probe = min(_STEP * low, (low + _MOST) // 2)
+        else:
+            probe = max(low + 1, math.isqrt(low * high)) if low else high // _STEP or high // 2
     return low
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import optax
 from tqdm.auto import tqdm
 
@@ -47,7 +48,7 @@ class Lines:
         parts = [
             f"step {step}/{self.steps}",
             f"loss {record['loss']:.4g}",
-            f"learning rate {float(self.schedule(step - 1)):.3g}",
+            f"learning rate {np.asarray(self.schedule(step - 1)).item():.3g}",
             f"gradient norm {record['grad_norm']:.3g}",
             f"{tokens / seconds:,.0f} tokens/s",
         ]
