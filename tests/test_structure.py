@@ -23,6 +23,7 @@ FLOORS = (
     "trainer",
     "train planning",
     "fit losses",
+    "log_probabilities",
     "data models",
     "cli",
 )
