@@ -15,7 +15,7 @@ from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
-from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.workload import Workload
 
 
@@ -61,6 +61,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         update_mode="deferred" if workload.deferred else "immediate",
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
+        keeps_costliest=schedule.lean,
         num_templates=num_templates,
         tiles=_tiles(step, grouping.names),
         num_again=len(step.workload.again),
@@ -68,8 +69,11 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_processes=num_processes,
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
+        seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
+        workload=workload,
+        schedule=schedule,
     )
 
 
@@ -85,6 +89,11 @@ def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tupl
         if instruction.op in moved and instruction.key is not None:
             moved[instruction.op] += workload.size(instruction.key)
     return moved[Op.FETCH], moved[Op.OFFLOAD]
+
+
+def _dispatches(instructions: Iterable[Instruction]) -> int:
+    """The number of instructions that the driver gives to device and link, as the clock counts."""
+    return sum(row.op not in WAITS and row.op is not Op.RELEASE for row in instructions)
 
 
 def _collective_bytes(step: BoundStep) -> int:
@@ -112,7 +121,7 @@ def microbatch_work(step: BoundStep) -> Work:
     """
     total, last = Work(flops=0, attention=0), len(step.stages) - 1
     forwards = forward_work([bound.stage for bound in step.stages])
-    for s, (bound, forward) in enumerate(zip(step.stages, forwards, strict=True)):
+    for s, (bound, forward) in enumerate(zip(step.keeping, forwards, strict=True)):
         if not (step.workload.fused_last and s == last):
             total = total.plus(forward)
         if step.workload.backward[s]:
@@ -120,7 +129,7 @@ def microbatch_work(step: BoundStep) -> Work:
         if s in step.workload.again:
             total = total.plus(forward)
         if s in step.schedule.kept:
-            total = total.plus(saved_work(bound.residuals, forward), factor=-1)
+            total = total.plus(saved_work(bound.residuals), factor=-1)
     return total
 
 
