@@ -23,6 +23,7 @@ FLOORS = (
     "trainer",
     "train planning",
     "fit losses comparing",
+    "log_probabilities",
     "data models callbacks",
     "cli",
 )

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.sharing import num_sharing
 
-_REAL = (jnp.floating, jnp.integer, jnp.bool_)
+REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The options of `next_token` that are fixed when it is traced."""
 
     chunk: int
@@ -78,33 +78,20 @@ def next_token(
         >>> float(next_token(hidden, head, labels))
         3.912...
     """
-    hidden = _array("hidden", hidden, "floating-point numbers", jnp.floating)
-    head = _array("head", head, "floating-point numbers", jnp.floating)
-    labels = _array("labels", labels, "integers", jnp.integer)
-    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
-        labels = labels.astype(jnp.int32)
-    if not hidden.ndim or hidden.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"`hidden` has shape {hidden.shape} and `labels` {labels.shape}: they must agree in "
-            "all axes but the last one of `hidden`"
-        )
-    if head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"`head` has shape {head.shape}, but must be (vocabulary, {hidden.shape[-1]})"
-        )
+    hidden, head, labels = checked_arrays(hidden, head, labels)
     if mask is not None:
-        mask = _array("mask", mask, "real numbers", *_REAL)
+        mask = array_of("mask", mask, "real numbers", *REAL)
         if mask.shape != labels.shape:
             raise ValueError(f"`mask` has shape {mask.shape}, but `labels` {labels.shape}")
     if count is not None:
-        count = _array("count", count, "real numbers", *_REAL)
+        count = array_of("count", count, "real numbers", *REAL)
         if count.shape:
             raise ValueError(f"`count` must be a scalar, but has shape {count.shape}")
-    options = _Options(
+    options = Options(
         checks.integer("chunk", chunk),
         checks.number("z_loss", z_loss, least=0),
         None if softcap is None else checks.number("softcap", softcap, above=0),
-        parts=num_sharing() if labels.size % num_sharing() == 0 else 1,
+        parts=num_parts(labels.size),
     )
     weights = _weights(labels, mask)
     # Without a logit such a label would be learned as a loss without its second half.
@@ -146,7 +133,36 @@ def _weights(
     return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
 
 
-def _array(name: str, value: Any, what: str, *kinds: Any) -> Array:
+def checked_arrays(hidden: Any, head: Any, labels: Any) -> tuple[Array, Array, Array]:
+    """Returns hidden states, the head's weights and labels as arrays that fit together.
+
+    Raises:
+        TypeError: If one holds other numbers.
+        ValueError: If shapes don't fit together.
+    """
+    hidden = array_of("hidden", hidden, "floating-point numbers", jnp.floating)
+    head = array_of("head", head, "floating-point numbers", jnp.floating)
+    labels = array_of("labels", labels, "integers", jnp.integer)
+    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
+        labels = labels.astype(jnp.int32)
+    if not hidden.ndim or hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"`hidden` has shape {hidden.shape} and `labels` {labels.shape}: they must agree in "
+            "all axes but the last one of `hidden`"
+        )
+    if head.ndim != 2 or head.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"`head` has shape {head.shape}, but must be (vocabulary, {hidden.shape[-1]})"
+        )
+    return hidden, head, labels
+
+
+def num_parts(tokens: int) -> int:
+    """Returns the number of equal parts of tokens that devices have, 1 if they have none."""
+    return num_sharing() if tokens % num_sharing() == 0 else 1
+
+
+def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:
     """Returns an argument as an array, or raises a `TypeError` that names it."""
     try:
         array = jnp.asarray(value)
@@ -159,7 +175,7 @@ def _array(name: str, value: Any, what: str, *kinds: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    options: _Options,
+    options: Options,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocabulary width"],
     labels: Integer[Array, " tokens"],
@@ -172,12 +188,12 @@ def _sum(
             loss, _ = _chunk(options, head, *rows)
             return total + loss, None
 
-        return jax.lax.scan(add, jnp.float32(0), _chunks(options.chunk, *arrays))[0]
+        return jax.lax.scan(add, jnp.float32(0), chunked(options.chunk, *arrays))[0]
 
-    return _of_parts(options.parts, sum_part, hidden, labels, weights).sum()
+    return of_parts(options.parts, sum_part, hidden, labels, weights).sum()
 
 
-def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
+def sum_and_gradients(options: Options, hidden, head, labels, weights):
     """The forward of `_sum`: its result, and the gradients by `hidden` and `head`.
 
     A chunk's logits are made once, and read while they are there:
@@ -199,17 +215,17 @@ def _sum_and_gradients(options: _Options, hidden, head, labels, weights):
             return (total + loss, head_gradient), hidden_gradient
 
         start = jnp.float32(0), jnp.zeros(head.shape, jnp.float32)
-        sums, gradient = jax.lax.scan(add, start, _chunks(options.chunk, *arrays))
+        sums, gradient = jax.lax.scan(add, start, chunked(options.chunk, *arrays))
         return *sums, gradient.reshape(-1, hidden.shape[1])[: arrays[0].shape[0]]
 
-    found = _of_parts(options.parts, sum_part, hidden, labels, weights)
+    found = of_parts(options.parts, sum_part, hidden, labels, weights)
     total, head_gradient, hidden_gradient = found
     # Cast first, so that devices send each other no more than other gradients have.
     head_gradient = jax.lax.reduce_sum(head_gradient.astype(head.dtype), axes=(0,))
     return total.sum(), (hidden_gradient.reshape(hidden.shape), head_gradient, labels)
 
 
-def _of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
+def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
     """Results of a function of tokens for equal parts of them, stacked: one for each device.
 
     A device that has a part's tokens computes its loop alone, and has sums of its own until they
@@ -224,17 +240,17 @@ def _of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "
     return jax.vmap(function)(*(x.reshape(parts, -1, *x.shape[1:]) for x in arrays))
 
 
-def _backward(_: _Options, gradients, cotangent):
+def _backward(_: Options, gradients, cotangent):
     """The backward of `_sum`: scales the gradients that its forward has taken."""
     hidden, head, labels = gradients
     scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
     return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
 
 
-_sum.defvjp(_sum_and_gradients, _backward)
+_sum.defvjp(sum_and_gradients, _backward)
 
 
-def _chunks(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
+def chunked(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
     """Cuts the first axis into equal chunks of at most `chunk`; zeros fill the last one.
 
     For example, 10 tokens in chunks of at most 4 are 3 chunks of 4, of which 2 tokens are zeros:
@@ -249,14 +265,31 @@ def _chunks(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
     return [x.reshape(count, rows, *x.shape[1:]) for x in arrays]
 
 
-def _chunk(
-    options: _Options,
+class LabelLogits(NamedTuple):
+    """A chunk's logits, and what the labels' probabilities are made of.
+
+    Attributes:
+        logits: The logits.
+        slope: Their derivative by the head's products.
+        is_label: Whether each belongs to the label.
+        of_label: The label's own, 0 where there is none.
+        log_sum: The logarithm of the softmax's denominator.
+    """
+
+    logits: Float[Array, "chunk vocabulary"]
+    slope: Float[Array, "chunk vocabulary"] | float
+    is_label: Bool[Array, "chunk vocabulary"]
+    of_label: Float[Array, " chunk"]
+    log_sum: Float[Array, " chunk"]
+
+
+def label_logits(
+    options: Options,
     head: Float[Array, "vocabulary width"],
     hidden: Float[Array, "chunk width"],
     labels: Integer[Array, " chunk"],
-    weights: Float[Array, " chunk"],
-) -> tuple[Float[Array, ""], Float[Array, "chunk vocabulary"]]:
-    """Returns a chunk's part of the loss, and its gradient by the logits, in fp32."""
+) -> LabelLogits:
+    """Returns a chunk's logits in fp32, with those of its labels."""
     logits = _product(hidden, head.astype(hidden.dtype), 1, 1)
     slope = 1.0
     if options.softcap is not None:
@@ -265,6 +298,18 @@ def _chunk(
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
     of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
+    return LabelLogits(logits, slope, is_label, of_label, log_sum)
+
+
+def _chunk(
+    options: Options,
+    head: Float[Array, "vocabulary width"],
+    hidden: Float[Array, "chunk width"],
+    labels: Integer[Array, " chunk"],
+    weights: Float[Array, " chunk"],
+) -> tuple[Float[Array, ""], Float[Array, "chunk vocabulary"]]:
+    """Returns a chunk's part of the loss, and its gradient by the logits, in fp32."""
+    logits, slope, is_label, of_label, log_sum = label_logits(options, head, hidden, labels)
     losses = log_sum - of_label + options.z_loss * log_sum**2
     probabilities = jnp.exp(logits - log_sum[:, None])
     gradient = probabilities * (1 + 2 * options.z_loss * log_sum)[:, None] - is_label

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -180,7 +181,9 @@ def _arrays(model: Decoder) -> dict[str, np.ndarray | MergedMatrix]:
     Raises:
         ValueError: If the model's parameters aren't those of its family.
     """
-    adapted = {(*path, "weight"): module for path, module in adapted_modules(model)}
+    adapted: dict[ParameterPath, Any] = {
+        (*path, "weight"): module for path, module in adapted_modules(model)
+    }
     added = {(*path[:-1], name) for path in adapted for name in ("lora_A", "lora_B")}
     arrays = {path: np.asarray(value) for path, value in leaves(model) if path not in added}
     wanted = parameter_tensors(model.config)

@@ -13,6 +13,7 @@ Matrices in a stack, as those of experts, have stacks of adapters: (experts, 2, 
 
 import functools
 import math
+import types
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ def _adapted_class(plain: type) -> type:
     """
     call = _adapted_experts if issubclass(plain, ExpertMatrix) else _adapted_product
     members = {"__call__": call, "__module__": __name__, _PLAIN: plain}
-    return type(plain)(f"Adapted{plain.__name__}", (plain,), members)
+    return types.new_class(
+        f"Adapted{plain.__name__}", (plain,), {}, lambda body: body.update(members)
+    )
 
 
 def is_adapted(module: Any) -> bool:
@@ -171,7 +174,8 @@ def remove_adapters(module: Any) -> None:
 
 def modules_of(model: nnx.Module) -> list[tuple[ModulePath, Any]]:
     """Returns all modules of a model with their paths, in the order of these; shared ones once."""
-    return [(tuple(p), node) for p, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    nodes = nnx.iter_graph(model)
+    return [(tuple(p), node) for p, node in nodes if isinstance(node, nnx.Module)]  # type: ignore
 
 
 def adapted_modules(model: nnx.Module) -> Iterator[tuple[ModulePath, Any]]:
