@@ -45,6 +45,7 @@ def save_pretrained(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     source: str | PathLike[str] | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
@@ -56,6 +57,8 @@ def save_pretrained(
         max_shard_bytes: Most bytes of a file, unless one tensor is larger.
         source: Folder of the tokenizer and the generation settings to copy; None for the
             checkpoint that training began with.
+        chat_template: A Jinja template to write in place of the tokenizer's own, such as the
+            `chat_template` of the dataset that the model was trained on; None copies its own.
 
     Returns:
         The folder.
@@ -71,6 +74,10 @@ def save_pretrained(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
         raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
+    if not isinstance(chat_template, str | None):
+        raise TypeError(
+            checks.refused("chat_template", "a Jinja template, as a str", chat_template)
+        )
     folder = Path(checks.path("folder", folder)).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"there is something at {folder} already, and `folder` must be new")
@@ -95,6 +102,9 @@ def save_pretrained(
         _write_all(unfinished, tensors, dtype, max_shard_bytes)
         _write_config(unfinished, config, dtype)
         companions.copy(copied, unfinished)
+        if chat_template is not None:
+            # Goes before one in tokenizer_config.json, as Transformers reads it.
+            (unfinished / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         unfinished.replace(folder)  # an empty folder gives way
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
