@@ -22,7 +22,7 @@ def load(source: Any, **options: Any) -> data.Dataset:
     return data.preferences(source, tokenizer(), **options)
 
 
-def pairs(count: int, seed: int = 0) -> list[tuple[list[dict[str, str]], str, str]]:
+def pairs(count: int, seed: int = 0) -> list[tuple[Any, ...]]:
     """Prompts that end with the user, each with two answers."""
     rng = random.Random(seed)
     prompts = [messages[:-1] for messages in conversations(count, seed=seed, turns=2, words=5)]

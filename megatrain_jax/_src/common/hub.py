@@ -41,15 +41,9 @@ def folder_or_download(name: str, given: Any, holds: str, files: Sequence[str]) 
             f"{missing}. {advice}; it comes with `pip install huggingface_hub`, with which "
             "this is done here"
         ) from caught
-    failures = (
-        hub.errors.HfHubHTTPError,
-        hub.errors.LocalEntryNotFoundError,
-        hub.errors.HFValidationError,
-        OSError,
-    )
     try:
         return Path(hub.snapshot_download(text, allow_patterns=list(files)))
-    except failures as caught:
+    except Exception as caught:  # errors of HTTP, the cache and the disk have no common type
         why = " ".join(str(caught).split())[:300]
         raise FileNotFoundError(
             f"{missing}, and it can't be downloaded from the Hugging Face Hub: "
