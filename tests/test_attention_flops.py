@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build import bound_step, lean
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
@@ -243,10 +244,9 @@ def test_a_backward_of_attention_takes_as_long_whatever_is_trained(cudnn, traina
 
 def test_attention_that_is_kept_saves_its_forward(cudnn):
     step = spec_of(hardware=SLOW).first
-    work = forward_work([step.stages[0].stage])[0]
     residuals = step.stages[0].residuals
     assert residuals is not None
-    saved = saved_work(residuals, work)
+    saved = saved_work(residuals)
     products = 2 * 2 * ROWS * 96 * (HEADS * WIDTH) ** 2
     assert saved == Work(flops=products + FORWARD, attention=FORWARD)
     seconds = (products + FORWARD / SLOW.sustained_attention) / 1e6
@@ -283,19 +283,78 @@ QWEN_7B = models.DecoderConfig(
 MEASURED = [(131_072, 28, 39.8), (262_144, 14, 71.1), (262_144, 4, 20.4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("length", "num_layers", "seconds"), MEASURED)
-def test_steps_on_long_sequences_take_as_long_as_they_took(cudnn, length, num_layers, seconds):
-    """Steps of one sequence on an H200, clipped, with all of its memory; recomputed in backward."""
+def plan_of_qwen(length: int, num_layers: int, **options: Any) -> mt.Plan:
+    """The plan of training such a decoder on one sequence."""
     config = dataclasses.replace(QWEN_7B, num_layers=num_layers)
     row = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    plan = mt.plan(
+    return mt.plan(
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         models.next_token_loss,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
         {"tokens": row, "labels": row},
         hardware=dataclasses.replace(mt.H200, host_bytes=251 * GIB),
+        **options,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "num_layers", "seconds"), MEASURED)
+def test_steps_on_long_sequences_take_as_long_as_they_took(
+    cudnn, length, num_layers, seconds, monkeypatch
+):
+    """Steps of one sequence on an H200, clipped, with all of its memory; recomputed in backward."""
+    # They were measured before there were lean residuals.
+    monkeypatch.setattr(bound_step, "lean_residuals", lambda *args: None)
+    plan = plan_of_qwen(length, num_layers)
     assert plan.seconds_per_step == pytest.approx(seconds, rel=0.1)
     assert plan.bound == "compute"
     assert plan.attention_flops_per_step > 0.6 * plan.flops_per_step
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "budget"),
+    [(3, 20 * GIB), pytest.param(28, None, marks=pytest.mark.long)],
+)
+def test_attention_alone_is_kept_where_that_saves_most(cudnn, num_layers, budget, monkeypatch):
+    kept = plan_of_qwen(131_072, num_layers, device_budget=budget)
+    assert kept.keeps_costliest and kept.num_kept == num_layers
+    # Attention is computed once forward, and two and a half times as long backward.
+    forward = 4 * 28 * 128 * 131_072 * 131_073 // 2
+    assert kept.attention_flops_per_step == pytest.approx(num_layers * 3.5 * forward)
+    assert "costliest products kept in" in str(kept)
+    monkeypatch.setattr(bound_step, "lean_residuals", lambda *args: None)
+    without = plan_of_qwen(131_072, num_layers, device_budget=budget)
+    assert not without.keeps_costliest and without.num_kept < num_layers
+    assert kept.seconds_per_step and without.seconds_per_step
+    assert kept.seconds_per_step < 0.9 * without.seconds_per_step
+    assert kept.device_budget and kept.device_state_bytes <= kept.device_budget
+
+
+@pytest.mark.parametrize(("length", "is_lean"), [(131_072, True), (32_768, True), (2048, False)])
+def test_attention_costs_the_most_for_its_bytes_on_long_sequences(cudnn, length, is_lean):
+    config = dataclasses.replace(QWEN_7B, num_layers=2)
+    row = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    batch = {"tokens": row, "labels": row}
+    asked = Options(precision=mt.Precision(compute=jnp.bfloat16), hardware=mt.H200)
+    adapted, _ = adapt(
+        lambda: models.Decoder(config, rngs=nnx.Rngs(0)), models.next_token_loss, batch, 0
+    )
+    spec = make_run_spec(adapted, models.next_token_loss, optax.sgd(0.1), batch, asked)
+    layer = spec.first.stages[1]
+    assert layer.residuals is not None
+    costs = lean.seconds_per_byte(layer.stage, layer.residuals, mt.H200)
+    assert len(costs) == 4  # queries and the output; keys and values; gate and up; attention
+    best: Any = max(costs, key=costs.__getitem__)
+    assert best[0].startswith("dot_product_attention") == is_lean
+    if not is_lean:
+        assert layer.lean is None
+        return
+    assert layer.lean is not None
+    output, statistics = sorted(layer.lean.avals, key=lambda aval: -aval.size)
+    assert (output.shape, output.dtype) == ((1, length, 28, 128), jnp.bfloat16)
+    assert (statistics.shape, statistics.dtype) == ((1, 28, length), jnp.float32)
+    assert (
+        layer.lean.saved_flops
+        == layer.lean.saved_attention
+        == 2 * 28 * 256 * (length * (length + 1) // 2)
+    )

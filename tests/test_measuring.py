@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import all_rows
 import batches
 import common
+import jax
 import large
 import numpy as np
 import peers
@@ -22,9 +23,11 @@ import pytest
 import record
 import small_gpu
 import updates
+from flax import nnx
 from timing import MIN_STEPS, Work, time_steps
 
 from inside import engine_of, store_of
+from megatrain_jax import models
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -133,6 +136,30 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
     assert found["update_mode"] == "deferred"
     assert read_while_drained(reads, MIN_STEPS) == [True] * 4 and not all(reads)
     assert found["num_measured_steps"] == MIN_STEPS == len(found["seconds_of_steps"])
+
+
+def test_a_mixture_of_experts_is_measured():
+    import experts
+
+    sizes = {"tiny": True, "layers": 1, "batch": 2, "seq": 8, "microbatches": 1}
+    held = {"master": "bfloat16", "state": "int8", "device_budget": "auto"}
+    args = argparse.Namespace(**sizes, **held, steps=MIN_STEPS)
+    found = experts.measure(args)
+    assert found["num_measured_steps"] == MIN_STEPS and np.isfinite(found["losses"]).all()
+    assert found["active_parameters"] < found["num_parameters"]
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json, and its model card's sizes.
+    config = experts.chosen_config(argparse.Namespace(tiny=False, layers=48))
+    few = [experts.chosen_config(argparse.Namespace(tiny=False, layers=n)) for n in (1, 2)]
+    one, two = (size_of(models.Decoder, config) for config in few)
+    number = one + 47 * (two - one)
+    assert round(number / 1e9, 1) == 30.5
+    assert experts.active_parameters(config, number) == pytest.approx(3.3e9, rel=0.02)
+
+
+def size_of(kind, config):
+    """The number of a model's parameters, without making them."""
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def test_the_plain_step_trains_as_the_library_does():

@@ -11,12 +11,15 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from optimizers import OPTIMIZERS
-from runs import check_same_bits, make_trainer
+from oracle import train_plain
+from runs import check_close, check_same_bits, make_trainer
 from zoo import CASES
+from zoo_case import Case
 
 pytestmark = pytest.mark.usefixtures("started_once")
 OPTIMIZER = optax.adamw(1e-2)
@@ -60,6 +63,68 @@ def test_a_run_starts_from_another_runs_parameters(name, sources, tmp_path):
             other.save(tmp_path / source, params_only=source == "params")
         given = {"tree": params, "whole": tmp_path / source, "params": str(tmp_path / source)}
         check_same_bits(start(case, params=given[source]).params, params)
+
+
+def without_elements():
+    """A model with arrays of no elements: alone in their group, in blocks, and beside others."""
+    rng = np.random.default_rng(0)
+
+    def build():
+        block = {"w": jnp.eye(4), "none": jnp.zeros((0, 3))}
+        return {"in": jnp.ones((4, 4)), "bias": jnp.zeros((0,)), "blocks": [block] * 2}
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["in"]
+        for block in params["blocks"]:
+            x = jnp.tanh(x @ block["w"]) + block["none"].sum()
+        return jnp.mean((x + params["bias"].sum()) ** 2)
+
+    data = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
+    return Case(
+        name="without elements",
+        build=build,
+        loss_fn=loss_fn,
+        blocks=2,
+        templates=1,
+        batch=lambda seed: {"x": data["x"] + np.float32(seed)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("master", "state", "num_devices"),
+    [("float32", "float32", 1), ("bfloat16", "int8", 1), ("float32", "float32", 4)],
+)
+def test_arrays_without_elements_train_and_are_saved_and_given(
+    master, state, num_devices, tmp_path
+):
+    case, optimizer = without_elements(), OPTIMIZERS["clip_adamw"](None)
+    options = {
+        "precision": mt.Precision(compute=jnp.float32, master=master, state=state),
+        "mesh": Mesh(jax.devices()[:num_devices], "data"),
+    }
+
+    def start(**given):
+        model = case.build()
+        return mt.Trainer(model, case.loss_fn, optimizer, case.batch(0), **options, **given)
+
+    trainer = start()
+    for seed in range(2):
+        trainer.step(case.batch(seed))
+    if master == "float32":
+        plain = train_plain(case, OPTIMIZERS["clip_adamw"], [case.batch(s) for s in range(2)])
+        check_close(trainer.params, plain.params, 2e-6, "parameter")
+    trainer.save(tmp_path / "saved")
+    restored = start()
+    restored.restore(tmp_path / "saved")
+    check_same_bits((restored.params, restored.opt_state), (trainer.params, trainer.opt_state))
+    params = trainer.params
+    assert params["bias"].shape == (0,) and params["blocks"][1]["none"].shape == (0, 3)
+    for given in (params, tmp_path / "saved"):
+        check_same_bits(start(params=given).params, params)
+    # Only what no checkpoint can have may be missing.
+    v1.save(tmp_path / "other", {"in": params["in"]})
+    with pytest.raises(ValueError, match="blocks/0/w is missing\n.*blocks/1/w is missing$"):
+        start(params=tmp_path / "other")
 
 
 def save_v0(path, tree):

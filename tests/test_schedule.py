@@ -84,6 +84,32 @@ def test_what_saves_the_most_for_its_bytes_is_kept_first():
     assert found == {frozenset(), frozenset({1}), frozenset({0, 1}), frozenset({0, 1, 2})}
 
 
+def test_the_costliest_residuals_are_kept_where_all_have_no_room():
+    num = 5
+    all_of = {"residuals": (*((30,) * (num - 1)), 0)}
+    workload = chain(num, **all_of, costs=costs(num, num, recompute=(4.0,) * num))
+    lean = replace(
+        workload,
+        residuals=(*((3,) * (num - 1)), 0),
+        costs=costs(num, num, recompute=(3.0,) * num),
+        lean=True,
+    )
+    most, found = all_resident_bytes(workload), []
+    for room in range(0, 130, 2):
+        schedule = find_schedule(workload, most + room, lean)
+        every = find_schedule(workload, most + room)
+        assert schedule.seconds <= 1.03 * every.seconds
+        assert not schedule.lean or len(every.kept) < num - 1
+        run_everything(lean if schedule.lean else workload, schedule)
+        # Three quarters of the time in a tenth of the bytes: four such save as much as three full.
+        expected = min(room // 3, num - 1) * 3.0, min(room // 30, num - 1) * 4.0
+        saved = find_schedule(workload, most).seconds - schedule.seconds
+        assert saved >= max(expected) - 0.03 * every.seconds
+        found.append(schedule.lean)
+    assert any(found) and not found[-1], "lean ones are for where not all have room"
+    assert not find_schedule(workload, None, lean).kept
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_computing_never_waits_for_room(seed):
     """The device always has a task to compute while the driver waits."""

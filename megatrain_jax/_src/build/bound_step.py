@@ -26,7 +26,8 @@ from megatrain_jax._src.build.activations import (
     counted_activations,
     last_read_by_task,
 )
-from megatrain_jax._src.build.costs import collective_bytes, find_costs
+from megatrain_jax._src.build.costs import collective_bytes, find_costs, seconds_saved
+from megatrain_jax._src.build.lean import lean_residuals
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
@@ -50,7 +51,8 @@ class BoundStep:
         collectives: For each stage, bytes that each device receives from the others in its forward
             and in its backward, of all microbatches.
         metrics: Names of the metrics that the loss returns.
-        workload: The workload that the schedule was made for.
+        workload: The step as its schedule sees it, with all residuals that stages can keep.
+        lean: The same with the costliest residuals alone; None if no stage has any.
         schedule: The step's instructions: what moves and is computed when.
         last_read: By task, ids of the values that nothing reads after its stage, or nothing before
             they are made again.
@@ -64,6 +66,7 @@ class BoundStep:
     collectives: tuple[tuple[int, int], ...]
     metrics: tuple[str, ...]
     workload: Workload
+    lean: Workload | None
     schedule: Schedule
     last_read: Mapping[int, tuple[int, ...]]
 
@@ -76,6 +79,13 @@ class BoundStep:
                 pairs = zip(bound.groups, bound.mode.gradients, strict=True)
                 dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
         return dtypes
+
+    @functools.cached_property
+    def keeping(self) -> tuple[BoundStage, ...]:
+        """The stages with the residuals that they keep by the schedule, if it has them keep any."""
+        if not self.schedule.lean:
+            return self.stages
+        return tuple(dataclasses.replace(bound, residuals=bound.lean) for bound in self.stages)
 
     @functools.cached_property
     def kept(self) -> frozenset[int]:
@@ -142,16 +152,21 @@ def bind_step(
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
-    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
+    asked = hardware if training else None
+    bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
     collectives = collective_bytes(bound, microbatches, num_devices)
     activations, makes, reads = counted_activations(program, microbatches, num_devices)
-    kept = [b.residuals.avals if b.residuals else () for b in bound]
-    residuals = (program.examples.num_bytes(avals, num_devices) for avals in kept)
+    each = microbatches / num_devices
+
+    def bytes_of(kept: Sequence[Residuals | None]) -> tuple[int, ...]:
+        rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
+        return tuple(microbatches * num_bytes for num_bytes in rows)
+
     workload = Workload(
         activations=activations,
         makes=makes,
         reads=reads,
-        residuals=tuple(microbatches * num_bytes for num_bytes in residuals),
+        residuals=bytes_of([b.residuals for b in bound]),
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -164,7 +179,11 @@ def bind_step(
     )
     if training:
         workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
-    schedule = find_schedule(workload, device_budget)
+    lean = None
+    if any(kept := [b.lean for b in bound]):
+        costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
+        lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
+    schedule = find_schedule(workload, device_budget, lean)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
         key=key,
@@ -175,6 +194,7 @@ def bind_step(
         collectives=collectives,
         metrics=metrics,
         workload=workload,
+        lean=lean,
         schedule=schedule,
         last_read=last_read_by_task(instructions, stages, program),
     )
@@ -191,9 +211,12 @@ def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep
     stages = [bound.stage for bound in step.stages]
     again = computed_again(step.workload, stages, span)
     workload = dataclasses.replace(step.workload, again=again)
-    schedule = find_schedule(workload, device_budget)
+    lean = step.lean and dataclasses.replace(step.lean, again=again)
+    schedule = find_schedule(workload, device_budget, lean)
     last_read = last_read_by_task(schedule.cold, stages, step.program)
-    return dataclasses.replace(step, workload=workload, schedule=schedule, last_read=last_read)
+    return dataclasses.replace(
+        step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
+    )
 
 
 def _gradient_dtypes(
@@ -225,18 +248,19 @@ def _gradient_dtypes(
 
 
 def _bind(
-    stages, grouping, layouts, gradients, fused, accumulate, training
+    stages, grouping, layouts, gradients, fused, accumulate, hardware: Hardware | None
 ) -> tuple[BoundStage, ...]:
     """Binds stages to groups, from the last to the first, as backward goes through them.
 
-    A backward adds to the gradients and cotangents that the backwards before it have made.
+    A backward adds to the gradients and cotangents that the backwards before it have made. Stages
+    of an evaluation, which has no `hardware`, keep no residuals.
     """
     group_of = grouping.group_of
     # Position of each leaf in its group.
     position = {leaf: i for leaves in grouping.leaves for i, leaf in enumerate(leaves)}
     seen_groups: set[int] = set()
     sent: set[int] = set()
-    found: dict[Hashable, Residuals | None] = {}
+    found: dict[Hashable, tuple[Residuals | None, Residuals | None]] = {}
     bound: list[BoundStage] = []
     for s in range(len(stages) - 1, -1, -1):
         stage: Stage = stages[s]
@@ -245,7 +269,7 @@ def _bind(
             Slot(slab=groups.index(group_of[leaf]), leaf=position[leaf]) for leaf in stage.leaves
         )
         binding = Binding(layouts=tuple(layouts[g].master for g in groups), slots=slots)
-        mode, known, residuals = None, (), None
+        mode, known, residuals, lean = None, (), None, None
         if stage.has_backward:
             # A cotangent that was sent is added once, also to a value that the stage takes twice.
             existing = tuple(
@@ -264,12 +288,13 @@ def _bind(
             )
             seen_groups.update(groups)
             sent.update(i for i, a in zip(stage.inputs, stage.active, strict=True) if a)
-            if training and not mode.give_outputs:
+            if hardware is not None and not mode.give_outputs:
                 # Tracing the two halves takes long; stages of one template share them.
                 like = stage.key, stage.is_trainable, stage.active, stage.has_cotangent
                 if like not in found:
-                    found[like] = find_residuals(stage)
-                residuals = found[like]
+                    every = find_residuals(stage)
+                    found[like] = every, lean_residuals(stage, every, hardware)
+                residuals, lean = found[like]
         bound.append(
             BoundStage(
                 stage=stage,
@@ -278,6 +303,7 @@ def _bind(
                 mode=mode,
                 sent=known,
                 residuals=residuals,
+                lean=lean,
             )
         )
     return tuple(bound[::-1])

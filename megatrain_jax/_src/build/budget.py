@@ -27,7 +27,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.state.placement import Placement
 
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
@@ -140,17 +140,20 @@ class _Fitting:
         def with_budget(spec: RunSpec, needed: int) -> RunSpec:
             return with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
 
-        spec = divided(self._spec)
-        needed = self._needs(spec.first, estimated)
-        fitted = with_budget(spec, needed)
-        if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
+        fitted = divided(self._spec)
+        needed, known = self._needs(fitted.first, estimated), [fitted.first.schedule]
+        fitted = with_budget(fitted, needed)
+        # Keeping residuals takes other functions. A smaller budget keeps fewer, by functions that
+        # are known then, or leaner ones.
+        while not any(_has_functions_of(schedule, fitted.first.schedule) for schedule in known):
+            known.append(fitted.first.schedule)
             fitted = divided(fitted)
             more = self._needs(fitted.first, estimated)
-            # A smaller budget keeps fewer residuals: its functions are among those of the two
-            # turns, so that a third one would find no larger need.
-            if more > needed:
-                fitted = with_budget(fitted, more)
-        return fitted
+            if more <= needed:
+                break
+            needed = more
+            fitted = with_budget(fitted, needed)
+        return divided(fitted)
 
     def _needs(self, step: BoundStep, estimated: bool) -> int:
         ahead = estimate_ahead if estimated else compile_ahead
@@ -173,6 +176,11 @@ def _room(spec: RunSpec, device_bytes: int) -> int:
     return int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
 
 
+def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:
+    """Whether what runs one schedule runs another one of the same step, too."""
+    return not other.kept or (schedule.lean == other.lean and other.kept <= schedule.kept)
+
+
 def with_temporaries(
     spec: RunSpec, temporary_bytes: int, device_bytes: int | None, *, estimated: bool
 ) -> RunSpec:
@@ -193,7 +201,7 @@ def with_temporaries(
     left = int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
     # The least even where less is left: a plan says then by how much, and training is refused.
     budget = max(left, spec.first.schedule.smallest_bytes)
-    schedule = find_schedule(spec.first.workload, budget)
+    schedule = find_schedule(spec.first.workload, budget, spec.first.lean)
     first = dataclasses.replace(spec.first, schedule=schedule)
     return dataclasses.replace(known, budget_bytes=budget, first=first)
 

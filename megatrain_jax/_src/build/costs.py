@@ -17,9 +17,10 @@ device, takes f / 4g + 20 ms then.
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
+from megatrain_jax._src.build.work import backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import BoundStage
+from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program.loss.gradients import leaves_read
 from megatrain_jax._src.schedule.workload import Costs, Link
 from megatrain_jax._src.state.hardware import Hardware
@@ -97,14 +98,13 @@ def find_costs(
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None
     on_link = exchanged if over_links else [(), ()]
-    saved = [each * _seconds_saved(b, w, hardware) for b, w in zip(bound, work, strict=True)]
     # An update reads and writes masters and optimizer state, and reads the gradient.
     moved = [2 * sum(s[kind] for kind in LASTING) + s[Kind.GRADIENT] for s in sizes]
     return Costs(
         forward=_sums(forward, exchanged[0]),
         backward=_sums(backward, exchanged[1]),
         update=tuple(num_bytes / hardware.memory_bytes_per_s for num_bytes in moved),
-        recompute=tuple(saved),
+        recompute=seconds_saved([b.residuals for b in bound], each, hardware),
         forward_on_link=tuple(on_link[0]),
         backward_on_link=tuple(on_link[1]),
         link=_link(hardware, num_devices),
@@ -124,10 +124,22 @@ def _sums(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, ...]:
     return tuple(x + y for x, y in zip(xs, ys, strict=True))
 
 
-def _seconds_saved(bound: BoundStage, forward: Work, hardware: Hardware) -> float:
-    """The seconds that a backward saves in one microbatch where its forward keeps residuals."""
-    if bound.residuals is None:
-        return 0.0
-    # Products run near the device's rate, and what they give is written and read once more.
-    moved = 2 * bound.residuals.num_bytes / hardware.memory_bytes_per_s
-    return max(0.0, saved_work(bound.residuals, forward).seconds(hardware) - moved)
+def seconds_saved(
+    kept: Sequence[Residuals | None], factor: float, hardware: Hardware
+) -> tuple[float, ...]:
+    """The seconds that each stage's backward saves where its forward keeps residuals.
+
+    Args:
+        kept: The residuals of each stage.
+        factor: Number of microbatches over that of devices.
+        hardware: The rates.
+    """
+
+    def saved(residuals: Residuals | None) -> float:
+        if residuals is None:
+            return 0.0
+        # Products run near the device's rate, and what they give is written and read once more.
+        moved = 2 * residuals.num_bytes / hardware.memory_bytes_per_s
+        return max(0.0, saved_work(residuals).seconds(hardware) - moved)
+
+    return tuple(factor * saved(residuals) for residuals in kept)

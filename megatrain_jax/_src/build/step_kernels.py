@@ -23,7 +23,7 @@ def begin_kernel(step: BoundStep, placement: Placement) -> Kernel:
 
 def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> Kernel:
     """The kernel of a stage's FORWARD or BACKWARD in a step."""
-    bound, program = step.stages[number], step.program
+    bound, program = step.keeping[number], step.program
     keeps = number in step.schedule.kept
     if op is Op.FORWARD:
         make = stages.forward_keeping if keeps else stages.forward

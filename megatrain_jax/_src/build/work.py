@@ -67,11 +67,8 @@ def backward_work(stage: Stage, forward: Work) -> Work:
     return Work(flops=others + attention, attention=attention)
 
 
-def saved_work(residuals: Residuals | None, forward: Work) -> Work:
-    """What a stage's backward need not compute again if its forward keeps residuals.
-
-    They include all that kernels of attention give.
-    """
+def saved_work(residuals: Residuals | None) -> Work:
+    """What a stage's backward need not compute again if its forward keeps residuals."""
     if residuals is None:
         return Work(flops=0, attention=0)
-    return Work(flops=residuals.saved_flops, attention=forward.attention)
+    return Work(flops=residuals.saved_flops, attention=residuals.saved_attention)

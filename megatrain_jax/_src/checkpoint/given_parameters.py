@@ -45,6 +45,9 @@ def starting_from(
     dtype_of = dict(zip(wanted, dtypes, strict=True))
     known = {_names(path) for path in adapted.variable_paths}
     found = _below(_prefix(given, wanted), given, {name[0] for name in wanted if name})
+    if is_folder:  # Orbax can't save arrays without elements: no checkpoint has them
+        empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
+        found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
     lines = [
         *(f"{_text(name)} is missing" for name in wanted if name not in found),
         *(

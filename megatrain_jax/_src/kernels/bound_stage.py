@@ -77,6 +77,7 @@ class BoundStage:
         sent: Ids of inputs whose cotangent another stage has already sent, in input order.
         residuals: Residuals that the forward can keep; None if there are none worth keeping.
         tiles: By name of a kernel, the tiles that it is computed in; the others are left whole.
+        lean: The costliest of them alone; None if none stand out.
     """
 
     stage: Stage
@@ -86,6 +87,7 @@ class BoundStage:
     sent: tuple[int, ...]
     residuals: Residuals | None
     tiles: Mapping[str, Tiling] = dataclasses.field(default_factory=dict)
+    lean: Residuals | None = None
 
     @property
     def key(self) -> Hashable:

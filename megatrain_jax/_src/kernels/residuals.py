@@ -17,12 +17,13 @@ kept: `Residuals.sources` says of each array in the pullback which one of all of
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.attention import is_attention
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.gradients import differentiated
@@ -30,9 +31,12 @@ from megatrain_jax._src.program.loss.stages import Stage
 
 _KEPT_ATTENTION = "dot_product_attention_fwd"
 
+Keeps = Callable[..., bool]
+"""Whether to keep the results of a primitive; a policy of `jax.checkpoint`."""
 
-def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether to keep the results of a primitive; a policy of `jax.checkpoint`.
+
+def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether a primitive's results are worth keeping, where there is room for all of them.
 
     Products with batch axes are left out: their results, such as attention's scores, are large
     for the work in them.
@@ -57,6 +61,8 @@ class Residuals:
             inputs and residuals, in this order.
         avals: Shapes and dtypes of the residuals of one microbatch.
         saved_flops: Floating-point operations a microbatch that the backward need not do again.
+        saved_attention: Those of attention's kernels among them.
+        lean: Whether these are the costliest of the results that a stage could keep.
     """
 
     traced: jx.Traced
@@ -65,6 +71,8 @@ class Residuals:
     sources: tuple[int, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
     saved_flops: int
+    saved_attention: int
+    lean: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -88,14 +96,23 @@ class Residuals:
         return pull(list(cotangents))
 
 
-def find_residuals(stage: Stage) -> Residuals | None:
+def find_residuals(stage: Stage, keeps: Keeps = is_kept, lean: bool = False) -> Residuals | None:
     """Traces a stage's two halves; None if there is nothing worth keeping, or it has effects.
 
     An effect that both halves compute would fire twice.
+
+    Args:
+        stage: The stage.
+        keeps: Which results to keep.
+        lean: Whether these are the costliest of all that it could keep.
     """
     if fires(stage.jaxpr):
         return None
-    saved_flops = count_flops(stage.jaxpr, lambda eqn: _is_kept(eqn.primitive, **eqn.params))
+
+    def is_saved(eqn: Any) -> bool:
+        return keeps(eqn.primitive, *(a.aval for a in eqn.invars), **eqn.params)
+
+    saved_flops = count_flops(stage.jaxpr, is_saved)
     if not saved_flops:
         return None
     first = len(stage.consts)
@@ -103,7 +120,7 @@ def find_residuals(stage: Stage) -> Residuals | None:
     leaves, inputs = shapes[: len(stage.leaves)], shapes[len(stage.leaves) :]
 
     # The halves are compiled apart: nothing can undo the recomputation of what is not kept.
-    keeping = functools.partial(jax.checkpoint, policy=_is_kept, prevent_cse=False)
+    keeping = functools.partial(jax.checkpoint, policy=keeps, prevent_cse=False)
 
     def halves(leaves, inputs):
         return differentiated(stage, stage.has_cotangent, leaves, inputs, wrap=keeping)
@@ -130,4 +147,6 @@ def find_residuals(stage: Stage) -> Residuals | None:
         sources=tuple(sources),
         avals=tuple(avals),
         saved_flops=saved_flops,
+        saved_attention=count_flops(stage.jaxpr, lambda e: is_saved(e) and is_attention(e)),
+        lean=lean,
     )

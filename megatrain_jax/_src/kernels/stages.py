@@ -63,7 +63,7 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
 
     return Kernel(
         name="forward keeping",
-        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
+        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent, residuals.lean),
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
         gives=(
@@ -143,7 +143,7 @@ def backward_of_kept(
 
     return Kernel(
         name="backward of kept",
-        key=(bound.key, stage.active, mode),
+        key=(bound.key, stage.active, mode, residuals.lean),
         build=lambda: backward_stage,
         takes=(
             _masters(binding, placement),

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel, placed
+from megatrain_jax._src.kernels.reducing import measured, reduction
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
@@ -55,33 +55,23 @@ def reduce(
     fragment, reads = cut.reduce[group], cut.reduce_reads
     slabs, small = placement.slabs_on_device, placement.small_on_device
 
-    # A fragment takes all arrays of its group, read or not, so that those of equal groups are
-    # equal. In the place of what it doesn't read, and no schedule has fetched, stand zeros, which
-    # XLA drops.
-    def reduce_group(gradient, masters, state, loss, small, ok):
-        measured = _measured(gradient, ok, cut.guarded)
-        gradient = gradient.astype(layout.master.dtype)
-        shapes = layout.master.shapes
-        if Kind.MASTERS in reads:
-            masters = layout.master.decode(masters)
-        else:
-            masters = jnp.zeros(layout.master.size, layout.master.dtype)
-        if Kind.OPTIMIZER_STATE in reads:
-            state = layout.state.decode(state)
-        else:
-            state = [jnp.zeros(slab.size, slab.dtype) for slab in layout.state.layouts]
-        args = [
-            *(layout.master.unpack(gradient, i) for i in range(len(shapes))),
-            *(layout.master.unpack(masters, i) for i in range(len(shapes))),
-            *layout.state.unpack(state),
-        ]
-        scalars = jx.evaluate(fragment.jaxpr, [*fragment.consts, *args, loss, *small])
-        return _stacked(scalars), *measured
+    def build() -> Callable:
+        reduced = reduction(fragment, layout)
+
+        # A fragment takes all arrays of its group, read or not, so that those of equal groups are
+        # equal. Nothing is in the place of what it doesn't read, and no schedule has fetched.
+        def reduce_group(gradient, masters, state, loss, small, ok):
+            square, ok = measured(gradient, ok, cut.guarded, layout.master.num_shards)
+            masters = layout.master.decode(masters) if Kind.MASTERS in reads else None
+            state = layout.state.decode(state) if Kind.OPTIMIZER_STATE in reads else ()
+            return _stacked(reduced(gradient, masters, state, [loss, *small])), square, ok
+
+        return reduce_group
 
     return Kernel(
         name="reduce",
         key=(fragment.key, layout, jnp.dtype(gradient)),
-        build=lambda: reduce_group,
+        build=build,
         takes=(
             placed(layout.master.gradient_aval(gradient), slabs),
             placed(layout.master.at_rest, slabs) if Kind.MASTERS in reads else None,
@@ -92,17 +82,6 @@ def reduce(
         ),
         gives=small,
     )
-
-
-def _measured(
-    gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool
-) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if that is finite."""
-    # One pass serves two ends: a sum of squares is not finite if any element isn't. Padding in a
-    # gradient's slab is zeros and adds nothing.
-    gradient = gradient.astype(jnp.float32)
-    square = jnp.sum(gradient * gradient)
-    return square, ok & jnp.isfinite(square) if guarded else ok
 
 
 def _stacked(values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -219,7 +198,7 @@ def _update_at_once(fragment: Fragment, layout: GroupLayout, guarded: bool) -> C
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         # Its own gradient is all that can be asked here: those of earlier stages don't exist yet.
-        square, ok = _measured(gradient, ok, guarded)
+        square, ok = measured(gradient, ok, guarded, layout.master.num_shards)
         return *apply(masters, state, gradient, messages, ok, draw), square, ok
 
     return update_group

@@ -67,8 +67,8 @@ LAYOUT = _names(
 # what reads it, so that its results are no arrays; and what can be one with what it reads.
 FREE = _names(
     """
-    broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze stop_gradient
-    transpose
+    broadcast_in_dim convert_element_type copy expand_dims iota optimization_barrier reshape slice
+    squeeze stop_gradient transpose
     """
 )
 FUSED = ELEMENTWISE | FREE

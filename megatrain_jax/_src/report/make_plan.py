@@ -61,6 +61,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         update_mode="deferred" if workload.deferred else "immediate",
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
+        keeps_costliest=schedule.lean,
         num_templates=num_templates,
         tiles=_tiles(step, grouping.names),
         num_again=len(step.workload.again),
@@ -120,7 +121,7 @@ def microbatch_work(step: BoundStep) -> Work:
     """
     total, last = Work(flops=0, attention=0), len(step.stages) - 1
     forwards = forward_work([bound.stage for bound in step.stages])
-    for s, (bound, forward) in enumerate(zip(step.stages, forwards, strict=True)):
+    for s, (bound, forward) in enumerate(zip(step.keeping, forwards, strict=True)):
         if not (step.workload.fused_last and s == last):
             total = total.plus(forward)
         if step.workload.backward[s]:
@@ -128,7 +129,7 @@ def microbatch_work(step: BoundStep) -> Work:
         if s in step.workload.again:
             total = total.plus(forward)
         if s in step.schedule.kept:
-            total = total.plus(saved_work(bound.residuals, forward), factor=-1)
+            total = total.plus(saved_work(bound.residuals), factor=-1)
     return total
 
 

@@ -91,6 +91,8 @@ class Plan:
         num_stages: Stages of the forward.
         num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
+        keeps_costliest: Whether they keep the results that cost the most time for their bytes,
+            such as attention's on long sequences, instead of all.
         num_templates: Templates that are compiled for the stages.
         tiles: What is computed in tiles, in the order of the stages.
         num_again: Stages whose forward is computed once more before their backward, so that less
@@ -127,6 +129,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     tiles: tuple[TileRow, ...] = ()
     num_again: int = 0

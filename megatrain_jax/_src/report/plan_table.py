@@ -81,7 +81,6 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     guess = "estimate" if plan.device_temporary_estimated else ""
     temporaries = ["not counted", _UNCOUNTED] if known is None else [size(known), guess]
     within = "the least" if budget is None else f"of a budget of {size(budget)}"
-    kept = f"{plan.num_kept} of {plan.num_stages} stages"
     taken = plan.host_process_bytes
     fits = _host_verdict(plan)
     at_peak = "" if taken else fits
@@ -91,10 +90,6 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
     said = f"{several}estimate, {fits}"
     process = [["host memory, the process", size(taken), said]] if taken else []
-    recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
-    if plan.num_again:
-        again = f"{plan.num_again} of {plan.num_stages} stages"
-        recompute.append(["forward computed again in", again, "as the host can't hold all inputs"])
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
@@ -118,7 +113,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
         ["to the host, a step", size(plan.bytes_out), seconds(plan.seconds_out)],
         *_shared_cells(plan),
         *_arithmetic_cells(plan),
-        *recompute,
+        *_recompute_cells(plan),
         *_tile_cells(plan),
     ]
     if machine is not None:
@@ -167,6 +162,19 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
         cells.append(
             ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
         )
+    return cells
+
+
+def _recompute_cells(plan: "Plan") -> list[list[str]]:
+    """Which stages spare their backward some of the forward, and which compute it once more."""
+    cells = []
+    if plan.num_kept:
+        every = "no recomputation of products in"
+        which = "costliest products kept in" if plan.keeps_costliest else every
+        cells.append([which, f"{plan.num_kept} of {plan.num_stages} stages", ""])
+    if plan.num_again:
+        again = f"{plan.num_again} of {plan.num_stages} stages"
+        cells.append(["forward computed again in", again, "as the host can't hold all inputs"])
     return cells
 
 

@@ -63,6 +63,7 @@ class Schedule:
         resident: Parts that stay on the device between steps, or from when they are made to their
             last use.
         kept: Stages whose residuals are kept from forward to backward.
+        lean: Whether these are the costliest results of each stage, instead of all.
         seconds: Estimate of a steady step's time.
         smallest_bytes: The least budget with which computing need not wait for room.
     """
@@ -76,17 +77,20 @@ class Schedule:
     peak_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
+    lean: bool
     seconds: float
     smallest_bytes: int
 
 
-def find_schedule(workload: Workload, budget: int | None) -> Schedule:
+def find_schedule(workload: Workload, budget: int | None, lean: Workload | None = None) -> Schedule:
     """Orders a training step so that what it keeps never exceeds a budget on the device.
 
     Args:
         workload: The step to compute, on which bytes; which residuals are kept is decided here.
         budget: Bytes that parameters, optimizer state, gradients, residuals and activations may
             occupy on the device. None asks for the smallest schedule.
+        lean: The same step with the costliest residuals of each stage alone, which is tried if
+            there is no room for all residuals of all stages.
 
     Returns:
         The schedule: of several with more or fewer residents and residuals the one estimated to be
@@ -105,8 +109,13 @@ def find_schedule(workload: Workload, budget: int | None) -> Schedule:
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
     candidates = [_with_residents(lists, budget, smallest)]
-    for kept in _kept_choices(workload, budget) if budget > smallest else ():
-        candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
+    for kinds in (workload, lean) if budget > smallest else ():
+        if kinds is None or max(len(c.kept) for c in candidates) == sum(
+            map(bool, workload.residuals)
+        ):
+            continue
+        for kept in _kept_choices(kinds, budget):
+            candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
     return _best(workload, candidates)
 
 
@@ -244,6 +253,7 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: 
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
         resident=resident,
         kept=lists.workload.kept,
+        lean=lists.workload.lean,
         seconds=seconds,
         smallest_bytes=smallest,
     )

@@ -74,6 +74,7 @@ class Workload:
         kept: The stages that keep residuals.
         again: The stages that are computed once more before their backward, so that what they make
             need not be held until then; see `order.py`.
+        lean: Whether residuals are the costliest results of each stage, instead of all.
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
@@ -91,6 +92,7 @@ class Workload:
     residuals: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
+    lean: bool = False
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False

@@ -225,9 +225,8 @@ class Layout:
         return [tuple(islice(row, len(s.codec.parts(self.dtype)))) for s in self.segments]
 
     def segment_of(self, i: int) -> tuple[Segment, int]:
-        """The segment that leaf `i` is in, and its number; the last for a leaf without elements."""
-        at, last = self.offsets[i], len(self.segments) - 1
-        number = next((n for n, s in enumerate(self.segments) if at < s.stop), last)
+        """The segment that leaf `i` is in, and its number."""
+        number = next(n for n, s in enumerate(self.segments) if self.offsets[i] < s.stop)
         return self.segments[number], number
 
     def _without_padding(self, rows: jax.Array, segment: Segment) -> jax.Array:
@@ -273,7 +272,8 @@ def layout_of(
     segments: list[Segment] = []
     for i in order:
         offsets[i] = start = end
-        end += -(-shares[i] // step) * step
+        # A leaf without elements takes room, too, so that no slab and no segment is empty.
+        end += max(1, -(-shares[i] // step)) * step
         if segments and segments[-1].codec == codecs[i]:
             start = segments.pop().start
         segments.append(Segment(codec=codecs[i], start=start, stop=end))

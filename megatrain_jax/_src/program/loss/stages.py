@@ -63,7 +63,7 @@ class Stage:
         leaves = self.jaxpr.invars[first : first + len(self.leaves)]
         sizes = [jx.num_elements(v.aval) for v in leaves]
         trainable = sum(n for n, yes in zip(sizes, self.is_trainable, strict=True) if yes)
-        return trainable / sum(sizes) if sizes else 1.0
+        return trainable / sum(sizes) if any(sizes) else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

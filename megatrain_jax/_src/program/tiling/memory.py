@@ -16,11 +16,10 @@ from collections.abc import Sequence
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import FREE, FUSED, FUSING
-from megatrain_jax._src.program.tiling.flow import BARRIER, Flow, Op
+from megatrain_jax._src.program.tiling.flow import Flow, Op
 from megatrain_jax._src.program.tiling.order import Loop
 
 # The same array under another name; a barrier is one to memory, if not to the compiler.
-_FREE = FREE | {BARRIER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
         behind = frozenset().union(*(roots.get(v, ()) for v in event.reads))
         for v in event.makes:
             read = readers.get(v, [])
-            free = event.name in _FREE or (event.name in FUSED and len(read) <= 1)
+            free = event.name in FREE or (event.name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
     last: dict[int, int] = {}
     for number, event in enumerate(events):

@@ -1,0 +1,107 @@
+"""Lean residuals: of all results that a stage could keep, those that cost the most for their bytes.
+
+On long sequences attention's output takes thousands of times longer to compute again, for its
+bytes, than a product of an MLP. Where not all stages have room for everything, keeping the
+costliest results of many may save more than keeping all results of a few; the clock decides.
+
+A worked example, a layer of Qwen2.5-7B on 131,072 tokens in bfloat16, by an H200's rates::
+
+    result                 GiB    ms to compute again    ms a GiB
+    attention with its    0.89                    232         260    lean
+      statistics
+    queries               0.87                    4.6         5.3
+    gate, up              9.25                     49         5.3
+    all that is kept      12.1                    292          24
+
+Attention's are kept alone: a GiB of them saves more than twice what a GiB of all does.
+"""
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+from megatrain_jax._src.kernels.residuals import Residuals, find_residuals, is_kept
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.attention import is_attention
+from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.loss.stages import Stage
+from megatrain_jax._src.state.hardware import Hardware
+
+# Results are costly that save so many times the seconds a byte of all that is kept.
+_COSTLY = 2.0
+# Equations that hand a kept result on, rounded as it is stored.
+_HANDS_ON = ("copy", "name", "reduce_precision")
+
+
+def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) -> Residuals | None:
+    """The residuals of a stage that keeps its costliest results alone; None if no few stand out.
+
+    Args:
+        stage: The stage.
+        every: Its residuals where it keeps all results that are worth it.
+        hardware: The machine whose rates tell what is costly.
+    """
+    costs = {} if every is None else seconds_per_byte(stage, every, hardware)
+    costly = {kind for kind, (_, is_costly) in costs.items() if is_costly}
+    if not costly or len(costly) == len(costs):
+        return None
+
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
+        return is_kept(primitive, **params) and _kind(primitive, avals) in costly
+
+    return find_residuals(stage, keeps, lean=True)
+
+
+def seconds_per_byte(
+    stage: Stage, every: Residuals, hardware: Hardware
+) -> dict[Hashable, tuple[float, bool]]:
+    """For each kind of result that a stage keeps, what a byte saves, and whether that is much.
+
+    Results are of one kind if one primitive makes them of operands of the same shapes and dtypes.
+    """
+    num_bytes = _bytes_by_kind(every)
+    seconds: dict[Hashable, float] = {}
+    for kind in num_bytes:
+
+        def is_made(eqn: Any, kind: Hashable = kind) -> bool:
+            return _kind_of(eqn) == kind
+
+        flops = count_flops(stage.jaxpr, is_made)
+        attention = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_attention(e))
+        seconds[kind] = hardware.compute_seconds(flops, attention)
+    least = _COSTLY * sum(seconds.values()) / max(1, sum(num_bytes.values()))
+    found = {kind: seconds[kind] / size for kind, size in num_bytes.items()}
+    return {kind: (cost, cost >= least) for kind, cost in found.items()}
+
+
+def _bytes_by_kind(residuals: Residuals) -> Counter[Hashable]:
+    """The bytes of residuals by the kind of the equation that made them."""
+    jaxpr = residuals.traced.jaxpr
+    found: Counter[Hashable] = Counter()
+    for v in set(jx.variables(jaxpr.outvars[residuals.num_outputs :])):
+        maker = _maker(jaxpr, v)
+        if maker is not None and is_kept(maker.primitive, **maker.params):
+            found[_kind_of(maker)] += jx.num_bytes(v.aval)
+    return found
+
+
+def _maker(jaxpr: Any, result: Any) -> Any | None:
+    """The equation that makes a variable, also within calls; None if it is given."""
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while not jx.is_literal(result) and result in makers:
+        eqn = makers[result]
+        if (body := jx.called(eqn)) is not None:
+            return _maker(body, body.outvars[eqn.outvars.index(result)])
+        if eqn.primitive.name not in _HANDS_ON:
+            return eqn
+        result = eqn.invars[0]
+    return None
+
+
+def _kind_of(eqn: Any) -> Hashable:
+    return _kind(eqn.primitive, [a.aval for a in eqn.invars])
+
+
+def _kind(primitive: Any, avals: Any) -> Hashable:
+    """The kind of a result: its parameters don't count, as a forward's differ from a gradient's."""
+    return primitive.name, tuple((a.shape, a.dtype) for a in avals)

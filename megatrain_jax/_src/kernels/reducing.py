@@ -1,0 +1,163 @@
+"""Numbers that a group's slabs are reduced to: the optimizer's *reduce*, and a gradient's norm.
+
+Large leaves and slabs are read in pieces. Given whole, a compiler may convert a gradient in
+bfloat16 to an fp32 array twice as large, of which one number is left.
+
+A worked example: a leaf of 40M elements in pieces of 16M, hence 64 MiB in fp32::
+
+    reduced(0, 16M)                    # the first piece, converted, squared and added up
+    + reduced(16M, 16M)                # a loop over all other whole pieces
+    + reduced(32M, 8M)                 # what is left
+
+Over several devices each takes pieces of its own shard, and their numbers meet at the end.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.optimizer.reductions import Reduction, find_reductions
+from megatrain_jax._src.program.optimizer.slicing import Fragment
+from megatrain_jax._src.state.groups import GroupLayout
+from megatrain_jax._src.state.layout import Layout
+
+# Elements of a device's share of a leaf or slab: one with more is read in pieces of as many.
+_PIECE = 1 << 24
+# Pieces are found by their first element, an unsigned number of 32 bits.
+_LONGEST = 1 << 32
+
+Place = tuple[int, Layout, int]
+"""A leaf's slab by its number, the slab's layout, and the leaf's number in it."""
+
+
+def measured(
+    gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool, num_shards: int
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if that is finite."""
+
+    # One pass serves two ends: a sum of squares is not finite if any element isn't. Padding in a
+    # gradient's slab is zeros and adds nothing.
+    def squares(x: jax.Array, axis: int | None) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return jnp.sum(x * x, axis)
+
+    rows = gradient.reshape(num_shards, -1)
+    if _is_large(rows.shape[1]):
+
+        def of_piece(start: Any, size: int) -> jax.Array:
+            return squares(_piece(rows, start, size), 1)
+
+        square = jnp.sum(_in_pieces(of_piece, rows.shape[1], jnp.add))
+    else:
+        square = squares(gradient, None)
+    return square, ok & jnp.isfinite(square) if guarded else ok
+
+
+def reduction(fragment: Fragment, layout: GroupLayout) -> Callable[..., list[jax.Array]]:
+    """The function `(gradient, masters, state slabs, others) -> scalars` of a fragment.
+
+    Masters and state may be None if the fragment doesn't read them.
+
+    Args:
+        fragment: The group's part of the optimizer's *reduce*.
+        layout: Layout of the group.
+    """
+    first, leaves = len(fragment.consts), range(len(layout.master.shapes))
+    # The fragment takes constants, gradients, masters, state and others, in this order.
+    places: list[Place] = [
+        *((0, layout.master, i) for i in leaves),
+        *((1, layout.master, i) for i in leaves),
+        *((2 + s, layout.state.layouts[s], i) for s, i in layout.state.places),
+    ]
+    large = {
+        first + at: (slab.shapes[i], slab.shares[i])
+        for at, (_, slab, i) in enumerate(places)
+        if _is_divisible(slab, i)
+    }
+    split = find_reductions(fragment.jaxpr, large)
+
+    def reduce_leaves(gradient, masters, state, others) -> list[jax.Array]:
+        slabs = [gradient, masters, *state]
+        given: dict[int, Any] = dict(enumerate(fragment.consts))
+        given.update(enumerate(others, first + len(places)))
+
+        def leaf(at: int) -> jax.Array:
+            number, slab, i = places[at - first]
+            return slab.unpack(slabs[number], i).astype(slab.dtype)
+
+        numbers = [
+            _reduced(found, [places[at - first] for at in found.arrays], slabs, given)
+            for found in split.found
+        ]
+        given.update(enumerate(numbers, len(fragment.jaxpr.invars)))
+        args = [given[at] if at in given else leaf(at) for at in split.inputs]
+        return jx.evaluate(split.rest, args)
+
+    return reduce_leaves
+
+
+def _reduced(
+    found: Reduction, places: Sequence[Place], slabs: Sequence[Any], others: Mapping[int, Any]
+) -> jax.Array:
+    """A reduction of leaves that lie alike, in pieces."""
+    _, layout, i = places[0]
+
+    def piece(place: Place, start: Any, size: int) -> jax.Array:
+        number, slab, i = place
+        rows = slabs[number].reshape(slab.num_shards, -1)
+        return _piece(rows, start + slab.offsets[i], size).astype(slab.dtype)
+
+    def of_piece(start: Any, size: int) -> jax.Array:
+        (row,) = found.function([piece(place, start, size) for place in places], others)
+        return found.reduced(row)
+
+    return found.reduced(_in_pieces(of_piece, layout.shares[i], found.together))
+
+
+def _in_pieces(
+    reduced: Callable[[Any, int], jax.Array],
+    size: int,
+    together: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Reduces each shard's elements from 0 to `size`, a piece at a time.
+
+    Args:
+        reduced: A number for each shard of a piece's elements, from the first one and their number.
+        size: Number of all elements of a shard, of one piece at least.
+        together: Makes one number for each shard of those of two pieces.
+    """
+
+    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        return together(total, reduced(start, _PIECE)), None
+
+    total = reduced(0, _PIECE)
+    starts = jnp.asarray(np.arange(_PIECE, size - _PIECE + 1, _PIECE, dtype=np.uint32))
+    total, _ = jax.lax.scan(add, total, starts)
+    if left := size % _PIECE:
+        total = together(total, reduced(size - left, left))
+    return total
+
+
+def _piece(rows: jax.Array, start: Any, size: int) -> jax.Array:
+    """Some elements of each row, from a number on that a loop may give."""
+    # Without the barrier a compiler may convert all rows once, before the loop.
+    rows, start = jax.lax.optimization_barrier((rows, jnp.uint32(start)))
+    return jax.lax.dynamic_slice_in_dim(rows, start, size, axis=1)
+
+
+def _is_large(size: int) -> bool:
+    """Whether so many elements of a shard are read in pieces."""
+    return _PIECE < size < _LONGEST
+
+
+def _is_divisible(layout: Layout, i: int) -> bool:
+    """Whether a leaf is read in pieces: it is large, and no shard of it is padded."""
+    share, shards = layout.shares[i], layout.num_shards
+    longest = layout.size // shards < _LONGEST
+    return longest and _is_large(share) and share * shards == math.prod(layout.shapes[i])

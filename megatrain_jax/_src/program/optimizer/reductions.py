@@ -1,0 +1,120 @@
+"""Reductions of large arrays within a fragment, told apart for a kernel to take in pieces.
+
+The sum of squares of a gradient needs each of its elements once. As equations of whole arrays it
+may cost a compiler an array of squares, or of the gradient in another dtype, as large as the
+gradient itself.
+
+A worked example, the *reduce* of clipping by a global norm, with a large leaf `a` and a small `b`::
+
+    g = square a       # a, of shape (128, 2048, 768), is large: these two equations are
+    k = reduce_sum g   # the reduction (inputs (0,), f([a]) = [square a], "reduce_sum") of k
+    h = square b
+    m = reduce_sum h   # what is left computes this, and gives k and m
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.optimizer.elementwise import line_up
+from megatrain_jax._src.program.pieces import FOLDS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """A number that an elementwise function of arrays is reduced to.
+
+    Attributes:
+        eqn: The equation that reduces.
+        arrays: Positions of the arrays among the jaxpr's inputs.
+        function: The elementwise function `(rows, others) -> [row]` of these arrays, of any shape,
+            and of the other inputs by their position.
+    """
+
+    eqn: Any
+    arrays: tuple[int, ...]
+    function: Callable[[Sequence[jax.Array], Mapping[int, Any]], list[jax.Array]]
+
+    def reduced(self, row: jax.Array) -> jax.Array:
+        """Reduces the last axis of some rows of the function's values."""
+        params = {**self.eqn.params, "axes": (row.ndim - 1,)}
+        return jx.bind(self.eqn.replace(params=params), [row])[0]
+
+    def together(self, total: jax.Array, more: jax.Array) -> jax.Array:
+        """Reduces what two parts of the arrays were reduced to."""
+        return FOLDS[self.eqn.primitive.name](total, more)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reductions:
+    """A jaxpr in two: reductions of large arrays, and what is left.
+
+    Attributes:
+        found: The reductions.
+        rest: A jaxpr that computes the outputs.
+        inputs: The position, for each input of `rest`, among the whole jaxpr's inputs and then the
+            numbers that `found` gives.
+    """
+
+    found: tuple[Reduction, ...]
+    rest: Any
+    inputs: tuple[int, ...]
+
+
+def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
+    """Splits a jaxpr without constants of its own into reductions of large arrays and the rest.
+
+    A reduction counts if it goes along all axes of what is elementwise in large arrays that lie
+    alike and in single numbers; all else is left whole.
+
+    Args:
+        jaxpr: The jaxpr.
+        large: The large ones among its inputs by their positions, each with a value that is equal
+            for arrays whose elements lie alike.
+    """
+    number = {v: i for i, v in enumerate(jaxpr.invars)}
+    producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    found = []
+    for eqn in jaxpr.eqns if large else ():
+        if eqn.primitive.name not in FOLDS or jx.is_literal(eqn.invars[0]):
+            continue
+        (operand,) = eqn.invars
+        shape = operand.aval.shape
+        behind, read = _behind(jaxpr, operand, producer)
+        arrays = tuple(sorted(number[v] for v in read if v.aval.shape))
+        if len(eqn.params["axes"]) < len(shape) or not large.keys() >= set(arrays):
+            continue
+        if {jaxpr.invars[i].aval.shape for i in arrays} != {shape}:
+            continue
+        if len({large[i] for i in arrays}) > 1:
+            continue
+        lined_up = line_up(behind, [shape], [(i,) for i in arrays], [(0,)])
+        if lined_up is not None:
+            found.append(Reduction(eqn=eqn, arrays=arrays, function=lined_up[1][0]))
+    taken = {id(reduction.eqn) for reduction in found}
+    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
+    results = [reduction.eqn.outvars[0] for reduction in found]
+    rest = jx.sub_jaxpr(jaxpr, eqns, [*jaxpr.invars, *results], jaxpr.outvars)
+    rest, used = partial_eval.dce_jaxpr(rest, [True] * len(rest.outvars))
+    inputs = tuple(i for i, yes in enumerate(used) if yes)
+    return Reductions(found=tuple(found), rest=rest, inputs=inputs)
+
+
+def _behind(jaxpr: Any, result: Any, producer: Mapping[Any, int]) -> tuple[Any, set[Any]]:
+    """The equations behind a variable, as a jaxpr of all inputs, and the inputs they read."""
+    present: set[int] = set()
+    read: set[Any] = set()
+    todo = [result]
+    while todo:
+        v = todo.pop()
+        if v not in producer:
+            read.add(v)
+        elif producer[v] not in present:
+            present.add(producer[v])
+            todo += jx.variables(jaxpr.eqns[producer[v]].invars)
+    eqns = [jaxpr.eqns[i] for i in sorted(present)]
+    return jx.sub_jaxpr(jaxpr, eqns, jaxpr.invars, [result]), read
