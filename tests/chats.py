@@ -94,6 +94,15 @@ QWEN3 = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% endif %}"
 )
+# Opens the reasoning in the prompt, as Qwen3's thinking models do.
+QWEN3_THINKING = QWEN3.partition("{% if enable_thinking")[0] + "<think>\n{% endif %}"
+# Opens it there, too, and shows no reasoning at all in what was said, as DeepSeek-R1 does.
+R1 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|assistant|>{{ m.content.split('</think>')[-1] }}"
+    "{{ eos_token }}{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
 
 
 @functools.cache

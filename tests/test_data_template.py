@@ -84,6 +84,23 @@ def qwen3(messages: Messages) -> Parts:
     return parts
 
 
+def qwen3_thinking(messages: Messages) -> Parts:
+    """As `qwen3`, but the block of reasoning is opened in the prompt for the last answer."""
+    parts = qwen3(messages)
+    (said, _), end = parts[-2:]
+    return [*parts[:-2], ("<think>\n", False), (said.removeprefix("<think>\n"), True), end]
+
+
+def r1(messages: Messages) -> Parts:
+    parts: Parts = [("<s>", False)]
+    for message in messages:
+        answers = message["role"] == "assistant"
+        parts.append(("<|assistant|>" if answers else "<|user|>", False))
+        said = message["content"].rpartition("</think>")[2] if answers else message["content"]
+        parts.append((said + "<|endoftext|>" * answers, answers))
+    return parts
+
+
 STYLES = {
     "chatml": (chats.CHATML, chatml),
     "chatml-marked": (chats.CHATML_MARKED, chatml),
@@ -93,6 +110,8 @@ STYLES = {
     "phi": (chats.PHI, phi),
     "mistral": (chats.MISTRAL, mistral),
     "qwen3": (chats.QWEN3, qwen3),
+    "qwen3-thinking": (chats.QWEN3_THINKING, qwen3_thinking),
+    "r1": (chats.R1, r1),
 }
 
 
@@ -147,7 +166,7 @@ def test_learns_all_if_asked(tmp_path: Path):
     assert line["mask"] == [True] * (len(line["tokens"]) - 1) + [False]
 
 
-@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+@pytest.mark.parametrize("style", ["chatml", "qwen3", "qwen3-thinking", "r1"])
 def test_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path, style: str):
     messages = [
         {"role": "user", "content": "one"},
@@ -156,10 +175,10 @@ def test_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path, style:
         {"role": "assistant", "content": "<think>\nlast thought\n</think>\n\nlast answer"},
     ]
     template, parts = STYLES[style]
-    parts = parts(messages) if style == "qwen3" else chatml(messages)
     line = single(tmp_path, messages, template)
-    assert (line["tokens"], line["labels"], line["mask"]) == by_hand(parts)
-    assert learned_text(line).count("thought") == (1 if style == "qwen3" else 2)
+    assert (line["tokens"], line["labels"], line["mask"]) == by_hand(parts(messages))
+    shown = {"chatml": 2, "qwen3": 1, "qwen3-thinking": 1, "r1": 0}
+    assert learned_text(line).count("thought") == shown[style]
 
 
 def test_a_marked_template_agrees_with_transformers(tmp_path: Path):
@@ -177,6 +196,9 @@ def test_template_variables_reach_the_template(tmp_path: Path):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     thinks = single(tmp_path, messages, chats.QWEN3)
     assert learned_text(thinks) == "<think>\n\n</think>\n\nhello<|im_end|>"
+    earlier = [*messages, {"role": "user", "content": "and"}, messages[1]]
+    both = single(tmp_path, earlier, chats.QWEN3, template_variables={"enable_thinking": False})
+    assert learned_text(both) == "hello<|im_end|>" * 2
     silent = single(tmp_path, messages, chats.QWEN3, template_variables={"enable_thinking": False})
     assert learned_text(silent) == "hello<|im_end|>"
     assert silent["tokens"] == thinks["tokens"]
@@ -302,3 +324,42 @@ def test_a_special_token_that_is_spelled_out_is_refused(tmp_path: Path):
     ]
     message = refused(tmp_path, chats.CHATML, messages)
     assert "a special token of the tokenizer is spelled out: '<|im_end|>' in message 1" in message
+
+
+# Templates that fail on some conversations
+
+
+def test_a_template_that_fails_on_one_conversation_makes_one_row_invalid(tmp_path: Path):
+    template = chats.CHATML.replace(
+        "{{ m.content }}",
+        "{% if 'number' in m.content %}{{ m.content + 1 }}{% endif %}"
+        "{% if 'refuse' in m.content %}{{ raise_exception('not that') }}{% endif %}"
+        "{{ m.content | upper if 'loud' in m.content else m.content }}",
+    )
+    said = ["fine", "a number", "refuse", "be loud", "fine too"]
+    rows = [
+        openai([{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}])
+        for text in said
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(data.DataError) as caught:
+        batches_of(path, template)
+    name = "the chat template of TokenizersBackend"
+    for part in (
+        "3 of 5 rows can't be used",
+        f"{path}, line 2: {name} fails on it: TypeError: can only concatenate str",
+        f"{path}, line 3: {name} refuses it: not that",
+        f"{path}, line 4: {name} does not tell what the assistant says: message 2",
+        "between {% generation %} and {% endgeneration %}",
+    ):
+        assert part in str(caught.value)
+    dropped = batches_of(path, template, invalid="drop")
+    assert dropped.num_documents == 2 and sum(dropped.summary.left_out.values()) == 3
+
+
+def test_the_template_that_was_used_is_known_to_the_dataset(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", [openai(m) for m in conversations(5)])
+    assert batches_of(path, chats.CHATML).chat_template == chats.CHATML
+    given = batches_of(path, chats.CHATML, chat_template=chats.LLAMA3)
+    assert given.chat_template == chats.LLAMA3
+    assert all(side.chat_template == chats.LLAMA3 for side in given.split(0.4))

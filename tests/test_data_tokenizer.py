@@ -69,7 +69,8 @@ def test_code_of_a_folder_is_neither_run_nor_asked_for(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["checkpoints/missing", "Qwen/Qwen3-0.6B", "gpt2"])
-def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(name, folder, monkeypatch):
+def test_a_folder_that_is_not_there_is_named(name, folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     with pytest.raises(FileNotFoundError, match=f"`tokenizer` must be .* no folder {name}"):
         chat(name, folder)

@@ -201,7 +201,8 @@ def test_companions_are_known_regular_and_whole(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoints/missing", "Qwen/Qwen3-0.6B", "~/missing"])
-def test_a_folder_that_is_not_there_is_not_looked_for_elsewhere(name):
+def test_a_folder_that_is_not_there_is_named(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         FileNotFoundError, match="`folder` must be a folder on disk.*no folder.*hf d"
     ):

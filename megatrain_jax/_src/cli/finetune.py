@@ -75,12 +75,12 @@ def run(settings: FinetuneSettings) -> int:
     steps = result.trainer.num_steps
     if result.interrupted:
         if settings.export == "always":
-            _export(settings, result, folder.path / f"model-step-{steps}")
+            _export(settings, result, batches, folder.path / f"model-step-{steps}")
         goes_on = "goes on from there" if settings.checkpoints else "begins anew"
         print(f"interrupted after step {steps} of {batches.steps}: the same command {goes_on}")
         return _INTERRUPTED
     if settings.export != "never" and not folder.model.exists():
-        _export(settings, result, folder.model)
+        _export(settings, result, batches, folder.model)
         clock.lap("export")
     result.history.plot().savefig(folder.path / "loss.png")
     folder.finish(
@@ -252,8 +252,14 @@ def _train(
     )
 
 
-def _export(settings: FinetuneSettings, result: mt.FitResult, folder: Path) -> None:
-    exported = models.save_pretrained(result.trainer, folder, dtype=settings.export_dtype)
+def _export(
+    settings: FinetuneSettings, result: mt.FitResult, batches: _Batches, folder: Path
+) -> None:
+    # Without one of the user's own, the tokenizer's is copied as it is.
+    template = batches.train.chat_template if settings.chat_template else None
+    exported = models.save_pretrained(
+        result.trainer, folder, dtype=settings.export_dtype, chat_template=template
+    )
     print(f"exported to {exported}", flush=True)
 
 

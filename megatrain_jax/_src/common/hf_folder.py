@@ -43,8 +43,8 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
         return path
     what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
     raise FileNotFoundError(
-        f"`{name}` must be a folder on disk that holds {holds}, but {what}. Nothing is fetched from"
-        " the Hub: `hf download NAME --local-dir FOLDER` does that"
+        f"`{name}` must be a folder on disk that holds {holds}, but {what}. "
+        "`hf download NAME --local-dir FOLDER` downloads one of the Hub"
     )
 
 

@@ -188,9 +188,9 @@ class Batches:
         whole: Batch = {}
         for turn, part in enumerate(self._parts):
             here = np.flatnonzero(np.array(whose) == turn)
-            if not len(here):
-                continue
             own = [rows[i] - self._first[turn] for i in here]
+            if not any(len(row) for row in own):
+                continue
             for name, array in batch(part.corpus, own, self._length, self._num_pairs).items():
                 if name not in whole:
                     whole[name] = np.zeros((len(rows), *array.shape[1:]), array.dtype)

@@ -10,8 +10,8 @@ from megatrain_jax._src.data.sources import Given
 from megatrain_jax._src.data.tokenise import TextPart
 from megatrain_jax._src.data.turns import TurnRules
 
-# Texts of rows that are longer are tokenised in parts, of so many characters at first.
-_LONG = 1 << 22
+# Texts of rows with more characters are tokenised in blocks of about so many.
+_LONG, _BLOCK = 1 << 20, 1 << 18
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def _read(
 def _divided(text: str) -> Iterable[str]:
     if len(text) <= _LONG:
         return [text]
-    return blocks_of(text[at : at + _LONG] for at in range(0, len(text), _LONG))
+    return blocks_of(text[at : at + _BLOCK] for at in range(0, len(text), _BLOCK))
 
 
 def _parts(origin: RowOrigin, texts: Iterable[str], start: int) -> Iterator[TextPart]:

@@ -82,7 +82,7 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
         datasets: Two or more, of the same `length` and `batch_size`. Their `epochs` say how often
             each may be gone through.
         weights: The share of the rows that each gives, in any unit; None for the number of its
-            rows, so that all end together.
+            rows in all epochs, so that all end together, or in one where epochs never end.
 
     Returns:
         The mixture. What is held out is split off before: ``train, held_out = chats.split(0.1)``.
@@ -105,7 +105,9 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
             "`datasets` must all be preferences, or none: their batches have other arrays"
         )
     if weights is None:
-        return Mixture(datasets, [dataset.num_rows for dataset in datasets])
+        ends = [dataset.rows.count for dataset in datasets]
+        own = [dataset.num_rows for dataset in datasets]
+        return Mixture(datasets, own if None in ends else [end for end in ends if end])
     given = [checks.number(f"weights[{i}]", weight, above=0) for i, weight in enumerate(weights)]
     if len(given) != len(datasets):
         raise ValueError(

@@ -20,7 +20,8 @@ from megatrain_jax._src.data.tokens import Tokens
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
 _TEXTS_AT_ONCE = 512
-_CHARACTERS_AT_ONCE = 1 << 22
+# While it is made, a token takes some 300 bytes.
+_CHARACTERS_AT_ONCE = 1 << 21
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regular_file
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hub import folder_or_download
 
 # The files of a tokenizer's folder that Transformers reads as JSON.
 _JSON = (
@@ -22,19 +23,21 @@ _OTHER = ("chat_template.jinja", "merges.txt", "tekken.json", "tokenizer.model",
 def load_tokenizer(given: Any) -> Any:
     """Loads the tokenizer in a folder on disk, as `AutoTokenizer` does.
 
-    Nothing is fetched, and no code of the folder is run.
+    No code of the folder is run.
 
     Args:
-        given: The argument `tokenizer`: the folder.
+        given: The argument `tokenizer`: the folder, or the name of a model of the Hugging Face Hub.
 
     Returns:
         A tokenizer of Transformers.
 
     Raises:
-        FileNotFoundError: If there is no such folder.
+        FileNotFoundError: If there is no such folder, and it can't be downloaded.
         ValueError: If a file of it is damaged or no regular file, or Transformers can't load it.
     """
-    folder = existing_folder("tokenizer", given, "a tokenizer (tokenizer.json)")
+    folder = folder_or_download(
+        "tokenizer", given, "a tokenizer (tokenizer.json)", (*_JSON, *_OTHER)
+    )
     for name in _OTHER:
         regular_file(folder, name)
     files = {name: regular_file(folder, name) for name in _JSON}

@@ -72,6 +72,7 @@ def save_pretrained(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     source: str | PathLike[str] | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Writes a folder that the family's class in Transformers loads, as their Auto classes do.
 
@@ -87,6 +88,8 @@ def save_pretrained(
         source: Folder of the tokenizer and the generation settings to copy; None for the
             checkpoint that training began with. Towers of a multimodal checkpoint always come
             from there, or from `source` if it has gone.
+        chat_template: A Jinja template to write in place of the tokenizer's own, such as the
+            `chat_template` of the dataset that the model was trained on; None copies its own.
 
     Returns:
         The folder.
@@ -102,6 +105,10 @@ def save_pretrained(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
         raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
+    if not isinstance(chat_template, str | None):
+        raise TypeError(
+            checks.refused("chat_template", "a Jinja template, as a str", chat_template)
+        )
     folder = new_folder(folder)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
@@ -128,6 +135,9 @@ def save_pretrained(
         _write_all(at, tensors, max_shard_bytes)
         _write_config(at, config, dtype)
         companions.copy(copied, at)
+        if chat_template is not None:
+            # Goes before one in tokenizer_config.json, as Transformers reads it.
+            (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     return folder
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regular_file
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.common.hub import folder_or_download
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.hf_fields import as_ignored
@@ -25,6 +26,8 @@ from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_fo
 
 # Two norms, attention's two matrices, and a router at least or an MLP.
 _LEAST_IN_A_LAYER = 5
+# The files of a model of the Hub that are downloaded: parameters, configuration, tokenizer.
+_FILES = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +52,21 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     """Opens a checkpoint in the format of Hugging Face; reads headers only.
 
     Args:
-        folder: Holds `config.json` and `model.safetensors`, or an index and its files.
+        folder: Holds `config.json` and `model.safetensors`, or an index and its files. A name as
+            "Qwen/Qwen3-0.6B", of which there is no folder, is downloaded from the Hugging Face Hub
+            by `huggingface_hub`, into its cache.
         ignore: Fields of `config.json` that are known not to matter.
 
     Raises:
-        FileNotFoundError: If the folder or a file is missing.
+        FileNotFoundError: If the folder or a file is missing, and can't be downloaded.
         TypeError: If an argument or a field of `config.json` has another type.
         ValueError: If the architecture or an option isn't supported, a file is damaged, no regular
             file or outside the folder, or the tensors aren't those that the configuration asks
             for. The message names them.
     """
     as_ignored(ignore)
-    folder = existing_folder("folder", folder, "a checkpoint (config.json and *.safetensors)")
+    holds = "a checkpoint (config.json and *.safetensors)"
+    folder = folder_or_download("folder", folder, holds, _FILES)
     config = _read_config(folder, ignore)
     tensors = open_folder(folder)
     config = _with_own_head(config, tensors)

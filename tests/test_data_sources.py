@@ -1,0 +1,294 @@
+"""Where rows come from: files, folders, patterns, lists and `datasets`; and mixtures of them."""
+
+import csv
+import gzip
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from chats import WORDS, conversations, openai, tokenizer, write
+from megatrain_jax import data
+from megatrain_jax._src.data import reading
+from megatrain_jax._src.data.batches import counts
+from megatrain_jax._src.data.forms import to_conversation
+from megatrain_jax._src.data.report import Report
+
+MESSAGES = conversations(24)
+ROWS = [openai(messages) for messages in MESSAGES]
+
+
+def load(source: Any, **options: Any) -> data.Dataset:
+    options = {"length": 256, "batch_size": 2, "progress": False, **options}
+    return data.chat(source, tokenizer(), **options)
+
+
+def assert_same(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def compressed(path: Path) -> Path:
+    target = path.with_name(path.name + ".gz")
+    target.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return target
+
+
+def table(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        delimiter = "\t" if path.suffix == ".tsv" else ","
+        writer = csv.DictWriter(stream, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def questions(count: int, seed: int = 0) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+
+    def say() -> str:
+        text = "".join(rng.choices([*WORDS, '"', ",", "\t", "\r\n", "\n\n", " "], k=9))
+        return f"x{text}"
+
+    return [{"question": say(), "answer": say()} for _ in range(count)]
+
+
+# Files
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "csv.gz"])
+def test_csv_is_read_as_pythons_module_reads_it(tmp_path: Path, kind: str):
+    rows = questions(40)
+    path = table(tmp_path / f"a.{kind.removesuffix('.gz')}", rows)
+    # The places of rows, counted by hand: a cell may go over several lines.
+    lines, line = [], 2
+    for row in rows:
+        lines.append(line)
+        line += 1 + sum(text.count("\n") for text in row.values())
+    path = compressed(path) if kind.endswith(".gz") else path
+    read = list(reading.rows(str(path), Report(), True))
+    assert [dict(row) for _, row in read] == rows
+    assert [origin.number for origin, _ in read] == lines
+    before = csv.field_size_limit()
+    table(tmp_path / "long.csv", [{"text": "word " * 100_000}])
+    long = list(reading.rows(str(tmp_path / "long.csv"), Report(), True))
+    assert len(long[0][1]["text"]) == 500_000 and csv.field_size_limit() == before
+
+
+def test_faulty_csv_is_named_with_its_line(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'question,answer\na,b\n"a\nb",c,d\na\n\nd,e \xff\nf,g\n')
+    with pytest.raises(data.DataError) as caught:
+        load(path)
+    for part in (
+        "3 of 5 rows can't be used",
+        f"{path}, line 3: a row with more or fewer cells than the first line names: 3 cells, 2",
+        f"{path}, line 5: a row with more or fewer cells",
+        f"{path}, line 7: invalid UTF-8: byte 0xff",
+    ):
+        assert part in str(caught.value)
+    assert load(path, invalid="drop").num_documents == 2
+    path.write_bytes(b'question,answer\n"a"b,c\n')
+    with pytest.raises(data.DataError, match="line 2: no valid CSV"):
+        load(path)
+    path.write_bytes(b"a,a\nb,c\n")
+    with pytest.raises(data.DataError, match="line 1: two columns have the same name"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "ndjson"])
+def test_compressed_files_give_the_same_batches(tmp_path: Path, kind: str):
+    reference = load(write(tmp_path / "plain.jsonl", ROWS))
+    path = compressed(write(tmp_path / f"a.{kind}", ROWS))
+    assert_same(load(path), reference)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(data.DataError, match=f"a.{kind}.gz can't be read as gzip"):
+        load(path)
+    path.write_bytes(b"no gzip")
+    with pytest.raises(data.DataError, match=f"a.{kind}.gz can't be read as gzip"):
+        load(path)
+
+
+def test_compressed_text_gives_the_same_batches(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("the cat sat\non a mat\n" * 30)
+    options: dict[str, Any] = {"length": 32, "batch_size": 2, "progress": False}
+    reference = list(data.text(tmp_path / "a.txt", tokenizer(), **options))
+    assert_same(data.text(compressed(tmp_path / "a.txt"), tokenizer(), **options), reference)
+
+
+def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    (tmp_path / "d" / ".hidden").mkdir()
+    write(tmp_path / "d" / "b.jsonl", ROWS[8:16])
+    write(tmp_path / "d" / "a.json", ROWS[:8])
+    compressed(write(tmp_path / "d" / "inner" / "c.jsonl", ROWS[16:]))
+    (tmp_path / "d" / ".hidden" / "x.jsonl").write_text("{")
+    (tmp_path / "d" / "README.md").write_text("what it is")
+    (tmp_path / "d" / "LICENSE.txt").write_text("yours")
+    reference = load(write(tmp_path / "all.jsonl", ROWS))
+    assert_same(load(tmp_path / "d"), reference)
+    assert_same(load(str(tmp_path / "d" / "**" / "*.js*")), reference)
+    parts = [tmp_path / "d" / "a.json", str(tmp_path / "d" / "b*"), ROWS[16:]]
+    assert_same(load(parts), reference)
+    twice = (path for path in (tmp_path / "d", tmp_path / "d" / "a.json"))
+    assert_same(load(twice), load([*ROWS, *ROWS[:8]]))
+
+
+# Rows that are given
+
+
+def test_rows_that_are_given_resume_as_those_of_a_file(tmp_path: Path):
+    file = load(write(tmp_path / "a.jsonl", ROWS), epochs=2)
+    made = datasets.Dataset.from_list(ROWS)
+    given = {
+        "a list": ROWS,
+        "a tuple": tuple(ROWS),
+        "an iterator": iter(ROWS),
+        "a dataset": made,
+        "an iterable dataset": made.to_iterable_dataset(num_shards=3),
+        "a generated dataset": datasets.IterableDataset.from_generator(lambda: iter(ROWS)),
+        "several": [made.select(range(10)), ROWS[10:]],
+    }
+    whole = list(file)
+    for name, source in given.items():
+        dataset = load(source, epochs=2)
+        assert_same(dataset, whole)
+        # A state of the file's batches goes on in these.
+        count = len(name) % len(whole)
+        iterator = iter(file)
+        list(islice(iterator, count))
+        resumed = iter(dataset)
+        resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+        assert_same(resumed, whole[count:])
+
+
+def test_given_rows_are_named_by_argument_and_number_and_stay_as_they_are(tmp_path: Path):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    question = {"role": "user", "content": "sum"}
+    row = openai([question, {"role": "assistant", "content": "a", "tool_calls": [call]}])
+    before = json.dumps(row)
+    assert to_conversation(row).messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert json.dumps(row) == before
+    bad = datasets.Dataset.from_list([openai([question])])
+    with pytest.raises(data.DataError, match="`source`, row 1: the assistant does not have"):
+        load(bad)
+    with pytest.raises(data.DataError, match=r"`source\[1\]`, row 2: unknown form"):
+        load([write(tmp_path / "a.jsonl", ROWS), [ROWS[0], {"x": 1}]])
+    with pytest.raises(data.DataError, match="`source`, row 2: a row is no object of fields"):
+        load([ROWS[0], 3])
+    with pytest.raises(TypeError, match="`source` is a mapping with the keys 'train'"):
+        load(datasets.DatasetDict({"train": bad}))
+
+
+# Mixtures
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_are_dealt_out_in_exact_proportions(seed: int):
+    rng = random.Random(seed)
+    proportions = [rng.randint(1, 40) for _ in range(rng.randint(2, 6))]
+    total, before = sum(proportions), [0] * len(proportions)
+    for number in range(1, 3 * total + 1):
+        after = counts(number, proportions)
+        assert sum(after) == number and sum(b - a for a, b in zip(before, after, strict=True)) == 1
+        assert min(b - a for a, b in zip(before, after, strict=True)) == 0
+        for count, proportion in zip(after, proportions, strict=True):
+            assert abs(count - Fraction(number * proportion, total)) < len(proportions)
+        before = after
+    assert before == [3 * proportion for proportion in proportions]
+
+
+def three(**options: Any) -> list[data.Dataset]:
+    return [
+        load([openai(m) for m in conversations(30 + 9 * i, seed=i)], seed=i, length=100, **options)
+        for i in range(3)
+    ]
+
+
+def lines(dataset: Iterable[Any]) -> list[tuple[int, ...]]:
+    """The tokens of each row, in order."""
+    return [tuple(row) for batch in dataset for row in batch["tokens"].tolist()]
+
+
+def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
+    parts = three(epochs=None, too_long="cut", batch_size=4)
+    mixture = data.mix(parts, [0.5, 0.3, 0.2])
+    assert mixture.proportions == (5, 3, 2)
+    with pytest.raises(TypeError, match="never end"):
+        len(mixture)
+    mixed = lines(islice(mixture, 50))
+    own = [lines(islice(part, 50)) for part in parts]
+    for start in range(0, 200, 10):
+        whose = [next(i for i in range(3) if row in own[i]) for row in mixed[start : start + 10]]
+        assert Counter(whose) == {0: 5, 1: 3, 2: 2}
+    for index, rows in enumerate(own):
+        assert [row for row in mixed if row in set(rows)] == rows[: 20 * [5, 3, 2][index]]
+    for batch in islice(mixture, 5):
+        assert batch["learned_per_row"].sum() == pytest.approx(batch["mask"].sum())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mixture_resumes_at_every_batch(workers: int):
+    mixture = data.mix(three(epochs=2, too_long="cut", workers=workers), [1, 2, 3])
+    whole = list(mixture)
+    assert len(whole) == len(mixture)
+    iterator = iter(mixture)
+    for count in range(len(whole) + 1):
+        state = json.loads(json.dumps(iterator.get_state()))
+        if count % 30 and count != len(whole):
+            next(iterator)
+            continue
+        again = data.mix(three(epochs=2, too_long="cut", workers=workers), [0.1, 0.2, 0.3])
+        resumed = iter(again if count < 2 else mixture)
+        resumed.set_state(state)
+        assert_same(resumed, whole[count:])
+        next(iterator, None)
+    with pytest.raises(ValueError, match="the state is of other batches"):
+        iter(data.mix(three(epochs=2, too_long="cut"), [3, 2, 1])).set_state(state)
+
+
+def test_without_weights_all_datasets_end_together_and_are_whole():
+    parts = three(too_long="cut")
+    mixture = data.mix(parts)
+    found, expected = Counter(), Counter()
+    for dataset, counter in ((mixture, found), *((part, expected) for part in parts)):
+        for batch in dataset:
+            counter.update(batch["tokens"][batch["segments"] > 0].tolist())
+    assert found == expected
+    assert len(mixture) == -(-sum(part.num_rows for part in parts) // 2)
+    # With others, it ends where one has no row left.
+    few = data.mix(parts, [1, 1, 10])
+    assert len(lines(few)) <= 12 * (parts[2].num_rows // 10 + 1) + 1
+
+
+def test_datasets_that_cant_be_mixed_are_named():
+    one, other = load(ROWS), load(ROWS, length=512)
+    with pytest.raises(ValueError, match=r"the same `length`, but have \[256, 512\]"):
+        data.mix([one, other])
+    with pytest.raises(ValueError, match="the same `batch_size`"):
+        data.mix([one, load(ROWS, batch_size=3)])
+    with pytest.raises(ValueError, match="must be two or more"):
+        data.mix([one])
+    for wrong in (one, [one, ROWS]):
+        with pytest.raises(TypeError, match="`datasets` must be a list of datasets"):
+            data.mix(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`weights` must be one for each of the 2"):
+        data.mix([one, one], [1])
+    for weight in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=r"`weights\[1\]`"):
+            data.mix([one, one], [1, weight])
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    preferred = data.preferences(pairs, tokenizer(), length=256, batch_size=2, progress=False)
+    with pytest.raises(ValueError, match="must all be preferences, or none"):
+        data.mix([one, preferred])

@@ -1,0 +1,198 @@
+"""Forms of rows, and turns that are merged, kept or dropped before a template has them."""
+
+import random
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+
+import chats
+from chats import CHATML, alpaca, conversations, openai, sharegpt, tokenizer
+from megatrain_jax import data
+from megatrain_jax._src.data.forms import to_conversation
+from megatrain_jax._src.data.report import InvalidRow
+from megatrain_jax._src.data.turns import TurnRules
+
+Messages = list[dict[str, Any]]
+
+
+def load(rows: Any, template: str = CHATML, **options: Any) -> data.Dataset:
+    options = {"length": 512, "batch_size": 1, "shuffle": False, "progress": False, **options}
+    return data.chat(rows, tokenizer(template), **options)
+
+
+def learned(batch: dict[str, np.ndarray]) -> str:
+    return str(tokenizer().decode(batch["labels"][batch["mask"]].tolist()))
+
+
+def by_transformers(messages: Messages, template: str = CHATML) -> list[int]:
+    made = tokenizer(template).apply_chat_template(messages, return_dict=False)
+    return made  # type: ignore[return-value]
+
+
+def tokens_of(rows: Any, template: str = CHATML, **options: Any) -> list[int]:
+    (batch,) = load(rows, template, **options)
+    return batch["tokens"][batch["segments"] > 0].tolist()
+
+
+def say(role: str, text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": text, **fields}
+
+
+# Forms
+
+
+def system_of(messages: Messages) -> dict[str, Any]:
+    return {"system": messages[0]["content"]} if messages[0]["role"] == "system" else {}
+
+
+# The last two messages are a question and its answer; a prompt may have more before them.
+FORMS = {
+    "question": lambda m: {
+        **system_of(m), "question": m[-2]["content"], "answer": m[-1]["content"],
+    },
+    "instruction": lambda m: {
+        **system_of(m), "instruction": m[-2]["content"], "output": m[-1]["content"],
+    },
+    "prompt": lambda m: {
+        **system_of(m), "prompt": m[-2]["content"], "completion": m[-1]["content"],
+    },
+    "messages": lambda m: {"prompt": m[:-1], "completion": m[-1:]},
+    "message": lambda m: {"prompt": m[:-1], "completion": m[-1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_questions_and_answers_give_the_same_batches_as_messages(form: str):
+    given = conversations(20, turns=1)
+    expected = load([openai(messages) for messages in given])
+    for one, other in zip(load([FORMS[form](m) for m in given]), expected, strict=True):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_of_a_prompt_and_a_completion_only_the_completion_is_learned():
+    (messages,) = [m for m in conversations(20, turns=2, system=False) if len(m) == 4][:1]
+    row = {"prompt": messages[:2] + messages[2:3], "completion": messages[3:]}
+    (batch,) = load([row])
+    assert learned(batch) == f"{messages[3]['content']}<|im_end|>"
+    assert batch["tokens"][batch["segments"] > 0].tolist() == by_transformers(messages)
+
+
+def test_a_text_of_prompt_and_completion_learns_the_completion_and_its_end():
+    options: dict[str, Any] = {"length": 64, "batch_size": 1, "shuffle": False, "progress": False}
+    whole = tokenizer(None).encode("the cat sat on a mat<|endoftext|>")
+    # A token that also has the end of the prompt is not learned.
+    for prompt, completion, expected in (
+        ("the cat sat", " on a mat", " on a mat<|endoftext|>"),
+        ("the cat sat ", "on a mat", " a mat<|endoftext|>"),
+    ):
+        rows = [{"prompt": prompt, "completion": completion, "source": "x"}]
+        dataset = data.text(rows, tokenizer(), **options)
+        (batch,) = dataset
+        assert batch["tokens"][batch["segments"] > 0].tolist() == whole
+        assert learned(batch) == expected
+        assert dataset.summary.num_blurred == (prompt[-1] == " ")
+        assert dataset.summary.ignored == {"source": 1}
+    for row, fault in (({"prompt": "a"}, "no text"), ({"prompt": "a", "completion": ""}, "empty")):
+        with pytest.raises(data.DataError, match=f"`source`, row 1: .*{fault}"):
+            data.text([row], tokenizer(), **options)
+
+
+# Merging
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_merged_turns_are_those_that_are_joined_by_hand(seed: int):
+    rng = random.Random(seed)
+    (start,) = conversations(1, seed=seed, turns=3)
+    torn: Messages = []
+    for message in start:
+        for _ in range(rng.randint(1, 3)):
+            torn.append(say(message["role"], f"{rng.randint(0, 99)} {message['content']}"))
+    joined = [
+        say(role, " | ".join(m["content"] for m in group))
+        for role, group in groupby(torn, lambda m: m["role"])
+    ]
+    assert tokens_of([openai(torn)], merge=" | ") == by_transformers(joined)
+    assert tokens_of([sharegpt(torn)], merge=" | ") == by_transformers(joined)
+    dataset = load([openai(torn), openai(start)], merge=" | ")
+    expected = {"consecutive turns of one role merged": 1} if len(torn) > len(start) else {}
+    assert dataset.summary.changed == expected
+    assert all(name in str(dataset.summary) for name in expected)
+
+
+def test_what_belongs_to_a_turn_is_merged_with_it():
+    def call(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "arguments": {}}}
+
+    row = openai(
+        [
+            say("user", "a"),
+            say("assistant", "b", reasoning_content="first", tool_calls=[call("one")]),
+            {"role": "assistant", "tool_calls": [call("two")], "reasoning_content": "then"},
+            say("tool", "1"),
+            say("tool", "2"),
+            say("assistant", "c"),
+        ]
+    )
+    messages = to_conversation(row, TurnRules("\n")).messages
+    assert [message["role"] for message in messages] == [
+        "user", "assistant", "tool", "tool", "assistant",
+    ]  # fmt: skip
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "b",
+        "reasoning_content": "first\nthen",
+        "tool_calls": [call("one"), call("two")],
+    }
+    for field, value in (("weight", 0), ("name", "bob")):
+        row = openai(
+            [say("user", "a"), say("assistant", "b"), say("assistant", "c", **{field: value})]
+        )
+        with pytest.raises(InvalidRow, match="can't be merged: message 3 .* other"):
+            to_conversation(row, TurnRules("\n"))
+
+
+# Leading turns of the assistant
+
+
+@pytest.mark.parametrize("template", ["CHATML", "CHATML_MARKED", "LLAMA3", "QWEN3", "MISTRAL"])
+@pytest.mark.parametrize("system", [False, True])
+def test_leading_turns_are_kept_or_dropped(template: str, system: bool):
+    source = getattr(chats, template)
+    if system and template == "MISTRAL":
+        pytest.skip("it shows no system message")
+    head = [say("system", "be kind")] if system else []
+    tail = [say("user", "a mat"), say("assistant", "the cat")]
+    row = openai([*head, say("assistant", "hello there"), *tail])
+    with pytest.raises(data.DataError, match='`source`, row 1: .*`leading="keep"` or "drop"'):
+        load([row], source)
+    (kept,) = load([row], source, leading="keep")
+    assert kept["tokens"][kept["segments"] > 0].tolist() == by_transformers(row["messages"], source)
+    said = learned(kept)
+    for token in ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<think>\n\n</think>\n\n"):
+        said = said.replace(token, "|")
+    assert said.replace("||", "|").strip("|").lstrip() in (
+        "hello there|the cat", "hello there| the cat",
+    )  # fmt: skip
+    assert tokens_of([row], source, leading="drop") == by_transformers([*head, *tail], source)
+    summary = load([row], source, leading="drop").summary
+    assert summary.changed == {"turns before the first of the user dropped": 1}
+
+
+def test_orders_that_no_rule_allows_stay_errors():
+    row = openai([say("assistant", "a")])
+    for leading, message in (("drop", "no turn is the user's"), ("error", "at the start")):
+        with pytest.raises(data.DataError, match=f"`source`, row 1: .*{message}"):
+            load([row], leading=leading)
+    twice = openai([say("user", "a"), say("user", "b"), say("assistant", "c")])
+    with pytest.raises(data.DataError, match="message 2 .*`merge=` makes one turn of them"):
+        load([twice], leading="keep")
+    with pytest.raises(ValueError, match="`leading` must be one of"):
+        load([twice], leading="some")
+    with pytest.raises(TypeError, match="`merge` must be the text between merged turns"):
+        load([twice], merge=True)
+    history = alpaca([say("user", "a"), say("assistant", "b")])
+    assert tokens_of([history]) == by_transformers([say("user", "a"), say("assistant", "b")])
