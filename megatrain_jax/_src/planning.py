@@ -12,10 +12,11 @@ from megatrain_jax._src.build.budget import fit_to_device
 from megatrain_jax._src.build.inputs import check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import make_run_spec
+from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.state.placement import default_device, placed_on
 
 
 @shows(Options)
@@ -70,8 +71,13 @@ def plan(
     run = options_of(plan, Options, options)
     check_parts(model, loss_fn, optimizer)
     check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
-    adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
-    spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
-    usable = None if run.hardware is None else run.hardware.usable_bytes
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    return make_plan(fit_to_device(spec, KernelCache(), usable, placement))
+    hardware, widest_heads = run.hardware, None
+    # The library's own attention goes by the GPU that it is traced on; here that may be none.
+    if hardware is not None and default_device().platform != "gpu":
+        widest_heads = hardware.widest_heads
+    with planned_for(widest_heads):
+        adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
+        usable = hardware and hardware.usable_bytes
+        return make_plan(fit_to_device(spec, KernelCache(), usable, placement))
