@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 START = ROOT / "docs" / "index.md"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
-WITH_CHECKPOINT = {"README.md", "finetuning.md", "models.md"}
+WITH_CHECKPOINT = {"README.md", "adapters.md", "finetuning.md", "models.md"}
 
 
 def short(path: Path) -> str:

