@@ -3,6 +3,7 @@
 cuDNN's kernels are traced without a GPU; nothing of them is computed.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -18,11 +19,13 @@ from jax.experimental import pallas as pl
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src import planning
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build import bound_step, lean
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec, make_run_spec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
+from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.models import causal_attention
 from megatrain_jax._src.program.attention import attended_pairs, is_attention
 from megatrain_jax._src.program.flops import count_flops, is_product
@@ -158,6 +161,82 @@ def test_the_models_attention_counts_as_its_kernel(cudnn, packed, window):
     width = WIDTH + (64 if packed else 0)
     expected = forward_of(mask_of(96, 96, True, window), width)
     assert counted(function, *shapes(), segments)[1] == expected
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_kernel_that_is_planned_for_counts_as_the_kernel(packed, window):
+    segments = jax.ShapeDtypeStruct((ROWS, 96), jnp.int32) if packed else None
+
+    def function(q, k, v, segments):
+        return models.attention(q, k, v, segments=segments, window=window)
+
+    def pulled(*args):
+        out, pull = jax.vjp(jax.checkpoint(function), *args)
+        return pull(out)[:3]
+
+    width = WIDTH + (64 if packed else 0)
+    forward = forward_of(mask_of(96, 96, True, window), width)
+    with planned_for(width):
+        assert counted(function, *shapes(), segments)[1] == forward
+        assert counted(pulled, *shapes(), segments)[1] == 4.5 * forward
+        rows = jax.vmap(lambda q, k, v: function(q, k, v, segments))
+        more = [jax.ShapeDtypeStruct((5, *x.shape), x.dtype) for x in shapes()]
+        assert packed or counted(rows, *more)[1] == 5 * forward
+        out, *gradients = jax.eval_shape(
+            lambda *a: (function(*a), *pulled(*a)), *shapes(), segments
+        )
+        assert [(x.shape, x.dtype) for x in (out, *gradients)] == [
+            (x.shape, x.dtype) for x in (shapes()[0], *shapes())
+        ]
+    for widest in (None, width - 8):  # no kernel is there
+        with planned_for(widest):
+            assert counted(function, *shapes(), segments)[1] == 0
+    exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in shapes()]
+    with planned_for(width):
+        assert counted(function, *exact, segments)[1] == 0
+
+
+def test_other_calls_are_no_attention():
+    def function(x):
+        call = jax.ffi.ffi_call("other", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return call(x, window=np.int64(3))
+
+    assert counted(function, jnp.ones((ROWS, 96, HEADS, WIDTH))) == (0, 0)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_a_plan_made_elsewhere_is_that_of_a_gpu(cudnn, window, monkeypatch):
+    config = dataclasses.replace(QWEN_7B, num_layers=2, windows=(window,) * 2 if window else ())
+    rows = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    batch = {"tokens": rows, "labels": rows, "segments": rows}
+
+    def plan() -> mt.Plan:
+        return mt.plan(
+            lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
+            models.next_token_loss,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
+            batch,
+            hardware=mt.H200,
+            device_budget=20 * GIB,
+        )
+
+    elsewhere = plan()
+    assert elsewhere.attention_flops_per_step > 0
+    # As if there were cuDNN here: the kernels themselves are traced.
+    monkeypatch.setattr(planning, "planned_for", lambda width: contextlib.nullcontext())
+    assert plan() == elsewhere
+
+
+def test_what_was_traced_for_a_plan_is_not_run():
+    @jax.jit
+    def attend(q):
+        return models.attention(q, q, q)
+
+    q = jnp.ones((ROWS, 8, HEADS, WIDTH), jnp.bfloat16)
+    with planned_for(128):
+        assert counted(attend, q)[1] > 0
+    np.testing.assert_array_equal(attend(q), q)  # the mean of equal values
 
 
 @pytest.mark.parametrize("window", [None, 7])

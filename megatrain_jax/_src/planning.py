@@ -19,10 +19,11 @@ from megatrain_jax._src.build.options import (
     shows,
 )
 from megatrain_jax._src.build.run_spec import make_run_spec
+from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
-from megatrain_jax._src.state.placement import placed_on
+from megatrain_jax._src.state.placement import default_device, placed_on
 
 
 @shows(Options, MachineOptions)
@@ -82,8 +83,13 @@ def plan(
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
     check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
-    adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
-    spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
-    usable = None if run.machine is None else run.machine.usable_bytes
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))
+    machine, widest_heads = run.machine, None
+    # The library's own attention goes by the GPU that it is traced on; here that may be none.
+    if machine is not None and default_device().platform != "gpu":
+        widest_heads = machine.widest_heads
+    with planned_for(widest_heads):
+        adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
+        usable = machine and machine.usable_bytes
+        return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))

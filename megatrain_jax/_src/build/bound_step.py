@@ -80,6 +80,11 @@ class BoundStep:
                 dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
         return dtypes
 
+    @property
+    def scheduled(self) -> Workload:
+        """The workload that the schedule was made for."""
+        return self.lean if self.lean is not None and self.schedule.lean else self.workload
+
     @functools.cached_property
     def keeping(self) -> tuple[BoundStage, ...]:
         """The stages with the residuals that they keep by the schedule, if it has them keep any."""

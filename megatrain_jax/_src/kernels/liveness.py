@@ -67,6 +67,10 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     for eqn in jaxpr.eqns:
         behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
         carried = _carried(eqn)
+        if eqn.primitive.name == "optimization_barrier":  # its results are its operands
+            given = (frozenset() if jx.is_literal(a) else roots.get(a, ()) for a in eqn.invars)
+            roots.update((v, frozenset(a)) for v, a in zip(eqn.outvars, given, strict=True))
+            continue
         for v in eqn.outvars:
             read = readers.get(v, [])
             once = eqn.primitive.name in FREE or (_is_fused(eqn, FUSED) and len(read) == 1)

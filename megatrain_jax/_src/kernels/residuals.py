@@ -23,13 +23,11 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.attention import is_attention
+from megatrain_jax._src.program.attention import is_attention, is_attention_forward
 from megatrain_jax._src.program.effects import fires
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.loss.gradients import differentiated
 from megatrain_jax._src.program.loss.stages import Stage
-
-_KEPT_ATTENTION = "dot_product_attention_fwd"
 
 Keeps = Callable[..., bool]
 """Whether to keep the results of a primitive; a policy of `jax.checkpoint`."""
@@ -43,7 +41,7 @@ def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     """
     if primitive.name == "dot_general":
         return not params["dimension_numbers"][1][0]
-    if primitive.name.startswith(_KEPT_ATTENTION):
+    if is_attention_forward(primitive, params):
         return True
     return primitive.name in ("ragged_dot_general", "conv_general_dilated")
 

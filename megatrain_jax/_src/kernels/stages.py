@@ -62,8 +62,8 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
         return residuals.forward([*_unpack(bound, placement, masters), *inputs])
 
     return Kernel(
-        name="forward keeping",
-        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent, residuals.lean),
+        name=keeping_names(residuals.lean)[0],
+        key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
         gives=(
@@ -142,8 +142,8 @@ def backward_of_kept(
         return [], *_finish(stage, binding, placement, mode, pulled, gradients, sent)
 
     return Kernel(
-        name="backward of kept",
-        key=(bound.key, stage.active, mode, residuals.lean),
+        name=keeping_names(residuals.lean)[1],
+        key=(bound.key, stage.active, mode),
         build=lambda: backward_stage,
         takes=(
             _masters(binding, placement),
@@ -157,6 +157,13 @@ def backward_of_kept(
         donated=(4, 5),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )
+
+
+def keeping_names(lean: bool) -> tuple[str, str]:
+    """The names of the two kernels of a stage that keeps residuals: all, or the costliest."""
+    if lean:
+        return "forward keeping the costliest", "backward of the costliest"
+    return "forward keeping", "backward of kept"
 
 
 def shardings(program: Program, placement: Placement, ids: Iterable[int]) -> list[Sharding]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from megatrain_jax._src.common import checks
+from megatrain_jax._src.common import attention_kernel, checks
 from megatrain_jax._src.models.arrays import check_array
 
 # Bytes of fp32 scores that one piece of the queries may take.
@@ -78,6 +78,8 @@ def attention(
     if softcap is None and sinks is None and _fits_cudnn(q, packed=segments is not None):
         if segments is not None:
             q, k, v = mark(q, k, v, segments, scale)
+        if attention_kernel.planned_width() is not None:
+            return attention_kernel.attend(q, k, v, window)[..., :head_dim]
         mixed = jax.nn.dot_product_attention(
             q,
             k,
@@ -168,14 +170,21 @@ def mark(
 
 
 def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
-    """Whether cuDNN computes attention of this dtype, length and width on this GPU."""
-    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+    """Whether cuDNN computes attention of this dtype, length and width, here or as planned."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     if q.shape[1] % 2:
         return False  # JAX 0.11 refuses to differentiate odd lengths
     head_dim = q.shape[-1] + (_MARK if packed else 0)
+    return head_dim % 8 == 0 and head_dim <= (attention_kernel.planned_width() or _width_here())
+
+
+def _width_here() -> int:
+    """The width of the widest heads that cuDNN computes on this GPU; 0 without one."""
+    if jax.default_backend() != "gpu":
+        return 0
     capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
-    return head_dim % 8 == 0 and head_dim <= (256 if capability >= 9 else 128)
+    return 256 if capability >= 9 else 128
 
 
 def _piece(shape: tuple[int, ...]) -> int:

@@ -13,38 +13,68 @@ A worked example, 4 queries and keys in 2 heads of width 8::
     causal, a window of 2         7               448                    1120
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from megatrain_jax._src.common import attention_kernel
+
 # The kernels of `jax.nn.dot_product_attention(implementation="cudnn")`, traced and being lowered.
-_FORWARD = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
-_BACKWARD = ("dot_product_attention_bwd_wrapper", "dot_product_attention_bwd")
-KERNELS = (*_FORWARD, *_BACKWARD)
+# Those of plans for a GPU that isn't here are calls of other functions, by name.
+_CALL = "ffi_call"
+_FORWARD = (
+    "dot_product_attention_fwd_wrapper",
+    "dot_product_attention_fwd",
+    attention_kernel.FORWARD,
+)
+_BACKWARD = (
+    "dot_product_attention_bwd_wrapper",
+    "dot_product_attention_bwd",
+    attention_kernel.BACKWARD,
+)
+# The primitives of equations that may be kernels of attention.
+KERNELS = (*_FORWARD, *_BACKWARD, _CALL)
 
 
 def is_attention(eqn: Any) -> bool:
     """Whether an equation is a kernel of attention."""
-    return eqn.primitive.name in KERNELS
+    return _name(eqn.primitive, eqn.params) in (*_FORWARD, *_BACKWARD)
+
+
+def is_attention_forward(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Whether a primitive with these parameters is attention's forward."""
+    return _name(primitive, params) in _FORWARD
+
+
+def _name(primitive: Any, params: Mapping[str, Any]) -> str:
+    return params["target_name"] if primitive.name == _CALL else primitive.name
 
 
 def attention_flops(eqn: Any) -> int:
     """Counts the operations of a kernel of attention: those of its products, not its softmax's.
 
+    Calls of other functions count nothing.
+
     A causal mask leaves half of them, a window its band. What masks, biases and the lengths of
     sequences leave out is known when a step runs, not before: it counts as computed, and documents
     that are packed into one sequence count as one.
     """
+    if not is_attention(eqn):
+        return 0
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
-    heads_first = eqn.params["layout"] == 1  # (rows, heads, length, width)
-    length, heads = (2, 1) if heads_first else (1, 2)
-    pairs = attended_pairs(
-        query[length],
-        key[length],
-        causal=eqn.params["mask_type"].name.endswith("CAUSAL"),
-        window=eqn.params["sliding_window_length"],
-    )
+    if eqn.primitive.name == _CALL:
+        heads_first, causal = False, True
+        window = int(dict(eqn.params["attributes"])["window"]) or None
+    else:
+        heads_first = eqn.params["layout"] == 1  # (rows, heads, length, width)
+        causal = eqn.params["mask_type"].name.endswith("CAUSAL")
+        window = eqn.params["sliding_window_length"]
+    length, heads = (-2, -3) if heads_first else (-3, -2)
+    pairs = attended_pairs(query[length], key[length], causal=causal, window=window)
     score, mixed = query[-1], value[-1]
-    products = score + mixed if eqn.primitive.name in _FORWARD else 3 * score + 2 * mixed
-    return 2 * query[0] * query[heads] * pairs * products
+    is_forward = is_attention_forward(eqn.primitive, eqn.params)
+    products = score + mixed if is_forward else 3 * score + 2 * mixed
+    return 2 * math.prod(query[:-3]) * query[heads] * pairs * products
 
 
 def attended_pairs(num_queries: int, num_keys: int, *, causal: bool, window: int | None) -> int:

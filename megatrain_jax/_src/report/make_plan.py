@@ -9,6 +9,7 @@ from megatrain_jax._src.build.host import peak_bytes, process_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.kernels.stages import keeping_names
 from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
@@ -72,7 +73,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
-        workload=workload,
+        workload=step.scheduled,
         schedule=schedule,
     )
 
@@ -156,12 +157,9 @@ def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
     alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
     for s, bound in enumerate(step.stages):
         name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
-        keeps = s in step.schedule.kept
-        ways = {
-            "forward": "forward keeping" if keeps else "forward",
-            "backward": "backward of kept" if keeps else "backward",
-        }
-        for what, kernel in ways.items():
+        plain = "forward", "backward"
+        own = keeping_names(step.schedule.lean) if s in step.schedule.kept else plain
+        for what, kernel in zip(plain, own, strict=True):
             if kernel in bound.tiles:
                 alike.setdefault((bound.key, what, bound.tiles[kernel]), []).append(name)
     return tuple(

@@ -109,10 +109,10 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
     candidates = [_with_residents(lists, budget, smallest)]
+    sizes = enumerate(workload.residuals)
+    num_keeping = sum(size > 0 and stage not in workload.again for stage, size in sizes)
     for kinds in (workload, lean) if budget > smallest else ():
-        if kinds is None or max(len(c.kept) for c in candidates) == sum(
-            map(bool, workload.residuals)
-        ):
+        if kinds is None or any(len(c.kept) == num_keeping for c in candidates):
             continue
         for kept in _kept_choices(kinds, budget):
             candidates.append(_with_residents(build_task_lists(kept), budget, smallest))

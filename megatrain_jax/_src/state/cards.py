@@ -31,6 +31,7 @@ H200 = Hardware(
     memory_bytes_per_s=4.8e12,
     sustained=0.8,
     sustained_attention=530 / 730,
+    widest_heads=256,
     source="measured",
 )
 # The rest as an H200's: link, host, NVLink, what whole steps reach, TFLOP/s of attention. Measured:
@@ -129,6 +130,7 @@ RTX_5090 = Hardware(
     host_bytes_per_s=460.8e9,
     flops_per_s=209.5e12,
     memory_bytes_per_s=1792e9,
+    widest_heads=256,
     source="vendor peak",
 )
 # NVIDIA Blackwell architecture technical brief, HGX B200: 2.25 PFLOP/s, half of what it says of
@@ -144,6 +146,7 @@ B200 = Hardware(
     peer_bytes_per_s=900e9,
     flops_per_s=2250e12,
     memory_bytes_per_s=8e12,
+    widest_heads=256,
     source="vendor peak",
 )
 # NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3 and 480 GB of LPDDR5X: 990
@@ -157,6 +160,7 @@ GH200 = Hardware(
     host_bytes_per_s=384e9,
     flops_per_s=990e12,
     memory_bytes_per_s=4e12,
+    widest_heads=256,
     source="vendor peak",
 )
 

@@ -32,6 +32,8 @@ class Hardware:
             those of attention's kernels.
         sustained_attention: Share of `flops_per_s` that these kernels, such as cuDNN's, reach in
             forward and backward together, where what a causal mask leaves out does not count.
+        widest_heads: Width of the widest heads that cuDNN's attention takes there, by which plans
+            made elsewhere tell whether `models.attention` calls it: 256 from Hopper on.
         source: Source of the two rates; vendors' peaks are never reached.
 
     Raises:
@@ -60,6 +62,7 @@ class Hardware:
     memory_bytes_per_s: float = math.inf
     sustained: float = 0.7
     sustained_attention: float = 0.6
+    widest_heads: int = 128
     source: str = "given"
 
     def __post_init__(self) -> None:
@@ -70,6 +73,7 @@ class Hardware:
         for name in ("host_bytes", "typical_host_bytes", "device_bytes"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checks.integer(name, value, other=", or None"))
+        object.__setattr__(self, "widest_heads", checks.integer("widest_heads", self.widest_heads))
         for name in ("link_bytes_per_s", "flops_per_s", "sustained", "sustained_attention"):
             checks.number(name, getattr(self, name), above=0)
         for name, unknown in (
