@@ -84,7 +84,7 @@ def waiting_bytes(step: BoundStep) -> int:
     for instruction in (*step.schedule.steady, *step.schedule.steady):  # what a step leaves counts
         op, key, stage = instruction.op, instruction.key, instruction.stage
         if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
-            waiting[key] = step.workload.size(key)
+            waiting[key] = step.scheduled.size(key)
             most = max(most, sum(waiting.values()))
         # A copy that was fetched again is dropped by whoever is the last to read the part.
         elif op is Op.UPDATE and instruction.group is not None:

@@ -34,7 +34,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     own = devices // num_processes
     hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
-    bytes_in, bytes_out = moved_bytes(schedule.steady, workload)
+    bytes_in, bytes_out = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
     process = hardware and process_bytes(spec, num_processes, hardware.assumed_host_bytes)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]

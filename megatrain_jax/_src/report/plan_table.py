@@ -25,8 +25,6 @@ BOUNDS: dict[Bound, str] = {
     "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
-# By whether stages keep the costliest results alone.
-_KEPT = {False: "no recomputation of products in", True: "costliest products kept in"}
 
 
 def as_text(plan: "Plan") -> str:

@@ -116,7 +116,7 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             continue
         for kept in _kept_choices(kinds, budget):
             candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
-    all_kept = any(len(c.kept) == sum(map(bool, workload.residuals)) for c in candidates)
+    all_kept = any(len(c.kept) == num_keeping for c in candidates)
     if workload.residuals_travel and budget > smallest and not all_kept:
         lists = build_task_lists(_keeping_all(lean or workload))
         if least_bytes(lists, frozenset()) <= budget:
