@@ -40,7 +40,7 @@ def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int =
         num_processes: Number of the processes that share it.
         processes_per_host: How many of them share a host.
     """
-    hardware = spec.options.hardware
+    hardware = spec.options.machine
     own = spec.first.num_devices // num_processes
     total = hardware and hardware.times(own * processes_per_host).assumed_host_bytes
     if total is None:

@@ -253,10 +253,12 @@ def _train(
 
 
 def _export(
-    settings: FinetuneSettings, result: mt.FitResult, batches: _Batches, folder: Path
+    settings: FinetuneSettings, result: mt.FitResult, batches: RunData, folder: Path
 ) -> None:
     # Without one of the user's own, the tokenizer's is copied as it is.
-    template = batches.train.chat_template if settings.chat_template else None
+    train = batches.train
+    part = train.datasets[0] if isinstance(train, data.Mixture) else train  # all have the same
+    template = part.chat_template if settings.chat_template else None
     exported = models.save_pretrained(
         result.trainer, folder, dtype=settings.export_dtype, chat_template=template
     )
