@@ -14,18 +14,24 @@ from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402
 from megatrain_jax._src.fit import fit, train  # noqa: E402
 from megatrain_jax._src.history import History  # noqa: E402
 from megatrain_jax._src.planning import plan  # noqa: E402
-from megatrain_jax._src.report.plan import GroupRow, Plan  # noqa: E402
+from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow  # noqa: E402
 from megatrain_jax._src.report.warnings import PlanWarning  # noqa: E402
 from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
-from megatrain_jax._src.state.hardware import (  # noqa: E402
+from megatrain_jax._src.state.cards import (  # noqa: E402
     A100_80GB,
+    B200,
+    GH200,
     H100,
     H200,
+    L40S,
     RTX_3080,
+    RTX_3090,
     RTX_4090,
-    Hardware,
+    RTX_5090,
+    card,
     this_machine,
 )
+from megatrain_jax._src.state.hardware import Hardware  # noqa: E402
 from megatrain_jax._src.train.result import DataRanOutError, FitResult  # noqa: E402
 from megatrain_jax._src.trainer import Trainer  # noqa: E402
 
@@ -34,10 +40,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "A100_80GB",
+    "B200",
+    "GH200",
     "H100",
     "H200",
+    "L40S",
     "RTX_3080",
+    "RTX_3090",
     "RTX_4090",
+    "RTX_5090",
     "CheckpointError",
     "DataRanOutError",
     "FitResult",
@@ -48,7 +59,9 @@ __all__ = [
     "PlanWarning",
     "Precision",
     "StepMetrics",
+    "TileRow",
     "Trainer",
+    "card",
     "fit",
     "plan",
     "this_machine",

@@ -1,4 +1,4 @@
-"""Conversations and plain text as packed batches: files in, NumPy arrays out.
+"""Conversations, preferences and plain text as packed batches of NumPy arrays.
 
 It needs more than the rest of the library, and is imported on its own:
 ``from megatrain_jax import data``.
@@ -14,7 +14,8 @@ except ImportError as caught:
     ) from caught
 
 from megatrain_jax._src.data.dataset import Dataset
-from megatrain_jax._src.data.load import chat, text
+from megatrain_jax._src.data.load import chat, preferences, text
+from megatrain_jax._src.data.mixture import Mixture, mix
 from megatrain_jax._src.data.report import DataError, Summary
 
-__all__ = ["DataError", "Dataset", "Summary", "chat", "text"]
+__all__ = ["DataError", "Dataset", "Mixture", "Summary", "chat", "mix", "preferences", "text"]

@@ -51,6 +51,14 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 # Name: family, what differs from the sizes, kinds of layers.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -101,23 +109,97 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"rope_parameters": _LONG, "original_max_position_embeddings": 16, "sliding_window": 9},
         1,
     ),
+    "olmo2": ("Olmo2", {"rms_norm_eps": 1e-3}, 1),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        2,
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "tie_word_embeddings": True}, 2),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 5.0,
+            "mlp_bias": True,
+        },
+        1,
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+        2,
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, "rms_norm_eps": 1e-3}, 1),
+    "phi": ("Phi", {"layer_norm_eps": 1e-3}, 1),
+    "gemma3-multimodal": (
+        "Gemma3",
+        {
+            "text_config": _GEMMA | {"sliding_window_pattern": 2},
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
 }
-_CLASSES = {"Gemma3Text": "Gemma3"}
+_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Gemma3": "Gemma3ForConditionalGeneration"}
 
 
 def make_torch(name: str, **changes: Any) -> Any:
     """Returns a random model in eval mode, the norms' weights and biases random, too."""
     family, options, _ = FAMILIES[name]
-    values = _SIZES | options | changes
+    if "text_config" in options:
+        values = options | {"text_config": _SIZES | options["text_config"] | changes}
+    else:
+        values = _SIZES | options | changes
     config = getattr(transformers, f"{family}Config")(**values)
     torch.manual_seed(0)
-    cls = getattr(transformers, f"{_CLASSES.get(family, family)}ForCausalLM")
+    cls = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))
     model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
+
+
+def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
+    """Returns a model's arrays by the names of the files; Transformers fuses experts."""
+    found = {}
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for name, array in arrays.items():
+        name = name.replace("model.language_model.", "language_model.model.")
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        base, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            found[name] = array
+            continue
+        for e, matrix in enumerate(array):
+            if last == "down_proj":
+                found[f"{base}.{e}.{down}.weight"] = matrix
+            else:
+                halves = np.split(matrix, 2)
+                found[f"{base}.{e}.{gate}.weight"] = halves[0]
+                found[f"{base}.{e}.{up}.weight"] = halves[1]
+    return found
 
 
 def save(model: Any, folder: Path, dtype: Any = None, **options: Any) -> Path:

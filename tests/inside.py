@@ -1,12 +1,15 @@
 """The parts inside a trainer, for tests: the one file that knows where it keeps them."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
+from megatrain_jax._src.build.bound_step import spanning
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state.placement import Placement, placed_on
@@ -30,6 +33,22 @@ def store_of(trainer: mt.Trainer) -> Store:
 def count_steps(trainer: Any, num_steps: int) -> None:
     """Has a trainer believe that it has done so many steps."""
     trainer._training.num_steps = num_steps
+
+
+def divide(trainer: mt.Trainer, room: float) -> None:
+    """Has a trainer compute its stages in the fewest tiles that need so many bytes."""
+    tiles = TileFinder(trainer._engine.kernels, trainer._store.placement)
+    first = tiles.within(trainer._spec.first, room)
+    trainer._spec = dataclasses.replace(trainer._spec, first=first)
+    trainer._steps = {first.key: first}
+
+
+def compute_again(trainer: mt.Trainer, span: int) -> None:
+    """Has a trainer compute all but one of every `span` blocks again before their backward."""
+    spec = trainer._spec
+    first = spanning(spec.first, span, spec.budget_bytes)
+    trainer._spec = dataclasses.replace(spec, span=span, first=first)
+    trainer._steps = {first.key: first}
 
 
 def on_one_device() -> Placement:

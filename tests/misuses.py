@@ -23,6 +23,7 @@ import megatrain_jax as mt
 TRACED: list[str] = []
 DRAWN: list[int] = []
 BATCH = {"x": np.ones((4, 3), np.float32)}
+MESH = AbstractMesh((2,), ("data",))
 
 
 def build() -> Any:
@@ -56,8 +57,11 @@ class BytesPath:
 
 
 class Index:
+    def __init__(self, value: int = 2):
+        self.value = value
+
     def __index__(self) -> int:
-        return 2
+        return self.value
 
 
 def batches() -> Iterable[Any]:
@@ -150,9 +154,16 @@ RUN = {
         ),
     ),
     "hardware": Argument(
-        (None, mt.H200, mt.RTX_4090),
-        ("H100", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),
+        (None, mt.H200, mt.RTX_4090, "H100", "rtx-4090"),
+        ("H1000", "", 3, True, mt.Hardware, mt.this_machine, {}, {"name": "mine"}),
     ),
+}
+MACHINE = {
+    "host_gib": Argument(
+        (None, 64, 0.5, np.float32(8), np.int64(2)),
+        ("64", 0, -1, True, float("nan"), float("inf"), 1j, [64], np.ones(2), "64GiB"),
+    ),
+    "num_gpus": Argument((None, 1, np.int64(1), Index(1)), NO_COUNTS),
 }
 START = {
     "params": Argument(
@@ -197,7 +208,7 @@ PARTS = {"model": MODEL, "loss_fn": LOSS, "optimizer": OPTIMIZER}
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Argument]]] = {
     "fit": (mt.fit, PARTS | LOOP | RUN | START | {"resume": Argument((True, False), NO_FLAGS)}),
     "Trainer": (mt.Trainer, PARTS | {"sample_batch": SAMPLE} | RUN | START),
-    "plan": (mt.plan, PARTS | {"sample_batch": SAMPLE} | RUN),
+    "plan": (mt.plan, PARTS | {"sample_batch": SAMPLE} | RUN | MACHINE),
 }
 
 
@@ -233,10 +244,14 @@ def right_arguments(rng: random.Random, arguments: dict[str, Argument], folder: 
         chosen.append("eval_data")
     if "checkpoint_every" in chosen:
         chosen.append("checkpoint_dir")
-    return {
+    if "num_gpus" in chosen:
+        chosen = [name for name in chosen if name != "mesh"]
+    values = {
         name: right_value(rng, name, folders if name == "checkpoint_dir" else arguments[name])
         for name in chosen
     }
+    # A host's memory is that of some machine.
+    return values | ({"hardware": mt.H200} if "host_gib" in chosen else {})
 
 
 def named(error: BaseException, name: str) -> bool:

@@ -32,7 +32,8 @@ class Machine:
     kind: str = ""
     step: int = 0
     runs: int = 0
-    last_read: dict[int, Instruction] = field(default_factory=dict)  # of this step, by activation
+    # Instructions of this step with an activation that no later one reads before it is made again.
+    last_reads: set[tuple[int, int]] = field(default_factory=set)
     kept: frozenset[int] = frozenset()  # stages of the step at hand that keep residuals
     begun: int = 0  # number of the first task of this step
     task: int = -1  # the last task seen
@@ -57,12 +58,19 @@ class Machine:
         self.runs += 1
         self.workload = replace(self.workload, kept=schedule.kept)
         self.kept = schedule.kept if kind in ("cold", "steady") else frozenset()
-        self.last_read = {
-            i: instruction
-            for instruction in getattr(schedule, kind)
-            if instruction.stage is not None
-            for i in self.of_stage(self.workload.reads, instruction.stage)
-        }
+        reader: dict[int, Instruction] = {}
+        self.last_reads = set()
+        for instruction in getattr(schedule, kind):
+            if instruction.stage is None:
+                continue
+            if instruction.op is Op.FORWARD:
+                for i in self.of_stage(self.workload.makes, instruction.stage):
+                    if i in reader:
+                        self.last_reads.add((id(reader[i]), i))
+                    reader[i] = instruction  # which drops what nobody reads
+            for i in self.of_stage(self.workload.reads, instruction.stage):
+                reader[i] = instruction
+        self.last_reads.update((id(instruction), i) for i, instruction in reader.items())
         for instruction, promised in zip(
             getattr(schedule, kind), schedule.ledger[kind], strict=True
         ):
@@ -149,9 +157,10 @@ class Machine:
                 else:
                     self.read(residuals, stage=True)
                     self.consume(residuals)
-            for i in self.of_stage(self.workload.reads, instruction.stage):
-                if self.last_read[i] is instruction:
-                    self.consume(Key(Kind.ACTIVATION, i))
+            for table in (self.workload.reads, self.workload.makes):
+                for i in self.of_stage(table, instruction.stage):
+                    if (id(instruction), i) in self.last_reads:
+                        self.consume(Key(Kind.ACTIVATION, i))
         elif instruction.op is Op.ZEROS:
             assert Key(Kind.GRADIENT, group) not in self.truth
             self.write(Key(Kind.GRADIENT, group), (self.step, frozenset()))

@@ -20,10 +20,18 @@ from jax.sharding import AbstractMesh, Mesh
 
 import megatrain_jax as mt
 from megatrain_jax import losses
-from megatrain_jax._src.build.options import LoopArguments, LoopOptions, Options, RunArguments
+from megatrain_jax._src.build.options import (
+    LoopArguments,
+    LoopOptions,
+    MachineArguments,
+    MachineOptions,
+    Options,
+    RunArguments,
+)
 from misuses import (
     BATCH,
     ENTRIES,
+    MESH,
     NO_BATCH,
     NO_BATCHES,
     NO_COUNTS,
@@ -182,7 +190,11 @@ def test_signatures_show_every_option(entry: str):
 
 @pytest.mark.parametrize(
     ("arguments", "record"),
-    [(RunArguments, Options), (LoopArguments, LoopOptions)],
+    [
+        (RunArguments, Options),
+        (LoopArguments, LoopOptions),
+        (MachineArguments, MachineOptions),
+    ],
 )
 def test_type_checkers_know_the_options_of_a_record(arguments: Any, record: Any):
     assert get_type_hints(arguments) == get_type_hints(record)
@@ -227,7 +239,10 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 needs a `checkpoint_dir`"),
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
-        ("plan", {"hardware": "H100"}, "megatrain_jax.RTX_4090.* megatrain_jax.this_machine"),
+        ("plan", {"hardware": "H1000"}, "no card 'H1000' .* H100, .* RTX 4090, "),
+        ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
+        ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),
+        ("plan", {"num_gpus": 2, "mesh": MESH}, "`num_gpus`=2 and `mesh` can't both"),
         ("Trainer", {"device_budget": "Least"}, "\"least\", or None .*, but is 'Least'"),
         (
             "plan",

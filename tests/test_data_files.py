@@ -106,7 +106,7 @@ def test_parquet_is_read_across_row_groups(tmp_path: Path):
 
 def test_forms_in_detail():
     row = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "all of it"}
-    messages, learned, tools, ignored = to_conversation(row)
+    messages, learned, tools, ignored, _ = to_conversation(row)
     assert [m["content"] for m in messages] == ["Add.\n\n1 2", "3"]
     assert (learned, tools, ignored) == ([False, True], None, {"text"})
     row = {
@@ -116,7 +116,7 @@ def test_forms_in_detail():
             {"role": "assistant", "content": "c", "weight": 1, "name": None},
         ],
     }
-    messages, learned, _, ignored = to_conversation(row)
+    messages, learned, _, ignored, _ = to_conversation(row)
     assert messages == [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     assert ignored == {"id", "messages[].x"}
 
@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "unknown fields": ({"prompt": "a", "answer": "b"}, "unknown form: .*fields prompt, answer"),
     "no fields": ({}, r"unknown form: .*\(none\)"),
     "plain text": ({"text": "a"}, r"unknown form: .*plain text is for `data.text`"),
-    "no output": ({"instruction": "a"}, "an instruction without an output"),
+    "no output": ({"instruction": "a"}, "an instruction without a field `output`"),
     "an array": ("[1, 2]", "a row is no object of fields: it is of type list"),
     "not json": ('{"messages": [', "no valid JSON: .* at column"),
     "deep": ("[" * 100_000, "no valid JSON"),
@@ -144,7 +144,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "turns as text": ({"messages": "x"}, "no turns"),
     "a turn as text": ({"messages": ["x"]}, "turn 1 is no object"),
     "empty answer": (openai([Q, {"role": "assistant", "content": " "}]), "an empty turn: turn 2"),
-    "empty output": ({"instruction": "a", "output": ""}, "an empty turn: assistant"),
+    "empty output": ({"instruction": "a", "output": ""}, r"an empty turn: output \(assistant\)"),
     "an image": (
         openai([{"role": "user", "content": [{"image": "x"}]}, A]),
         "content that is no text",
@@ -240,13 +240,25 @@ def test_paths_and_options_that_make_no_sense_are_named(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", [GOOD])
     with pytest.raises(FileNotFoundError, match="no file .*b.jsonl"):
         load(tmp_path / "b.jsonl")
-    with pytest.raises(ValueError, match="is a folder"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match="names no file"):
-        load([])
-    (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(ValueError, match="a.csv is none of .json"):
-        load(tmp_path / "a.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="the folder .*empty, of `source`, has no file of"):
+        load(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match=r"no file is found by the pattern .*\*.csv"):
+        load(tmp_path / "*.csv")
+    with pytest.raises(FileNotFoundError, match="`datasets.load_dataset..someone/chats"):
+        load("someone/chats")
+    for empty in ([], (), iter([])):
+        with pytest.raises(ValueError, match="`source` is empty"):
+            load(empty)
+    with pytest.raises(TypeError, match="`source` is a mapping with the keys 'train', 'test'"):
+        load({"train": [GOOD], "test": [GOOD]})
+    with pytest.raises(TypeError, match="`source` must be a path, an iterable of rows"):
+        load(3)
+    with pytest.raises(TypeError, match=r"`source\[1\]` must be a path or an iterable of rows"):
+        load([path, [3]])
+    (tmp_path / "a.xml").write_text("a")
+    with pytest.raises(ValueError, match="a.xml, of `source`, is none of .csv"):
+        load(tmp_path / "a.xml")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="use `data.text`"):
         load(tmp_path / "a.txt")

@@ -13,7 +13,7 @@ from megatrain_jax.models import Decoder, Pretrained, load_pretrained
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from families import FAMILIES, LENGTH, make_torch, random_tokens, save  # noqa: E402
+from families import FAMILIES, LENGTH, make_torch, named, random_tokens, save  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -52,7 +52,10 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "pair", ["llama", "mistral", "qwen3-moe", "gemma2", "gemma3", "phi3"], indirect=True
+    "pair",
+    ["llama", "mistral", "qwen3-moe", "gemma2", "gemma3", "phi3", "olmo3", "smollm3", "granite"]
+    + ["qwen2-moe", "glm4", "phi", "gemma3-multimodal"],
+    indirect=True,
 )
 def test_packed_documents_are_as_each_alone(pair):
     name, reference, pretrained = pair
@@ -97,26 +100,9 @@ def leaves_of(state: Any) -> list[tuple[Any, Any]]:
 
 
 def named_gradients(model: Any) -> dict[str, np.ndarray]:
-    """Returns gradients by the names of the files; Transformers keeps experts in fused stacks."""
-    found = {}
-    mixtral = model.config.model_type == "mixtral"
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad.numpy()
-        if mixtral:
-            name = name.replace(".mlp.", ".block_sparse_moe.")
-        base, _, last = name.rpartition(".")
-        if last not in ("gate_up_proj", "down_proj"):
-            found[name] = grad
-            continue
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        for e, matrix in enumerate(grad):
-            if last == "down_proj":
-                found[f"{base}.{e}.{down}.weight"] = matrix
-            else:
-                halves = np.split(matrix, 2)
-                found[f"{base}.{e}.{gate}.weight"] = halves[0]
-                found[f"{base}.{e}.{up}.weight"] = halves[1]
-    return found
+    """Returns gradients by the names of the files; parts that see no text have none."""
+    parameters = model.named_parameters()
+    return named({n: p.grad.numpy() for n, p in parameters if p.grad is not None}, model)
 
 
 @pytest.mark.parametrize(("name", "padding"), [("qwen3-moe-mixed", 5), ("mixtral", 0)])

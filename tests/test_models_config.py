@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain_jax._src.models.names import parameter_tensors
 from megatrain_jax._src.models.rotary import cos_sin_tables
-from megatrain_jax.models import DecoderConfig, Rope
+from megatrain_jax.models import DecoderConfig, Experts, Rope
+from published import PUBLISHED
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -128,6 +130,13 @@ _FULL: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gemma2": {},
     "gemma3_text": {},
+    "olmo2": {},
+    "qwen2_moe": _WINDOWS,
+    "glm4": {},
+    "phi": {},
+    "olmo3": {},
+    "smollm3": {},
+    "granite": {},
     "phi3": {"rope_parameters": _LONG | {"rope_theta": 1e4}, "max_position_embeddings": 131072},
 }
 
@@ -209,6 +218,27 @@ def test_stretched_wavelengths_are_those_of_transformers():
 def test_what_is_not_supported_is_named(changes, named):
     with pytest.raises(ValueError, match=named):
         DecoderConfig.from_hf(SIZES | {"model_type": "llama"} | changes)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_of_released_checkpoints(name):
+    values, millions, ignored = PUBLISHED[name]
+    if ignored:
+        with pytest.raises(ValueError, match=f"`{ignored[0]}` = 0.1"):
+            DecoderConfig.from_hf(values)
+    config = DecoderConfig.from_hf(values, ignore=ignored)
+    # Layers of a kind have equally many parameters.
+    few = dataclasses.replace(config, num_layers=2, windows=(), unrotated=(), experts=two(config))
+    entries = parameter_tensors(few)
+    total = sum(np.prod(entry.shape) for entry in entries)
+    # All others have as many parameters as the second.
+    second = sum(np.prod(e.shape) for e in entries if e.path[:2] == ("layers", 1))
+    total += (config.num_layers - 2) * second
+    assert round(total / 1e6) == millions
+
+
+def two(config: DecoderConfig) -> Experts | None:
+    return config.experts and dataclasses.replace(config.experts, layers=(0, 1))
 
 
 def test_unknown_fields_may_be_ignored_by_name():

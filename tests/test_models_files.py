@@ -177,6 +177,35 @@ def test_a_tied_head_may_be_in_the_file(tmp_path):
     source = save(make_torch("gemma2"), tmp_path / "m")
     rewrite(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     assert "lm_head" not in load_pretrained(source).params
+    # Another one, though the configuration says that they are tied: Transformers reads it, too.
+    rewrite(source, lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}))
+    model = filled(load_pretrained(source))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    tokens = random_tokens(1)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(model(tokens), logits, atol=1e-4)
+
+
+def test_towers_are_kept_and_come_from_the_checkpoint(tmp_path):
+    source = save(make_torch("gemma3-multimodal"), tmp_path / "m", torch.bfloat16)
+    (source / "preprocessor_config.json").write_text("{}")
+    pretrained = load_pretrained(source)
+    assert set(pretrained.params) == {"embed_tokens", "layers", "norm"}
+    model = filled(pretrained)
+    source.rename(tmp_path / "moved")
+    saved = {"source": tmp_path / "moved", "dtype": "float32", "max_shard_bytes": 40_000}
+    folder = save_pretrained(model, tmp_path / "saved", **saved)
+    assert (folder / "preprocessor_config.json").exists()
+    found, read = tensors_of(folder), tensors_of(tmp_path / "moved")
+    assert found.keys() == read.keys()
+    for name, array in found.items():
+        trained = name.startswith("language_model.")
+        assert array.dtype == (np.float32 if trained else jnp.bfloat16)
+        assert trained or array.tobytes() == read[name].tobytes()
+    fresh = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    with pytest.raises(ValueError, match="a gemma3 has parts beside the decoder"):
+        save_pretrained(Decoder(fresh, rngs=nnx.Rngs(0)), tmp_path / "fresh")
 
 
 def test_damaged_files_are_named(tmp_path):

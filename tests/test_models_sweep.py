@@ -55,7 +55,8 @@ _MORE = {
 
 def spoiled(config: dict[str, Any], rng: random.Random) -> tuple[str, str]:
     """Changes one field, or one of an object in it; returns its name and the file's new text."""
-    config = json.loads(json.dumps(config))
+    whole = json.loads(json.dumps(config))
+    config = whole.get("text_config", whole)
     inner = [value for value in config.values() if isinstance(value, dict)]
     at = rng.choice(inner) if inner and rng.random() < 0.3 else config
     name = rng.choice([*at, *_MORE] if at is config else [*at])
@@ -70,12 +71,13 @@ def spoiled(config: dict[str, Any], rng: random.Random) -> tuple[str, str]:
             was, value = at.get(name), rng.choice(_VALUES)
             is_float = isinstance(was, float) and type(value) is int and value < 10**300
             at[name] = float(value) if is_float else value
-    return name, json.dumps(config).replace(f'"{DEEP}"', NESTED)
+    return name, json.dumps(whole).replace(f'"{DEEP}"', NESTED)
 
 
 # What Transformers checks though it changes neither parameters nor logits.
 _WITHOUT_EFFECT = {"use_cache", "output_router_logits", "initializer_range", "hidden_activation"}
 _WITHOUT_EFFECT |= {"bos_token_id", "eos_token_id", "pad_token_id", "dtype"}
+_WITHOUT_EFFECT |= {"attention_dropout"}  # null
 _WITHOUT_EFFECT |= {"layer_types"}  # 0, in families that have none
 
 

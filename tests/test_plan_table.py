@@ -19,8 +19,9 @@ from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_work, moved_bytes
 from megatrain_jax._src.report.plan import GroupRow, Plan
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.state import hardware, pool
+from megatrain_jax._src.state import cards, pool
 from megatrain_jax._src.state.hardware import Hardware
+from workloads import chain
 
 GIB = 2**30
 BALANCED = Hardware(
@@ -96,7 +97,10 @@ def test_sums_of_what_moves():
         Instruction(op=Op.OFFLOAD, key=Key(Kind.ACTIVATION, 7)),
         Instruction(op=Op.FETCH, key=Key(Kind.ACTIVATION, 7)),
     ]
-    assert moved_bytes(instructions, SIZES, {7: 5}) == (4 + 16 + 5, 8 + 8 + 5, 8 + 5)
+    workload = chain(
+        5, sizes=SIZES, activations={7: 5}, makes=((7,), *[()] * 4), reads=(*[()] * 4, (7,))
+    )
+    assert moved_bytes(instructions, workload) == (4 + 16 + 5, 8 + 8 + 5)
 
 
 def test_a_plan_adds_up():
@@ -106,8 +110,7 @@ def test_a_plan_adds_up():
     assert plan.host_bytes == 4 * 640
     assert plan.host_peak_bytes > plan.host_bytes
     schedule = spec.first.schedule
-    moved = moved_bytes(schedule.steady, spec.first.workload.sizes, spec.first.workload.activations)
-    assert (plan.bytes_in, plan.bytes_out) == moved[:2]
+    assert (plan.bytes_in, plan.bytes_out) == moved_bytes(schedule.steady, spec.first.workload)
     assert plan.device_state_bytes == schedule.peak_bytes == schedule.smallest_bytes
     assert (plan.update_mode, plan.num_stages, plan.microbatches) == ("immediate", 5, 1)
     assert plan.hardware is plan.seconds_per_step is plan.host_process_bytes is None
@@ -243,7 +246,7 @@ BIG = Plan(
     num_stages=38,
     num_kept=0,
     num_templates=3,
-    hardware=replace(hardware.H200, host_bytes=125 * GIB),
+    hardware=replace(cards.H200, host_bytes=125 * GIB),
     warnings=("`while` holds 3 blocks", "one large stage"),
 )
 
@@ -285,7 +288,7 @@ def test_table_of_text():
 
 @pytest.mark.parametrize(("share", "line"), [(0.04, False), (0.06, True), (0.8, True)])
 def test_attention_has_a_line_where_it_is_much(share, line):
-    machine = replace(hardware.H200, flops_per_s=588e12, sustained_attention=0.5)
+    machine = replace(cards.H200, flops_per_s=588e12, sustained_attention=0.5)
     plan = big_plan(attention_flops_per_step=int(share * 588e12), hardware=machine)
     words = " ".join(str(plan).split())
     # Attention runs at half the rate of all else.
@@ -334,7 +337,7 @@ def test_a_trainer_without_a_gpu_says_what_it_planned():
 
 
 def test_what_is_missing_is_said():
-    host = " ".join(str(big_plan(hardware=hardware.H200)).split())
+    host = " ".join(str(big_plan(hardware=cards.H200)).split())
     assert "GiB estimate, fits in 256.00 GiB, a typical host" in host
     bare = Hardware(name="Bare", link_bytes_per_s=1e9, flops_per_s=1e12)
     words = " ".join(str(big_plan(hardware=bare)).split())
@@ -346,10 +349,10 @@ def test_what_is_missing_is_said():
 def test_the_share_that_jax_takes_is_counted(name, monkeypatch):
     for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(variable, raising=False)
-    assert hardware.RTX_4090.usable_bytes == int(0.85 * 24 * GIB)
+    assert cards.RTX_4090.usable_bytes == int(0.85 * 24 * GIB)
     monkeypatch.setenv(name, "0.5")
-    assert hardware.RTX_4090.usable_bytes == 12 * GIB
-    assert replace(hardware.RTX_4090, device_share=1.0).usable_bytes == 24 * GIB
+    assert cards.RTX_4090.usable_bytes == 12 * GIB
+    assert replace(cards.RTX_4090, device_share=1.0).usable_bytes == 24 * GIB
 
 
 def test_what_exceeds_the_device_is_refused_with_figures():
@@ -427,20 +430,20 @@ def test_known_cards(monkeypatch):
 
     placement = replace(on_one_device(), devices=(Card(),))
     monkeypatch.setattr(jax, "local_devices", lambda: [Card()])
-    monkeypatch.setattr(hardware.host_memory, "total_bytes", lambda: 64 * GIB)
-    assert hardware.this_machine() == replace(
-        hardware.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
+    monkeypatch.setattr(cards.host_memory, "total_bytes", lambda: 64 * GIB)
+    assert cards.this_machine() == replace(
+        cards.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0
     )
     monkeypatch.setattr(Card, "device_kind", "NVIDIA Abacus")
-    unknown = hardware.this_machine()
+    unknown = cards.this_machine()
     assert unknown is not None and unknown.name == "NVIDIA Abacus"
     assert unknown.device_bytes == 18 * GIB and unknown.source.startswith("assumed")
     monkeypatch.setattr(Card, "memory_stats", lambda self: {"bytes_limit": 0, "bytes_in_use": 7})
-    unlimited = hardware.this_machine()
+    unlimited = cards.this_machine()
     assert unlimited is not None and unlimited.device_bytes is None
     assert pool.free_device_bytes(placement) is None
     monkeypatch.setattr(Card, "platform", "cpu")
-    assert hardware.this_machine() is None
+    assert cards.this_machine() is None
 
 
 X = jnp.ones((4, 6))

@@ -1,6 +1,7 @@
 """What a plan costs: counted in calls of Python functions, which no machine's load changes."""
 
 import cProfile
+import dataclasses
 import pstats
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 
@@ -59,3 +61,15 @@ def test_planning_takes_time_in_proportion_to_the_layers(make, apply):
     calls = [num_calls(make(size), apply, optimizer) for size in SIZES]
     more = calls[1] - calls[0], calls[2] - calls[1]
     assert more[1] <= 2.2 * more[0], calls
+
+
+def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
+    batch = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    given = (stacked(4), lambda model, x: scanned(model, x).mean(), optax.adamw(1e-3), batch)
+    machine = dataclasses.replace(mt.RTX_4090, host_bytes=3 * 2**29)
+    mesh = AbstractMesh((2,), ("data",))
+    expected = mt.plan(*given, hardware=machine, mesh=mesh)
+    assert mt.plan(*given, hardware="rtx_4090", host_gib=1.5, num_gpus=2) == expected
+    assert mt.card("RTX 4090") == mt.RTX_4090 and mt.card("a100") == mt.A100_80GB
+    with pytest.raises(TypeError, match="`name` must be the name of a card"):
+        mt.card(4090)  # type: ignore[arg-type]

@@ -120,6 +120,11 @@ def test_nothing_moves_once_everything_is_resident(seed):
         ):
             consumers.add(instruction.task)
         elif instruction.stage is not None:
+            if instruction.op is Op.FORWARD and workload.makes:
+                for i in workload.makes[instruction.stage]:
+                    if i in last_read:  # made again, and dropped before
+                        consumers.add(last_read[i])
+                    last_read[i] = instruction.task
             last_read.update(dict.fromkeys(workload.reads[instruction.stage], instruction.task))
             if instruction.op is Op.BACKWARD and instruction.stage in whole.kept:
                 consumers.add(instruction.task)

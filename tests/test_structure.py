@@ -11,7 +11,7 @@ SOURCES = ROOT / "megatrain_jax" / "_src"
 FLOORS = (
     "common startup",
     "schedule program",
-    "program/optimizer program/loss",
+    "program/optimizer program/loss program/tiling",
     "state adapt",
     "kernels",
     "build",
@@ -24,6 +24,7 @@ FLOORS = (
     "train planning",
     "fit losses",
     "data models",
+    "cli",
 )
 FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}
 FILES = sorted(SOURCES.rglob("*.py"))
@@ -69,7 +70,7 @@ def test_schedules_need_nothing_but_the_standard_library():
         assert "import jax" not in text and "import numpy" not in text, path
 
 
-@pytest.mark.parametrize("room", ["data", "models"])
+@pytest.mark.parametrize("room", ["data", "models", "cli"])
 def test_what_is_built_on_the_library_uses_its_public_names(room: str):
     for path in (SOURCES / room).glob("*.py"):
         rooms = {room_of(file) for file in imported(path)}

@@ -49,6 +49,7 @@ def random_workload(seed: int) -> Workload:
         activations[i] = rng.randint(1, 50)
     fused_last = rng.random() < 0.7
     keeps = [b and not (fused_last and s == num_stages - 1) for s, b in enumerate(backward)]
+    again = [b and rng.random() < 0.5 for b in backward[:-1]] if seed % 3 == 0 else []
     backward_seconds = [rng.choice((0.0, 3.0, 60.0)) for _ in stages]
     return Workload(
         stages=tuple(stages),
@@ -59,6 +60,7 @@ def random_workload(seed: int) -> Workload:
         makes=tuple(makes),
         reads=tuple(reads),
         residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
+        again=frozenset(s for s, yes in enumerate(again) if yes),
         deferred=rng.random() < 0.5,
         accumulate=rng.random() < 0.5,
         reduce_reads=frozenset(kind for kind in OF_GROUPS[:2] if rng.random() < 0.3),

@@ -9,8 +9,15 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
-from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
+from megatrain_jax._src.build.options import (
+    MachineOptions,
+    Options,
+    PlanArguments,
+    options_of,
+    shows,
+)
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
@@ -18,13 +25,13 @@ from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.state.placement import placed_on
 
 
-@shows(Options)
+@shows(Options, MachineOptions)
 def plan(
     model: Any,
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
-    **options: Unpack[RunArguments],
+    **options: Unpack[PlanArguments],
 ) -> Plan:
     """Says what a run would need, without allocating it and without a GPU.
 
@@ -41,16 +48,20 @@ def plan(
         on_nonfinite: See `Trainer`.
         max_skipped: See `Trainer`; a plan doesn't depend on it.
         seed: See `Trainer`.
-        hardware: The machine to plan for; None leaves out what depends on it.
+        hardware: The machine to plan for, a `Hardware` or the name of a card such as "H100" or
+            "RTX 4090"; None leaves out what depends on it.
         mesh: The devices to plan for; a `jax.sharding.AbstractMesh` needs none of them here. None
             for one device.
+        host_gib: Host memory of that machine in GiB; None for what `hardware` says.
+        num_gpus: Number of its GPUs to plan for, in place of `mesh`.
 
     Returns:
         The plan; print it, or let a notebook show it.
 
     Raises:
         TypeError: See `Trainer`.
-        ValueError: See `Trainer`.
+        ValueError: See `Trainer`; or if `host_gib` is given without `hardware`, or `num_gpus` and
+            `mesh` are both given.
 
     Examples:
         >>> import jax, optax
@@ -68,10 +79,11 @@ def plan(
         (6291456, 12)
     """
     run = options_of(plan, Options, options)
+    run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
     check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
     adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
     spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
-    usable = None if run.hardware is None else run.hardware.usable_bytes
+    usable = None if run.machine is None else run.machine.usable_bytes
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
-    return make_plan(fit_to_device(spec, KernelCache(), usable, placement))
+    return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))

@@ -7,6 +7,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.check_device import check_device
@@ -58,7 +59,7 @@ def _started(
         if free is not None:
             free = min(processes.gather("asking for free device memory", free))
         if has_gpu:
-            spec = fit_to_device(spec, kernels, free, placement)
+            spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
         plan = make_plan(spec, *processes.spread)
         check_device(plan, free)
     _reserve(spec, plan.host_peak_bytes // processes.count, placement, progress)

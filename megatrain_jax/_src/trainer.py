@@ -10,6 +10,7 @@ import optax
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import (
@@ -33,7 +34,7 @@ from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.start import start
-from megatrain_jax._src.state.hardware import this_machine
+from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 
 
@@ -89,8 +90,9 @@ class Trainer(RunState):
                 decision over all gradients, so no parameter is updated before all are known.
             max_skipped: Number of steps in a row that may be skipped; the last one is an error.
             seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-            hardware: The machine whose rates steps are scheduled by and `plan` refers to; None for
-                this one, or an H200 where there is no GPU. The size of its memory is found out.
+            hardware: The machine whose rates steps are scheduled by and `plan` refers to, a
+                `Hardware` or the name of a card such as "H100"; None for this one, or an H200 where
+                there is no GPU. The size of its memory is found out.
             mesh: The devices to train on, each with its share of the state and of the batch: a
                 `jax.sharding.Mesh`, whatever its axes, with equally many devices of each process
                 or of this one alone; None for all GPUs that JAX sees, or else its first device.
@@ -108,7 +110,7 @@ class Trainer(RunState):
         mesh = run.mesh or default_mesh()
         check_mesh(mesh)
         placement = placed_on(mesh)
-        run = dataclasses.replace(run, hardware=run.hardware or machine, mesh=mesh)
+        run = dataclasses.replace(run, hardware=run.machine or machine, mesh=mesh)
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
         num_devices = len(placement.local_devices)
@@ -247,5 +249,7 @@ class Trainer(RunState):
         key = (batch_key(shapes), train, loss_fn)
         if key not in self._steps:
             with self._store.placement.outside_meshes():
-                self._steps[key] = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                what = self._spec, self._engine.kernels, self._store.placement
+                self._steps[key] = in_room(step, *what, training=train)
         return self._steps[key]

@@ -19,23 +19,22 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax._src.build.activations import (
+    computed_again,
+    counted_activations,
+    last_read_by_task,
+)
 from megatrain_jax._src.build.costs import collective_bytes, find_costs
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
-
-# Fewest bytes of an activation that is worth a transfer; smaller ones stay, not counted.
-_SMALL = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +52,8 @@ class BoundStep:
         metrics: Names of the metrics that the loss returns.
         workload: The workload that the schedule was made for.
         schedule: The step's instructions: what moves and is computed when.
-        last_read: By op and stage, ids of the values that nothing reads afterwards.
+        last_read: By task, ids of the values that nothing reads after its stage, or nothing before
+            they are made again.
     """
 
     key: Hashable
@@ -65,7 +65,7 @@ class BoundStep:
     metrics: tuple[str, ...]
     workload: Workload
     schedule: Schedule
-    last_read: Mapping[tuple[Op, int], tuple[int, ...]]
+    last_read: Mapping[int, tuple[int, ...]]
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
@@ -114,6 +114,7 @@ def bind_step(
     reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
+    span: int = 1,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -131,6 +132,7 @@ def bind_step(
         device_budget: Bytes that state, activations and residuals may take of the device; None
             for the least.
         hardware: Machine whose rates the schedule is made for.
+        span: Number of blocks of which all but one are computed again before their backward.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -142,7 +144,7 @@ def bind_step(
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, training)
     collectives = collective_bytes(bound, microbatches, num_devices)
-    activations, makes, reads = _counted_activations(program, microbatches, num_devices)
+    activations, makes, reads = counted_activations(program, microbatches, num_devices)
     kept = [b.residuals.avals if b.residuals else () for b in bound]
     residuals = (program.examples.num_bytes(avals, num_devices) for avals in kept)
     workload = Workload(
@@ -160,6 +162,8 @@ def bind_step(
         reduce_reads=reduce_reads,
         costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
     )
+    if training:
+        workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
     schedule = find_schedule(workload, device_budget)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
@@ -172,8 +176,24 @@ def bind_step(
         metrics=metrics,
         workload=workload,
         schedule=schedule,
-        last_read=_last_reads(instructions, stages, program),
+        last_read=last_read_by_task(instructions, stages, program),
     )
+
+
+def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep:
+    """A training step with all but one of every `span` blocks computed again in its backward.
+
+    Args:
+        step: The step.
+        span: See `bind_step`.
+        device_budget: See `bind_step`.
+    """
+    stages = [bound.stage for bound in step.stages]
+    again = computed_again(step.workload, stages, span)
+    workload = dataclasses.replace(step.workload, again=again)
+    schedule = find_schedule(workload, device_budget)
+    last_read = last_read_by_task(schedule.cold, stages, step.program)
+    return dataclasses.replace(step, workload=workload, schedule=schedule, last_read=last_read)
 
 
 def _gradient_dtypes(
@@ -202,34 +222,6 @@ def _gradient_dtypes(
         else "float32"
         for g, (rows, number) in enumerate(zip(dtypes, readers, strict=True))
     )
-
-
-def _counted_activations(
-    program: Program, microbatches: int, num_devices: int
-) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """The activations that a schedule counts: values of some size that stages hand to stages.
-
-    Values that are the same on all devices are not: the host would have to hold them as often.
-
-    Returns:
-        Bytes on a device by id, for all microbatches, and for each stage the ids that it makes and
-        reads.
-    """
-    read = {i for stage in program.stages for i in stage.inputs}
-    made = {i for stage in program.stages for i in stage.outputs}
-    activations = {}
-    for i in sorted(read & made - set(program.outputs)):
-        if num_devices > 1 and i not in program.examples.values:
-            continue
-        num_bytes = microbatches * program.num_bytes(i, num_devices)
-        if num_bytes >= _SMALL and not jnp.issubdtype(program.values[i].dtype, jax.dtypes.extended):
-            activations[i] = num_bytes
-
-    def counted(ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(i for i in dict.fromkeys(ids) if i in activations)
-
-    makes = tuple(counted(stage.outputs) for stage in program.stages)
-    return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
 
 
 def _bind(
@@ -289,18 +281,3 @@ def _bind(
             )
         )
     return tuple(bound[::-1])
-
-
-def _last_reads(instructions: Sequence[Instruction], stages, program: Program):
-    """By op and stage of a forward or backward, ids of the values that it is the last to read."""
-    last: dict[int, tuple[Op, int]] = {}
-    for instruction in instructions:
-        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.stage is not None:
-            for i in stages[instruction.stage].inputs:
-                last[i] = (instruction.op, instruction.stage)
-    out: dict[tuple[Op, int], list[int]] = {}
-    lasting = set(program.outputs)
-    for i, at in last.items():
-        if i not in lasting:
-            out.setdefault(at, []).append(i)
-    return {at: tuple(ids) for at, ids in out.items()}

@@ -2,12 +2,22 @@
 
 Functions are compiled for a schedule, and a schedule is found for a budget, so both are found in
 turns: the functions for the least budget, the budget that these leave, the functions it adds.
+A function that needs more than there is goes through its rows in tiles, and so does one whose
+tiles make room for residuals that save more time.
 
 A worked example, on a device with 100 GiB free, of which 5% stay free:
 
     1. for the least budget, functions need 6 GiB; other values 1 GiB, the largest slab 2 GiB
     2. budget = 95 - 2 - 1 - 6 = 86 GiB; with it, stages keep residuals: other functions
     3. these need 8 GiB, more than 6: the budget is 84 GiB
+
+With a batch 20 times as long, functions would need 120 GiB, other values 20, the least budget 10:
+
+    4. functions may take 95 - 2 - 20 - 10 = 63 GiB; in 2 tiles the estimate is 62 GiB, in 4
+       32 GiB, in 8 17 GiB
+    5. budgets of 11, 41 and 56 GiB would give steps of 9.0, 8.2 and 8.1 s: 4 tiles are taken, as
+       8 are faster by no more than the estimates' uncertainty
+    6. compiled, the functions need 30 GiB: the budget is 43 GiB
 """
 
 import dataclasses
@@ -15,6 +25,7 @@ import dataclasses
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import compile_ahead, estimate_ahead
+from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.search import find_schedule
 from megatrain_jax._src.state.placement import Placement
@@ -22,6 +33,16 @@ from megatrain_jax._src.state.placement import Placement
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
 _RESERVED = 0.05
+# By how much an estimate of a function's memory may be above its compiler's figure, as
+# tests/test_liveness.py holds it: functions that may fit are compiled whole to see.
+_OVERESTIMATE = 2.0
+# Shares of what functions need that are tried instead, if it is more than this share of the device.
+_SHARES = (0.5, 0.25)
+_LARGE = 0.1
+# Part of a step's estimated seconds that smaller tiles have to save.
+_WORTH = 0.03
+# Times that tiles are made smaller because compiled functions need more than was estimated.
+_MAX_TURNS = 3
 
 
 def fit_to_device(
@@ -32,27 +53,124 @@ def fit_to_device(
     Args:
         spec: The run, whose functions' memory is not known yet.
         kernels: Cache that gets the functions.
-        device_bytes: Device memory that is free; None if unknown.
+        device_bytes: Device memory that is free; None if unknown, and no function is in tiles then.
         placement: Placement of the run, to compile for; where it has no devices, what functions
             need is estimated.
     """
-    estimated = not placement.devices
+    fitting = _Fitting(spec, kernels, device_bytes, placement)
+    if device_bytes is None:
+        return fitting.whole()
+    room = _room(spec, device_bytes)
+    if room <= 0:  # refused in any case
+        return fitting.whole()
+    trusted = _OVERESTIMATE if placement.devices else 1.0
+    share = 1.0
+    fitted = fitting.whole() if fitting.tiles.most(spec.first) <= trusted * room else None
+    for _ in range(_MAX_TURNS):
+        if fitted is not None and _needed(fitted) <= room:
+            break
+        fitted = fitting.within(share * room)
+        share /= 2
+    assert fitted is not None
+    if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
+        fitted = fitting.faster(fitted)
+    left = _room(fitted, device_bytes)
+    return dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted)))
 
-    def needed_by(step: BoundStep) -> int:
+
+def in_room(
+    step: BoundStep, spec: RunSpec, kernels: KernelCache, placement: Placement, *, training: bool
+) -> BoundStep:
+    """A step of another batch shape, in tiles where its functions would need more than there is.
+
+    Args:
+        step: The step.
+        spec: The run, fitted to its device.
+        kernels: The run's functions.
+        placement: Placement of the run.
+        training: Whether it is a training step, not an evaluation.
+    """
+    if spec.room_bytes is None:
+        return step
+    tiles = TileFinder(kernels, placement)
+    # If the estimate for the first shape is too large, those for others are, too.
+    return tiles.within(step, max(spec.room_bytes, tiles.most(spec.first)), training=training)
+
+
+class _Fitting:
+    """A run fitted to its device in different ways."""
+
+    def __init__(
+        self, spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement
+    ):
+        """See `fit_to_device`."""
+        self._spec, self._kernels = spec, kernels
+        self._device_bytes, self._placement = device_bytes, placement
+        self.tiles = TileFinder(kernels, placement)
+
+    def whole(self) -> RunSpec:
+        """The run with no function in tiles."""
+        return self._fitted(None, estimated=not self._placement.devices)
+
+    def within(self, room: float) -> RunSpec:
+        """The run with functions in the fewest tiles that need so many bytes by estimate."""
+        return self._fitted(room, estimated=not self._placement.devices)
+
+    def faster(self, fitted: RunSpec) -> RunSpec:
+        """The run with its functions in smaller tiles, if what fits beside them saves time."""
+        trials = [
+            (self._fitted(room, estimated=True), room)
+            for room in (share * _needed(fitted) for share in _SHARES)
+        ]
+        # The larger tiles of two that are as fast.
+        for trial, room in trials:
+            best = fitted.first.schedule.seconds
+            if trial.first.schedule.seconds < (1 - _WORTH) * best:
+                fitted = trial if not self._placement.devices else self.within(room)
+        return fitted
+
+    def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
+        """The run whose functions need so many bytes by estimate, with the budget they leave."""
+
+        def divided(spec: RunSpec) -> RunSpec:
+            if room is None:
+                return spec
+            return dataclasses.replace(spec, first=self.tiles.within(spec.first, room))
+
+        def with_budget(spec: RunSpec, needed: int) -> RunSpec:
+            return with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
+
+        spec = divided(self._spec)
+        needed = self._needs(spec.first, estimated)
+        fitted = with_budget(spec, needed)
+        if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
+            fitted = divided(fitted)
+            more = self._needs(fitted.first, estimated)
+            # A smaller budget keeps fewer residuals: its functions are among those of the two
+            # turns, so that a third one would find no larger need.
+            if more > needed:
+                fitted = with_budget(fitted, more)
+        return fitted
+
+    def _needs(self, step: BoundStep, estimated: bool) -> int:
         ahead = estimate_ahead if estimated else compile_ahead
-        needed = ahead(kernels, step, spec.layouts, spec.optimizer, placement)
+        what = self._spec.layouts, self._spec.optimizer, self._placement
+        needed = ahead(self._kernels, step, *what)
         # Each process compiles by itself, and all have to obey one schedule.
-        return max(placement.processes.gather("compiling", needed))
+        return max(self._placement.processes.gather("compiling", needed))
 
-    needed = needed_by(spec.first)
-    fitted = with_temporaries(spec, needed, device_bytes, estimated=estimated)
-    if fitted.first.schedule.kept != spec.first.schedule.kept:  # that takes other functions
-        more = needed_by(fitted.first)
-        # A smaller budget keeps fewer residuals: its functions are among those of the two turns,
-        # so that a third one would find no larger need.
-        if more > needed:
-            fitted = with_temporaries(spec, more, device_bytes, estimated=estimated)
-    return fitted
+
+def _needed(spec: RunSpec) -> int:
+    assert spec.temporary_bytes is not None
+    return spec.temporary_bytes
+
+
+def _room(spec: RunSpec, device_bytes: int) -> int:
+    """The most bytes that functions may take beside the state and values that a schedule counts."""
+    taken = other_bytes(spec.first) + spec.first.schedule.peak_bytes
+    if spec.options.device_budget is not None:
+        return device_bytes - taken
+    return int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
 
 
 def with_temporaries(

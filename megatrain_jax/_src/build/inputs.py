@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 from megatrain_jax._src.adapt.adapters import check_model
 from megatrain_jax._src.adapt.loss_function import takes_rng
 from megatrain_jax._src.adapt.model_kinds import flatten
-from megatrain_jax._src.build.options import EvalData, are_batches, mesh_of
+from megatrain_jax._src.build.machine import mesh_of
+from megatrain_jax._src.build.options import EvalData, are_batches
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.model_path import path_name

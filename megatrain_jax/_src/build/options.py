@@ -8,17 +8,16 @@ option is added here (its type for callers, its default and its check) and to th
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from megatrain_jax._src.build.machine import check_mesh_given, found_hardware
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
-from megatrain_jax._src.state import hardware as machines
 from megatrain_jax._src.state.hardware import Hardware
 
 DeviceBudget = int | Literal["least"] | None
@@ -40,7 +39,7 @@ class RunArguments(TypedDict, total=False):
     on_nonfinite: OnNonfinite
     max_skipped: int
     seed: int
-    hardware: Hardware | None
+    hardware: Hardware | str | None
     mesh: Mesh | AbstractMesh | None
 
 
@@ -60,13 +59,19 @@ class Options:
     on_nonfinite: OnNonfinite = "raise"
     max_skipped: int = 10
     seed: int = 0
-    hardware: Hardware | None = None
+    hardware: Hardware | str | None = None
     mesh: Mesh | AbstractMesh | None = None
 
     @property
     def num_devices(self) -> int:
         """The number of devices that share the run; one if no mesh is given."""
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def machine(self) -> Hardware | None:
+        """The hardware, which is stored as a record where a name was given."""
+        assert not isinstance(self.hardware, str)
+        return self.hardware
 
     def __post_init__(self) -> None:
         """Checks every option."""
@@ -76,12 +81,59 @@ class Options:
             device_budget=_device_budget(self.device_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
+            hardware=found_hardware(self.hardware),
         )
         _check_precision(self.precision)
         _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)
-        _check_hardware(self.hardware)
-        _check_mesh(self.mesh)
+        check_mesh_given(self.mesh)
+
+
+class MachineArguments(TypedDict, total=False):
+    """The fields of `MachineOptions` as arguments, for type checkers."""
+
+    host_gib: float | None
+    num_gpus: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The options by which a plan changes the hardware it is made for; see `plan`.
+
+    Raises:
+        TypeError: If an option is of another type.
+        ValueError: If an option has a value that it can't have.
+    """
+
+    host_gib: float | None = None
+    num_gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        if self.host_gib is not None:
+            _store(self, host_gib=checks.number("host_gib", self.host_gib, above=0))
+        _store(self, num_gpus=_integer_or_none("num_gpus", self.num_gpus))
+
+    def applied(self, run: Options) -> Options:
+        """The options of a run on the hardware so changed.
+
+        Raises:
+            ValueError: If there is no hardware to change, or it has as many GPUs by a mesh.
+        """
+        machine, mesh = run.machine, run.mesh
+        if self.host_gib is not None:
+            if machine is None:
+                raise ValueError(f"`host_gib`={self.host_gib:g} needs `hardware`")
+            machine = replace(machine, host_bytes=int(self.host_gib * 2**30))
+        if self.num_gpus is not None:
+            if mesh is not None:
+                raise ValueError(f"`num_gpus`={self.num_gpus} and `mesh` can't both be given")
+            mesh = AbstractMesh((self.num_gpus,), ("data",))
+        return replace(run, hardware=machine, mesh=mesh)
+
+
+class PlanArguments(MachineArguments, RunArguments, total=False):
+    """All options of `plan`, which takes those of both records."""
 
 
 class LoopArguments(TypedDict, total=False):
@@ -153,7 +205,7 @@ class FitArguments(LoopArguments, RunArguments, total=False):
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Record = TypeVar("_Record", Options, LoopOptions)
+_Record = TypeVar("_Record", Options, LoopOptions, MachineOptions)
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -259,34 +311,6 @@ def _check_on_nonfinite(value: Any) -> None:
         raise TypeError(refused("on_nonfinite", '"raise" or "skip"', value))
     if value not in allowed:
         raise ValueError(refused("on_nonfinite", '"raise" or "skip"', value))
-
-
-def _check_mesh(value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Mesh | AbstractMesh):
-        listed = isinstance(value, list | tuple | np.ndarray)
-        given = np.size(value) if listed else value if type(value) is int else 0
-        raise TypeError(refused("mesh", "a jax.sharding.Mesh or None", value, mesh_of(given)))
-    if not value.size:
-        raise ValueError(f"`mesh` has no devices: {value}; {mesh_of(0)}, or None for all GPUs")
-    if isinstance(value, Mesh) and (different := len(set(value.devices.flat))) < value.size:
-        raise ValueError(
-            f"`mesh` has {value.size} places for {different} devices, each of which may be there "
-            f"only once; {mesh_of(different)}"
-        )
-
-
-def mesh_of(num_devices: int) -> str:
-    """The advice on how to write a mesh of so many devices; of n if that is less than one."""
-    return f'write mesh=jax.make_mesh(({num_devices if num_devices > 0 else "n"},), ("data",))'
-
-
-def _check_hardware(value: Any) -> None:
-    if value is not None and not isinstance(value, Hardware):
-        known = [f"megatrain_jax.{n}" for n, x in vars(machines).items() if isinstance(x, Hardware)]
-        hint = f"there are {', '.join(known)} and megatrain_jax.this_machine()"
-        raise TypeError(refused("hardware", "a megatrain_jax.Hardware or None", value, hint))
 
 
 def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:

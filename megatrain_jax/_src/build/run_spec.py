@@ -29,8 +29,9 @@ from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
+from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
-from megatrain_jax._src.state.hardware import H200, Hardware
+from megatrain_jax._src.state.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,10 @@ class RunSpec:
         temporary_bytes: Device bytes that compiled functions need for themselves; None before
             that is known.
         temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
+        room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
+            if the device's memory isn't known.
+        span: Number of blocks of which all but one are computed again before their backward, as
+            the host can't hold the inputs of all.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -59,6 +64,8 @@ class RunSpec:
     budget_bytes: int | None
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
+    room_bytes: int | None = None
+    span: int = 1
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -114,6 +121,7 @@ class RunSpec:
             num_devices=self.options.num_devices,
             device_budget=self.budget_bytes,
             hardware=_scheduled_for(self.options),
+            span=self.span,
             training=train,
         )
 
@@ -212,7 +220,7 @@ def batch_key(batch: Any) -> Hashable:
 
 
 def _scheduled_for(options: Options) -> Hardware:
-    return options.hardware or H200  # some machine has to be assumed to order a step
+    return options.machine or H200  # some machine has to be assumed to order a step
 
 
 def _trace(

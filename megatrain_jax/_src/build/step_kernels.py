@@ -8,6 +8,7 @@ from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.kernels import stages, steps, updates
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.kernels.tiles import in_tiles
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.state.groups import GroupLayout
@@ -26,9 +27,12 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     keeps = number in step.schedule.kept
     if op is Op.FORWARD:
         make = stages.forward_keeping if keeps else stages.forward
-        return make(bound, program, placement)
-    make = stages.backward_of_kept if keeps else stages.backward
-    return make(bound, program, placement, step.microbatches)
+        kernel = make(bound, program, placement)
+    else:
+        make = stages.backward_of_kept if keeps else stages.backward
+        kernel = make(bound, program, placement, step.microbatches)
+    tiling = bound.tiles.get(kernel.name)
+    return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
 
 
 def group_kernel(

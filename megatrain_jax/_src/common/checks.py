@@ -106,6 +106,22 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def ascending(name: str, value: Any) -> tuple[int, ...]:
+    """Returns a tuple of integers from 0, each larger than the one before.
+
+    Raises:
+        TypeError: If it is no tuple of integers.
+        ValueError: If one is negative, or they don't ascend.
+    """
+    if not isinstance(value, tuple):
+        raise TypeError(refused(name, "a tuple of integers", value))
+    for number in value:
+        integer(name, number, least=0)
+    if list(value) != sorted(set(value)):
+        raise ValueError(refused(name, "ascending", value))
+    return value
+
+
 def path(name: str, value: Any, other: str = "") -> str:
     """Returns the path of a file or folder as a string.
 

@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,8 @@ TOO_LONG = ("error", "cut", "split", "drop")
 class Corpus:
     """Documents, of which those that were too long for a row may have become several pieces.
 
+    Pieces that have to share a row are a unit: the two of a pair, or else each piece by itself.
+
     Attributes:
         tokens: The documents one after the other, and a zero.
         learned: Whether the loss counts a token as a label. False for the
@@ -28,6 +31,7 @@ class Corpus:
         goes_on: Whether the token after a piece's last one is of the same document.
         documents: The number of each piece's document, from 0.
         digest: A hash of all tokens and of which are learned.
+        pieces_per_unit: 2 where documents are pairs, 1 otherwise.
     """
 
     tokens: Int32[np.ndarray, " tokens+1"]
@@ -37,6 +41,27 @@ class Corpus:
     goes_on: Bool[np.ndarray, " pieces"]
     documents: Int32[np.ndarray, " pieces"]
     digest: bytes
+    pieces_per_unit: int = 1
+
+    @property
+    def unit_lengths(self) -> Int32[np.ndarray, " units"]:
+        """The number of tokens of each unit."""
+        return self.lengths.reshape(-1, self.pieces_per_unit).sum(axis=1, dtype=np.int32)
+
+    @property
+    def unit_starts(self) -> Int64[np.ndarray, " units"]:
+        """The place of each unit's first token in `tokens`; the others follow it."""
+        return self.starts[:: self.pieces_per_unit]
+
+    @property
+    def unit_documents(self) -> Int32[np.ndarray, " units"]:
+        """The number of each unit's document."""
+        return self.documents[:: self.pieces_per_unit]
+
+    def pieces_of(self, units: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " pieces"]:
+        """The pieces of some units, unit after unit."""
+        of_first = units[:, None] * self.pieces_per_unit
+        return (of_first + np.arange(self.pieces_per_unit, dtype=np.int32)).reshape(-1)
 
     @property
     def num_documents(self) -> int:
@@ -55,7 +80,7 @@ class CorpusBuilder:
 
     For example, with rows of 4 tokens a document of 10 is one fault ("error", "drop"), its first 4
     tokens ("cut"), or pieces of 4, 4 and 2 ("split"), of which those stay that have something to
-    learn.
+    learn. A pair is two parts of one document, whose tokens are counted together; it is never cut.
 
     The arrays grow in place: bytearrays are extended by an eighth at a time, by moving pages
     rather than bytes where the system can, so that tokens are not held twice.
@@ -68,6 +93,7 @@ class CorpusBuilder:
         errors: bool,
         report: Report,
         fault_of: Callable[[Int32[np.ndarray, " n"]], InvalidRow | None],
+        num_parts: int = 1,
     ):
         """Makes an empty corpus.
 
@@ -77,12 +103,15 @@ class CorpusBuilder:
             errors: Whether it is an error if there is nothing to learn in a document.
             report: Report that left-out documents are written down in.
             fault_of: Finds the fault of tokens that can't be used; None if they can.
+            num_parts: Parts of each document: 2 where documents are pairs.
         """
         self._length = length
         self._too_long = too_long
         self._errors = errors
         self._report = report
         self._fault_of = fault_of
+        self.num_parts = num_parts
+        self._bounds: list[int] = []
         self._fault: InvalidRow | None = None
         self._tokens = bytearray()
         self._learned = bytearray()
@@ -111,6 +140,10 @@ class CorpusBuilder:
         self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
         self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
 
+    def end_part(self) -> None:
+        """Ends a part of the document at hand, before the last part."""
+        self._bounds.append(self.num_tokens)
+
     def end(self, origin: RowOrigin) -> None:
         """Ends the document at hand, and keeps it or writes down why not.
 
@@ -119,12 +152,14 @@ class CorpusBuilder:
         """
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
+        bounds, self._bounds = [begin, *self._bounds], []
         fault, self._fault = self._fault, None
         if fault is not None:
             self._leave_out(origin, fault, self._errors)
             return
-        if size:
-            self._learned[begin] = 0
+        for bound in bounds:
+            if bound < self.num_tokens:
+                self._learned[bound] = 0
         too_long = size > self._length
         if too_long and self._too_long in ("error", "drop"):
             fault = TooLong(f"longer than `length`={self._length}", f"{size} tokens")
@@ -132,25 +167,31 @@ class CorpusBuilder:
             return
         if too_long and self._too_long == "cut":
             self._truncate(begin + self._length)
-        pieces = self._pieces()
-        if not pieces:
+        parts = list(pairwise([*bounds, self.num_tokens]))
+        pieces = [piece for part in parts for piece in self._pieces(*part)]
+        if len(pieces) < self.num_parts:
             cut = " in what `length` leaves of it" if too_long else ""
             fault = InvalidRow(f"nothing to learn{cut}", f"{size} tokens")
             self._leave_out(origin, fault, self._errors and not too_long)
             return
         self._report.num_cut += too_long and self._too_long == "cut"
-        every = -(-(self.num_tokens - begin) // self._length)
+        every = sum(-(-(end - start) // self._length) for start, end in parts)
         self._report.num_pieces_left_out += every - len(pieces)
         self._report.num_split += too_long and self._too_long == "split"
-        for start, stop in pieces:
+        self._keep(bounds, pieces)
+
+    def _keep(self, bounds: list[int], pieces: list[tuple[int, int, bool]]) -> None:
+        begin = self._begin
+        for start, stop, goes_on in pieces:
             self._starts.append(start)
             self._lengths.append(stop - start)
-            self._goes_on.append(stop < self.num_tokens)
+            self._goes_on.append(goes_on)
             self._documents.append(self._num_documents)
         for flat, width in ((self._tokens, 4), (self._learned, 1)):
             with memoryview(flat) as view, view[width * begin :] as new:
                 self._hash.update(new)
-        self._hash.update(self.num_tokens.to_bytes(8, "little"))
+        for bound in (*bounds[1:], self.num_tokens):
+            self._hash.update(bound.to_bytes(8, "little"))
         self._num_documents += 1
         self._begin = self.num_tokens
 
@@ -165,16 +206,17 @@ class CorpusBuilder:
             goes_on=np.frombuffer(self._goes_on, np.bool_),
             documents=np.frombuffer(self._documents, np.int32),
             digest=self._hash.digest(),
+            pieces_per_unit=self.num_parts,
         )
 
-    def _pieces(self) -> list[tuple[int, int]]:
-        """The pieces of the document at hand in which there is something to learn."""
-        end, pieces = self.num_tokens, []
-        for start in range(self._begin, end, self._length):
+    def _pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
+        """The pieces of a part in which there is something to learn, and whether each goes on."""
+        pieces = []
+        for start in range(begin, end, self._length):
             stop = min(start + self._length, end)
             # The label of a piece's last token is the first token of the next piece.
             if self._learned.find(1, start + 1, min(stop + 1, end)) >= 0:
-                pieces.append((start, stop))
+                pieces.append((start, stop, stop < end))
         return pieces
 
     def _leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool) -> None:

@@ -4,6 +4,7 @@ Which lengths share a row is found once, by best fit over all lengths; which doc
 lengths there is drawn anew every epoch. So every epoch has the same number of rows.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,12 @@ class Packing:
     """A packing: which lengths share a row.
 
     Attributes:
-        ranks: Row after row, by how many pieces each is shorter or equal (the longest piece has
+        ranks: Row after row, by how many units each is shorter or equal (the longest unit has
             rank 0).
         offsets: The place in `ranks` where each row starts, and the end of the last.
     """
 
-    ranks: Int32[np.ndarray, " pieces"]
+    ranks: Int32[np.ndarray, " units"]
     offsets: Int64[np.ndarray, " rows+1"]
 
     @property
@@ -37,64 +38,65 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One epoch's rows: which pieces are in which row.
+    """One epoch's rows: which units are in which row.
 
     Attributes:
-        pieces: The pieces, row after row.
-        offsets: The place in `pieces` where each row starts, and the end of the last.
+        units: The units, row after row.
+        offsets: The place in `units` where each row starts, and the end of the last.
     """
 
-    pieces: Int32[np.ndarray, " pieces"]
+    units: Int32[np.ndarray, " units"]
     offsets: Int64[np.ndarray, " rows+1"]
 
     def rows(self, start: int, stop: int) -> list[np.ndarray]:
-        """The pieces of some rows."""
+        """The units of some rows."""
         bounds = self.offsets[start : stop + 1]
-        return [self.pieces[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [self.units[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def pack(lengths: Int32[np.ndarray, " pieces"], length: int) -> Packing:
+def pack(lengths: Int32[np.ndarray, " units"], length: int) -> Packing:
     """Packs by best fit, the longest first: each goes to the fullest row that has room for it.
 
     For example, lengths 5, 3, 3, 2 and 1 in rows of 8: 5 begins row 0, 3 fills it; the other 3
     begins row 1, 2 and 1 follow it. So `ranks` are [0, 1, 2, 3, 4] and `offsets` [0, 2, 5].
 
     Args:
-        lengths: The pieces' lengths, from 1 to `length`, in any order.
+        lengths: The units' lengths, from 1 to `length`, in any order.
         length: Tokens of a row.
     """
     row_of = np.empty(len(lengths), np.int32)
-    # Rows by the room they have left; bit n of `rooms` says whether there is a row with room n.
-    with_room: list[list[int]] = [[] for _ in range(length + 1)]
-    rooms, num_rows = 0, 0
+    # Rows by the room they have left, and the rooms that some row has, in order.
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    num_rows = 0
     for rank, size in enumerate(np.sort(lengths)[::-1].tolist()):
-        fitting = rooms >> size
-        if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
             row = with_room[room].pop()
             if not with_room[room]:
-                rooms ^= 1 << room
+                del with_room[room], rooms[at]
         else:
             room, row = length, num_rows
             num_rows += 1
         row_of[rank] = row
         if left := room - size:
-            if not with_room[left]:
-                rooms |= 1 << left
-            with_room[left].append(row)
+            if left not in with_room:
+                insort(rooms, left)
+            with_room.setdefault(left, []).append(row)
     ranks = np.argsort(row_of, kind="stable").astype(np.int32)
     counts = np.bincount(row_of, minlength=num_rows)
     return Packing(ranks=ranks, offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
 
 def draw_epoch(
-    packing: Packing, lengths: Int32[np.ndarray, " pieces"], seed: int | None, epoch: int
+    packing: Packing, lengths: Int32[np.ndarray, " units"], seed: int | None, epoch: int
 ) -> Epoch:
-    """Decides which pieces have the lengths of a packing, and in which order its rows come.
+    """Decides which units have the lengths of a packing, and in which order its rows come.
 
     Args:
         packing: Packing of `lengths`.
-        lengths: The pieces' lengths, as `pack` had them.
+        lengths: The units' lengths, as `pack` had them.
         seed: Seed of the order, new in every epoch; None keeps to the order of `lengths`,
             as far as packing allows.
         epoch: Number of the epoch, from 0.
@@ -102,19 +104,19 @@ def draw_epoch(
     rng = np.random.default_rng([seed, epoch]) if seed is not None else None
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     by_rank = order[np.argsort(-lengths[order], kind="stable")]
-    pieces = by_rank[packing.ranks]
+    units = by_rank[packing.ranks]
     starts, counts = packing.offsets[:-1], np.diff(packing.offsets)
     if rng is None:
-        rows = np.argsort(np.minimum.reduceat(pieces, starts), kind="stable")
+        rows = np.argsort(np.minimum.reduceat(units, starts), kind="stable")
     else:
         rows = rng.permutation(packing.num_rows)
     offsets = np.concatenate([[0], np.cumsum(counts[rows])])
-    moved = np.repeat(starts[rows] - offsets[:-1], counts[rows]) + np.arange(len(pieces))
-    return Epoch(pieces=pieces[moved].astype(np.int32), offsets=offsets)
+    moved = np.repeat(starts[rows] - offsets[:-1], counts[rows]) + np.arange(len(units))
+    return Epoch(units=units[moved].astype(np.int32), offsets=offsets)
 
 
 def spread(rows: list[np.ndarray], wanted: int) -> list[np.ndarray]:
-    """Spreads the pieces of too few rows over `wanted` rows, so that none is empty if possible.
+    """Spreads the units of too few rows over `wanted` rows, so that none is empty if possible.
 
     A loss that divides by what it counts is then defined on every part of the last batch.
     """
@@ -128,24 +130,25 @@ def spread(rows: list[np.ndarray], wanted: int) -> list[np.ndarray]:
     return rows
 
 
-def batch(corpus: Corpus, rows: list[np.ndarray], length: int) -> Batch:
-    """Builds the arrays of a batch.
+def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 0) -> Batch:
+    """Builds the arrays of some rows of a batch.
 
     Args:
         corpus: The tokens.
-        rows: The pieces of each row; together no longer than `length`.
+        rows: The units of each row; together no longer than `length`.
         length: Tokens of a row.
+        num_pairs: The most pairs that a row has, where units are pairs.
 
     Returns:
-        `tokens`, `labels`, `segments` and `positions`, int32 (rows, length), `mask`, bool (rows,
-        length), and `learned_per_row`, float32 (rows,). `labels` holds the next token, 0 where the
-        document has none; `mask` is True where the loss counts it. `segments` counts the documents
-        of a row from 1 and `positions` the tokens of a document from 0. All these are 0 where a
-        row is not filled. `learned_per_row` is how many labels count, over the number of rows.
+        `tokens`, `labels`, `segments` and `positions`, int32 (rows, length), and `mask`, bool
+        (rows, length). `labels` holds the next token, 0 where the document has none; `mask` is
+        True where the loss counts it. `segments` counts the pieces of a row from 1 and
+        `positions` the tokens of a piece from 0. All these are 0 where a row is not filled. Where
+        units are pairs, `pairs`, bool (rows, num_pairs), says which of them a row has.
     """
     shape = (len(rows), length)
-    counts = [len(row) for row in rows]
-    pieces = np.concatenate(rows)
+    counts = [len(row) * corpus.pieces_per_unit for row in rows]
+    pieces = corpus.pieces_of(np.concatenate(rows))
     sizes = corpus.lengths[pieces].astype(np.int64)
     row_of = np.repeat(np.arange(len(rows)), counts)
     ends = np.cumsum(sizes)
@@ -173,8 +176,26 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int) -> Batch:
         flat = np.zeros(shape, np.bool_ if name == "mask" else np.int32)
         flat.reshape(-1)[here] = value
         result[name] = flat
-    mean = result["mask"].sum() / max(1, len(rows))
-    return {**result, "learned_per_row": np.full(len(rows), mean, np.float32)}
+    if corpus.pieces_per_unit > 1:
+        result["pairs"] = np.arange(num_pairs) < np.array([len(row) for row in rows])[:, None]
+    return result
+
+
+def with_counts(whole: Batch) -> Batch:
+    """Adds what a batch has of all its rows, so that each microbatch knows it.
+
+    Returns:
+        The batch with `learned_per_row` and, if it has pairs, `pairs_per_row`, both float32
+        (rows,): the labels that count, and the pairs, each over the number of rows.
+    """
+    counted = {"mask": "learned_per_row", "pairs": "pairs_per_row"}
+    num_rows = len(whole["tokens"])
+    means = {
+        name: np.full(num_rows, whole[of].sum() / max(1, num_rows), np.float32)
+        for of, name in counted.items()
+        if of in whole
+    }
+    return {**whole, **means}
 
 
 def own_rows(batch_size: int) -> slice:

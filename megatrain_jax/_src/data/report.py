@@ -35,11 +35,15 @@ class TooLong(InvalidRow):
     """A row that can't be used because it is longer than `length`."""
 
 
+class Unclear(InvalidRow):
+    """A conversation of which the chat template doesn't tell what the assistant says."""
+
+
 class RowOrigin(NamedTuple):
     """The origin of a row: its file, and its place there.
 
     Attributes:
-        path: The file, as the user named it.
+        path: The file, as the user named it, or the argument that gave the row.
         number: Its line or row, counted from 1; 0 stands for the whole file.
         unit: "line" or "row".
     """
@@ -63,6 +67,7 @@ class Report:
         file_faults: The number of files that were faulty as a whole (an empty one), by reason.
         ignored: The number of rows in which a field appeared that nothing reads, by field.
         not_shown: The number of rows of which the chat template leaves out a field, by field.
+        changed: The number of rows whose turns were merged or dropped, by what was done.
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
         num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
@@ -75,6 +80,7 @@ class Report:
     file_faults: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     not_shown: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
     num_cut: int = 0
     num_split: int = 0
     num_pieces_left_out: int = 0
@@ -152,6 +158,7 @@ class Summary:
         ignored: The number of rows in which a field appeared that nothing reads, by field.
         not_shown: The number of rows of which the chat template leaves out a field, such as
             ``reasoning_content of assistant``, of one message at least.
+        changed: The number of rows whose turns were merged or dropped, by what was done.
         file_faults: The number of files that held nothing to read, by reason.
         examples: The first origins of what was left out, with the reasons.
     """
@@ -170,6 +177,7 @@ class Summary:
     num_blurred: int
     ignored: dict[str, int]
     not_shown: dict[str, int]
+    changed: dict[str, int]
     file_faults: dict[str, int]
     examples: tuple[str, ...]
 
@@ -195,6 +203,8 @@ class Summary:
                 f"assistant turns that share a token with the prompt, which is not learned: "
                 f"{self.num_blurred:,}"
             )
+        if self.changed:
+            lines.append(f"as the options say: {_by_rows(self.changed)}")
         if self.ignored:
             lines.append(f"fields that nothing reads: {_by_rows(self.ignored)}")
         if self.not_shown:

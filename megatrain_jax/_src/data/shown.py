@@ -7,7 +7,7 @@ in place of what is in doubt, and what leaves no trace in the text was not shown
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatrain_jax._src.data.forms import Message
+from megatrain_jax._src.data.turns import Message
 
 THOUGHT = "</think>"
 # Gives the text of messages and tools; None where the template refuses them.

@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatrain_jax._src.data.forms import Conversation, Message
-from megatrain_jax._src.data.report import DataError, InvalidRow
+from megatrain_jax._src.data.forms import Conversation
+from megatrain_jax._src.data.report import DataError, InvalidRow, Unclear
 from megatrain_jax._src.data.shown import THOUGHT, left_out
+from megatrain_jax._src.data.turns import Message
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A block of reasoning that a prompt opens at its end, as `<think>`, and may close again.
+_OPENED = re.compile(
+    r"(<[^<>\s]*think[^<>\s]*>|\[THINK\])\s*((<[^<>\s]*think[^<>\s]*>|\[/THINK\])\s*)?$", re.I
+)
+# Stands for the content of a message, to find where a template puts it.
+_MARK = "zq0000000"
 
 
 class Rendered(NamedTuple):
@@ -35,6 +42,7 @@ class Template:
     """The chat template of a tokenizer.
 
     Attributes:
+        source: The template, in Jinja.
         name: The template's name in errors.
         marked: Whether it marks what the assistant says.
     """
@@ -63,20 +71,21 @@ class Template:
                 "none; pass `chat_template=`, a Jinja template such as that of the instruct model "
                 "(its tokenizer's `.chat_template`), or use `data.text`"
             )
+        self.source: str = tokenizer.get_chat_template(chat_template)
         self.name = f"the chat template of {name}" if chat_template is None else "`chat_template`"
-        self._source: str = tokenizer.get_chat_template(chat_template)
         self._eos: str = tokenizer.eos_token or ""
         self._variables = {**tokenizer.special_tokens_map, **(variables or {})}
-        self.marked = bool(_MARKED.search(self._source))
-        self._has_prompt = "add_generation_prompt" in self._source
-        self._takes_tools = "tools" in self._source
+        self.marked = bool(_MARKED.search(self.source))
+        self._has_prompt = "add_generation_prompt" in self.source
+        self._takes_tools = "tools" in self.source
 
     def render(self, conversation: Conversation) -> Rendered:
         """Renders a conversation.
 
         Raises:
-            InvalidRow: If the template refuses it, or has no place for its tools.
-            DataError: If it can't be told what the assistant says.
+            InvalidRow: If the template refuses it, or has no place for its tools; an `Unclear` if
+                it can't be told what the assistant says.
+            DataError: If the template is no valid Jinja.
         """
         if conversation.tools and not self._takes_tools:
             raise InvalidRow(f"{self.name} has no place for tools")
@@ -120,20 +129,13 @@ class Template:
         return Rendered(text, spans)
 
     def _by_prefixes(self, conversation: Conversation) -> Rendered:
-        messages, learned, tools, _ = conversation
+        messages, learned, tools = conversation[:3]
         text, _ = self._text(messages, tools)
         spans: list[tuple[int, int]] = []
         for index, message in enumerate(messages):
             if not _answers(message) or not learned[index]:
                 continue
-            prompt, _ = self._text(messages[:index], tools, prompt=True)
-            if not text.startswith(prompt):
-                raise self._unclear(
-                    f"message {index + 1}: the prompt that it gives for the answer is not how the "
-                    f"conversation begins; the prompt ends in {prompt[-60:]!r}",
-                    text,
-                )
-            start = len(prompt)
+            start = self._start(messages, tools, index, text)
             last = index == len(messages) - 1
             end = len(text) if last else self._end(messages, tools, index, text, start)
             if not self._says(text[start:end], message):
@@ -144,6 +146,38 @@ class Template:
                 )
             spans.append((start, end))
         return Rendered(text, spans)
+
+    def _start(
+        self, messages: list[Message], tools: list[Any] | None, index: int, text: str
+    ) -> int:
+        """The place in `text` where the answer `index` starts: the end of the prompt for it."""
+        if not any(message["role"] == "user" for message in messages[:index]):
+            return self._start_of_leading(messages, tools, index, text)
+        prompt, _ = self._text(messages[:index], tools, prompt=True)
+        if text.startswith(prompt):
+            return len(prompt)
+        # Where an answer has no reasoning, the template may leave out the block that its prompt
+        # opens: the prompt ends in "assistant\n<think>\n", the text goes on "assistant\nYes.".
+        if (opened := _OPENED.search(prompt)) and text.startswith(prompt[: opened.start()]):
+            return opened.start()
+        raise self._unclear(
+            f"message {index + 1}: the prompt that it gives for the answer is not how the "
+            f"conversation begins; the prompt ends in {prompt[-60:]!r}",
+            text,
+        )
+
+    def _start_of_leading(
+        self, messages: list[Message], tools: list[Any] | None, index: int, text: str
+    ) -> int:
+        """The start of an answer before any question, which few templates have a prompt for."""
+        marked, _ = self._text(
+            [*messages[:index], {**messages[index], "content": _MARK}, *messages[index + 1 :]],
+            tools,
+        )
+        start = marked.find(_MARK)
+        if start < 0 or text[:start] != marked[:start]:
+            raise self._unclear(f"message {index + 1} is not found in its text", text)
+        return start
 
     def _end(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str, start: int
@@ -179,7 +213,7 @@ class Template:
             rendered: Any = render_jinja_template(
                 [messages],
                 tools=tools,
-                chat_template=self._source,
+                chat_template=self.source,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
                 **self._variables,
@@ -188,6 +222,9 @@ class Template:
             raise DataError(f"{self.name} is no valid Jinja: {caught}") from caught
         except jinja2.TemplateError as caught:
             raise InvalidRow(f"{self.name} refuses it", str(caught)) from caught
+        except Exception as caught:  # a program, given what it was not written for
+            why = f"{type(caught).__name__}: {caught}"
+            raise InvalidRow(f"{self.name} fails on it", why) from caught
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
 
@@ -200,12 +237,10 @@ class Template:
         header = "" if self._has_prompt or calls else part.partition(visible)[0]
         return not header.strip()
 
-    def _unclear(self, why: str, text: str) -> DataError:
-        return DataError(
-            f"{self.name} does not tell what the assistant says: {why}. The conversation is "
-            f"{text[:200]!r}{'...' if len(text) > 200 else ''}. Pass `chat_template=` with the "
-            "assistant's turns, their end included, between {% generation %} and "
-            '{% endgeneration %}, or train_on="all"'
+    def _unclear(self, why: str, text: str) -> Unclear:
+        return Unclear(
+            f"{self.name} does not tell what the assistant says",
+            f"{why}. The conversation is {text[:200]!r}{'...' if len(text) > 200 else ''}",
         )
 
 

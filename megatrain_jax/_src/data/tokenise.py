@@ -4,10 +4,8 @@ The tokenizer's Rust threads work on many texts at once; what they give is copie
 and no text is kept.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from os import PathLike
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
@@ -15,10 +13,9 @@ from tokenizers import Encoding
 
 from megatrain_jax._src.data.corpus import CorpusBuilder
 from megatrain_jax._src.data.forms import Conversation
-from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
+from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin, Unclear
 from megatrain_jax._src.data.template import Rendered, Template
-from megatrain_jax._src.data.tokenizer import load_tokenizer
-from megatrain_jax._src.data.vocabulary import Vocabulary
+from megatrain_jax._src.data.tokens import Tokens
 
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
@@ -28,113 +25,24 @@ _CHARACTERS_AT_ONCE = 1 << 22
 T = TypeVar("T")
 
 
-class Tokens:
-    """A fast tokenizer of Transformers, and what has to be known of its special tokens.
+class TextPart(NamedTuple):
+    """A part of a plain text.
 
     Attributes:
-        tokenizer: The tokenizer.
-        name: The tokenizer's name in errors.
-        vocabulary: The vocabulary of the model in its folder.
+        origin: Origin of the text's row.
+        text: The part.
+        start: Number of characters at its beginning that are not learned.
+        is_last: Whether the text ends here.
     """
 
-    def __init__(self, tokenizer: Any):
-        """Takes a tokenizer, or loads one from a folder.
-
-        Raises:
-            TypeError: If it is no fast tokenizer.
-            FileNotFoundError: See `load_tokenizer`.
-            ValueError: See `load_tokenizer`.
-        """
-        if isinstance(tokenizer, str | PathLike):
-            tokenizer = load_tokenizer(tokenizer)
-        if not getattr(tokenizer, "is_fast", False):
-            raise TypeError(
-                "`tokenizer` must be the folder of one, or a fast tokenizer of Transformers (one "
-                f"that has a tokenizer.json), but is of type {type(tokenizer).__name__}"
-            )
-        self.tokenizer = tokenizer
-        self.name = tokenizer.name_or_path or type(tokenizer).__name__
-        self.vocabulary = Vocabulary.beside(tokenizer)
-        added = {token: str(entry) for token, entry in tokenizer.added_tokens_decoder.items()}
-        special = {t for t, entry in tokenizer.added_tokens_decoder.items() if entry.special}
-        special.update(tokenizer.all_special_ids)
-        names = [added.get(token, "") for token in special] + list(tokenizer.all_special_tokens)
-        names = sorted({name for name in names if name}, key=len, reverse=True)
-        self._special = special
-        self._written = re.compile("|".join(map(re.escape, names))) if names else None
-        self._is_space: dict[int, bool] = {}
-
-    def encode(self, texts: list[str]) -> list[Encoding]:
-        """Tokenises texts, in which special tokens may be written out; adds none."""
-        return self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        ).encodings
-
-    def check_written(self, conversation: Conversation) -> None:
-        """Checks that no message spells out a special token, such as the end of a turn.
-
-        Raises:
-            InvalidRow: If one does: it would become that token.
-        """
-        if self._written is None:
-            return
-        for number, message in enumerate(conversation.messages, 1):
-            for field in ("content", "reasoning_content", "reasoning", "thinking"):
-                found = self._written.search(message.get(field) or "")
-                if found:
-                    raise InvalidRow(
-                        "a special token of the tokenizer is spelled out",
-                        f"{found[0]!r} in message {number}",
-                    )
-
-    def end_of_turn(self, ids: Int32[np.ndarray, " n"], start: int, stop: int) -> int | None:
-        """The end of the turn in ``ids[start:stop]``, its end-of-turn token included.
-
-        Space alone after that token is left to the template; such a token that follows the turn
-        belongs to it.
-
-        Returns:
-            The end, or None if the turn has no such token.
-        """
-        end = stop
-        while end > start and self._space(int(ids[end - 1])):
-            end -= 1
-        if end > start and int(ids[end - 1]) in self._special:
-            return end
-        if stop < len(ids) and int(ids[stop]) in self._special:
-            return stop + 1
-        return None
-
-    def ends_of_text(self) -> tuple[Int32[np.ndarray, " first"], Int32[np.ndarray, " last"]]:
-        """The tokens before and after a plain text, one of each at the most.
-
-        Raises:
-            DataError: If the tokenizer has no end of text.
-        """
-        tokenizer = self.tokenizer
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                f"the tokenizer {self.name} has no `eos_token`, which has to stand between texts; "
-                "set `tokenizer.eos_token`"
-            )
-        first = tokenizer("a").input_ids[:1]
-        starts = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
-        begin = np.array(first if starts else [], np.int32)
-        return begin, np.array([tokenizer.eos_token_id], np.int32)
-
-    def _space(self, token: int) -> bool:
-        if token not in self._is_space:
-            text = "" if token in self._special else self.tokenizer.decode([token])
-            self._is_space[token] = bool(text) and text.isspace()
-        return self._is_space[token]
+    origin: RowOrigin
+    text: str
+    start: int
+    is_last: bool
 
 
 def add_conversations(
-    conversations: Iterable[tuple[RowOrigin, Conversation]],
+    documents: Iterable[tuple[RowOrigin, Sequence[Conversation]]],
     template: Template,
     tokens: Tokens,
     train_on: TrainOn,
@@ -145,7 +53,7 @@ def add_conversations(
     """Adds conversations to a builder; once there is an error, only looks for further ones.
 
     Args:
-        conversations: The conversations, each with its origin.
+        documents: The conversations of each document, one or a pair, with the document's origin.
         template: Renders them.
         tokens: Tokenises them.
         train_on: Tokens that the loss counts.
@@ -154,45 +62,65 @@ def add_conversations(
         report: The report that lists conversations that can't be used.
 
     Raises:
-        DataError: If the template does not tell what the assistant says, or ends a turn without a
-            token that says so.
+        DataError: If the template is no valid Jinja.
     """
-    rendered = _render(conversations, template, tokens, errors, report)
-    for some in _batches(rendered, lambda item: len(item[1].text)):
-        if errors and report.errors[InvalidRow]:
+    rendered = _render(documents, template, tokens, errors, report)
+    for some in _batches(rendered, lambda item: sum(len(one.text) for one in item[1])):
+        if errors and (report.errors[InvalidRow] or report.errors[Unclear]):
             continue
-        encodings = tokens.encode([text for _, (text, _) in some])
-        for (origin, (_, spans)), encoding in zip(some, encodings, strict=True):
-            ids = np.array(encoding.ids, np.int32)
-            learned = np.ones(len(ids), np.bool_)
-            if train_on == "assistant":
-                offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-                try:
-                    learned = _assistant_tokens(ids, offsets, spans, tokens, report)
-                except DataError as error:
-                    raise DataError(f"{origin}: {template.name} {error}") from error
-            builder.extend(ids, learned)
+        encodings = iter(tokens.encode([one.text for _, parts in some for one in parts]))
+        for origin, parts in some:
+            mine = [(one, next(encodings)) for one in parts]
+            try:
+                learned = [_learned(*pair, tokens, train_on, template, report) for pair in mine]
+            except InvalidRow as fault:
+                report.leave_out(origin, fault, errors)
+                continue
+            for number, ((_, encoding), mask) in enumerate(zip(mine, learned, strict=True), 1):
+                builder.extend(np.array(encoding.ids, np.int32), mask)
+                if number < len(mine):
+                    builder.end_part()
             builder.end(origin)
 
 
 def _render(
-    conversations: Iterable[tuple[RowOrigin, Conversation]],
+    documents: Iterable[tuple[RowOrigin, Sequence[Conversation]]],
     template: Template,
     tokens: Tokens,
     errors: bool,
     report: Report,
-) -> Iterator[tuple[RowOrigin, Rendered]]:
-    for origin, conversation in conversations:
+) -> Iterator[tuple[RowOrigin, list[Rendered]]]:
+    for origin, conversations in documents:
         try:
-            tokens.check_written(conversation)
-            rendered = template.render(conversation)
+            for conversation in conversations:
+                tokens.check_written(conversation)
+            rendered = [template.render(conversation) for conversation in conversations]
         except InvalidRow as fault:
             report.leave_out(origin, fault, errors)
             continue
         except DataError as error:
             raise DataError(f"{origin}: {error}") from error
-        report.not_shown.update(template.left_out(conversation, rendered.text))
+        hidden = [
+            template.left_out(conversation, one.text)
+            for conversation, one in zip(conversations, rendered, strict=True)
+        ]
+        report.not_shown.update(set().union(*hidden))
         yield origin, rendered
+
+
+def _learned(
+    rendered: Rendered,
+    encoding: Encoding,
+    tokens: Tokens,
+    train_on: TrainOn,
+    template: Template,
+    report: Report,
+) -> Bool[np.ndarray, " n"]:
+    ids = np.array(encoding.ids, np.int32)
+    if train_on == "all":
+        return np.ones(len(ids), np.bool_)
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return _assistant_tokens(ids, offsets, rendered.spans, tokens, template.name, report)
 
 
 def _assistant_tokens(
@@ -200,6 +128,7 @@ def _assistant_tokens(
     offsets: Int64[np.ndarray, "n 2"],
     spans: list[tuple[int, int]],
     tokens: Tokens,
+    name: str,
     report: Report,
 ) -> Bool[np.ndarray, " n"]:
     """Tells which tokens are the assistant's: those within its turns, and those that end them.
@@ -209,6 +138,7 @@ def _assistant_tokens(
         offsets: The characters, from and to, that each token was made of.
         spans: The characters of each turn.
         tokens: The tokenizer, which knows the special tokens.
+        name: The template's name in errors.
         report: Report in which turns that share a token with the prompt are counted.
 
     Returns:
@@ -216,33 +146,38 @@ def _assistant_tokens(
         model that answers the prompt never has to say it.
 
     Raises:
-        DataError: If the last turn has no token at its end.
+        Unclear: If the last turn has no token at its end.
     """
     learned = np.zeros(len(ids), np.bool_)
     for start, stop in spans:
         # The first token that reaches beyond the start, and that after the last before the stop.
         # Tokens of whitespace may be empty here, as some tokenizers trim their offsets.
-        first = int(np.searchsorted(offsets[:, 1], start, "right"))
+        first, blurred = _first_after(offsets, start)
         last = int(np.searchsorted(offsets[:, 0], stop, "left"))
-        blurred = first < last and offsets[first, 0] < start
-        first += blurred
         if last > first and offsets[last - 1, 1] > stop:
             last, blurred = last - 1, True
         report.num_blurred += bool(blurred)
         end = tokens.end_of_turn(ids, first, last)
         if end is None and (start, stop) == spans[-1]:
-            raise DataError(
-                "ends the assistant's last turn without a special token, so that the model would "
-                f"not learn to stop; the turn's last tokens are "
-                f"{tokens.tokenizer.convert_ids_to_tokens(ids[first:last][-4:].tolist())}. Pass "
-                "`chat_template=` with `eos_token` at the end of each turn"
+            shown = tokens.tokenizer.convert_ids_to_tokens(ids[first:last][-4:].tolist())
+            raise Unclear(
+                f"{name} ends the assistant's last turn without a special token, so that the model "
+                "would not learn to stop",
+                f"the turn's last tokens are {shown}",
             )
         learned[first : last if end is None else end] = True
     return learned
 
 
+def _first_after(offsets: Int64[np.ndarray, "n 2"], start: int) -> tuple[int, bool]:
+    """The first token that begins at a character or after it, and whether one lies across it."""
+    first = int(np.searchsorted(offsets[:, 1], start, "right"))
+    across = first < len(offsets) and bool(offsets[first, 0] < start)
+    return first + across, across
+
+
 def add_texts(
-    parts: Iterable[tuple[RowOrigin, str, bool]],
+    parts: Iterable[TextPart],
     tokens: Tokens,
     errors: bool,
     builder: CorpusBuilder,
@@ -251,7 +186,7 @@ def add_texts(
     """Adds plain texts to a builder; once there is an error, only looks for further ones.
 
     Args:
-        parts: Parts of texts, in order: the text's origin, the part, and whether it is the last.
+        parts: Parts of texts, in order.
         tokens: Tokenises them; each text gets the tokens that begin and end one.
         errors: Whether errors are looked for.
         builder: The builder of the corpus that they go into.
@@ -262,18 +197,24 @@ def add_texts(
     """
     first, last = tokens.ends_of_text()
     begins = True
-    for some in _batches(parts, lambda part: len(part[1])):
+    for some in _batches(parts, lambda part: len(part.text)):
         if errors and report.errors[InvalidRow]:
             continue
-        for (origin, _, ends), encoding in zip(
-            some, tokens.encode([text for _, text, _ in some]), strict=True
-        ):
-            ids = [first] * begins + [np.array(encoding.ids, np.int32)] + [last] * ends
-            joined = np.concatenate(ids)
-            builder.extend(joined, np.ones(len(joined), np.bool_))
-            if ends:
-                builder.end(origin)
-            begins = ends
+        for part, encoding in zip(some, tokens.encode([part.text for part in some]), strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            learned = np.ones(len(ids), np.bool_)
+            if part.start:
+                offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                at, blurred = _first_after(offsets, part.start)
+                learned[:at] = False
+                report.num_blurred += blurred
+            if begins:
+                builder.extend(first, np.ones(len(first), np.bool_))
+            builder.extend(ids, learned)
+            if part.is_last:
+                builder.extend(last, np.ones(len(last), np.bool_))
+                builder.end(part.origin)
+            begins = part.is_last
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:

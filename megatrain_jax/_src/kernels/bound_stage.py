@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from megatrain_jax._src.kernels.residuals import Residuals
+from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.layout import Layout
 
@@ -75,6 +76,7 @@ class BoundStage:
         mode: Mode of the stage's backward; None without a backward.
         sent: Ids of inputs whose cotangent another stage has already sent, in input order.
         residuals: Residuals that the forward can keep; None if there are none worth keeping.
+        tiles: By name of a kernel, the tiles that it is computed in; the others are left whole.
     """
 
     stage: Stage
@@ -83,6 +85,7 @@ class BoundStage:
     mode: Backward | None
     sent: tuple[int, ...]
     residuals: Residuals | None
+    tiles: Mapping[str, Tiling] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> Hashable:

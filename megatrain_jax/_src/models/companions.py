@@ -5,13 +5,16 @@ from pathlib import Path
 
 from megatrain_jax._src.common.hf_folder import own_file
 
-# Files of a tokenizer and a generation loop; nothing else is copied, a stranger's code least.
+# Files of a tokenizer, a processor and a generation loop; nothing else is copied, a stranger's
+# code least.
 _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "spiece.model",
@@ -20,6 +23,7 @@ _NAMES = (
     "tokenizer.model",
     "tokenizer.model.v3",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
     "vocab.txt",
 )

@@ -1,9 +1,9 @@
 """The shape and the options of a decoder, as data; `from_hf` reads a Hugging Face configuration."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import too_deep
@@ -29,7 +29,7 @@ _FLAGS = (
     "out_bias",
     "mlp_bias",
     "fused",
-    "scale_embedding",
+    "head_bias",
     "tie_embeddings",
 )
 
@@ -48,9 +48,11 @@ class DecoderConfig:
         head_dim: Width of a head.
         rope: Rotary embedding.
         local_rope: Another one for layers with a window; None for the same.
+        unrotated: Numbers of the layers that rotate neither queries nor keys, ascending from 0.
         windows: For each layer how many tokens a token attends to, with itself, or None for all.
             Empty for no windows.
         activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
+        norm: Kind of the norms: "rms", or "layer" for those with a mean and a bias.
         norm_eps: Number that norms add to the mean square.
         norm_offset: Number that is added to the norms' weights, 1.0 in Gemma.
         sandwich_norms: Whether attention and MLP are normalised at their end, too.
@@ -62,9 +64,14 @@ class DecoderConfig:
         attention_scale: Factor of attention's scores; None for 1 / sqrt(head_dim).
         attention_softcap: Scores become softcap * tanh(score / softcap).
         final_softcap: The same for the logits.
-        scale_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
+        scale_embedding: Factor of the embeddings, or True for sqrt(hidden_size).
+        logit_scale: Factor of the hidden states that the head reads, and so of the logits.
         tie_embeddings: Whether the embedding is the head, too.
+        head_bias: Whether the head has a bias: it is the last column of `Decoder.head_weight`.
         experts: A mixture of experts in place of MLPs.
+        layer: Class of the layers, of a family whose own differ from the usual ones; called with
+            this configuration, the number of the layer and a maker of parameters.
+        options: What that class reads beside the fields above: a frozen dataclass of the family.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
         saved_dtype: The dtype of the parameters in that folder.
@@ -80,8 +87,10 @@ class DecoderConfig:
     head_dim: int
     rope: Rope
     local_rope: Rope | None = None
+    unrotated: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     activation: str = "silu"
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     sandwich_norms: bool = False
@@ -93,9 +102,13 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
-    scale_embedding: bool = False
+    scale_embedding: bool | float = False
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
+    head_bias: bool = False
     experts: Experts | None = None
+    layer: Callable[..., Any] | None = None
+    options: Any = None
     init_std: float = 0.02
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)
@@ -114,13 +127,16 @@ class DecoderConfig:
                 raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
-        if self.experts and self.experts.layers and self.experts.layers[-1] >= self.num_layers:
-            raise ValueError(
-                f"`layers` of `experts` must be below `num_layers`, {self.num_layers}, "
-                f"but are {self.experts.layers}"
-            )
+        sparse = self.experts.layers if self.experts else ()
+        for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
+            if layers and layers[-1] >= self.num_layers:
+                raise ValueError(
+                    f"`{name}` must be below `num_layers`, {self.num_layers}, but are {layers}"
+                )
         if self.fused and (self.qkv_bias or self.mlp_bias):
             raise ValueError("`fused` products have no bias")
+        if self.head_bias and self.tie_embeddings:
+            raise ValueError("a head with `head_bias` can't be the embedding, as `tie_embeddings`")
 
     def _check_types(self) -> None:
         for name in _SIZES:
@@ -132,6 +148,11 @@ class DecoderConfig:
         for name in ("attention_scale", "attention_softcap", "final_softcap"):
             if getattr(self, name) is not None:
                 checks.number(name, getattr(self, name), above=0)
+        checks.number("logit_scale", self.logit_scale, above=0)
+        if not isinstance(self.scale_embedding, bool):
+            checks.number("scale_embedding", self.scale_embedding, above=0)
+        if self.norm not in ("rms", "layer"):
+            raise ValueError(checks.refused("norm", '"rms" or "layer"', self.norm))
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             allowed = f"one of {', '.join(ACTIVATIONS)}"
             raise ValueError(checks.refused("activation", allowed, self.activation))
@@ -140,6 +161,7 @@ class DecoderConfig:
         for window in self.windows:
             if window is not None:
                 checks.integer("windows", window)
+        checks.ascending("unrotated", self.unrotated)
         for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or name == "rope"):
@@ -180,7 +202,9 @@ class DecoderConfig:
         """Returns the window of this layer: tokens that one attends to; None for all."""
         return self.windows[layer] if self.windows else None
 
-    def rope_of(self, layer: int) -> Rope:
-        """Returns the rotary embedding of this layer."""
+    def rope_of(self, layer: int) -> Rope | None:
+        """Returns the rotary embedding of this layer; None if it doesn't rotate."""
+        if layer in self.unrotated:
+            return None
         local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if local and self.local_rope else self.rope

@@ -16,64 +16,11 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
-from megatrain_jax._src.models.layers import (
-    MLP,
-    Attention,
-    Linear,
-    Maker,
-    MixtureOfExperts,
-    RMSNorm,
-)
+from megatrain_jax._src.models.layers import Layer, Linear, Maker, make_norm
 from megatrain_jax._src.models.moe import balancing_loss
-from megatrain_jax._src.models.rotary import CosSin, cos_sin_tables
+from megatrain_jax._src.models.rotary import cos_sin_tables
 
 Integers = Integer[Array | np.ndarray, "rows length"]
-
-
-class Layer(nnx.Module):
-    """Attention, then an MLP or experts, each with norms around it and added to what came in."""
-
-    def __init__(self, config: DecoderConfig, layer: int, make: Maker):
-        """Makes the parameters of one layer."""
-
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config, make)
-
-        experts = config.experts
-        self.sparse, self.sandwich = (
-            bool(experts and layer in experts.layers),
-            config.sandwich_norms,
-        )
-        self.input_layernorm = norm()
-        self.self_attn = Attention(config, layer, make)
-        self.post_attention_layernorm = norm()
-        if config.sandwich_norms:
-            self.pre_feedforward_layernorm = norm()
-            self.post_feedforward_layernorm = norm()
-        if experts and self.sparse:
-            self.mlp = MixtureOfExperts(config, experts, make)
-        else:
-            self.mlp = MLP(config, make)
-
-    def __call__(
-        self,
-        x: Float[Array, "rows length width"],
-        cos_sin: CosSin,
-        segments: Integer[Array, "rows length"] | None,
-    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
-        """Returns the layer's result, and the tally of its experts' load if it has experts."""
-        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
-        if self.sandwich:
-            x = x + self.post_attention_layernorm(y)
-            y = self.pre_feedforward_layernorm(x)
-        else:
-            x = x + y
-            y = self.post_attention_layernorm(x)
-        if isinstance(self.mlp, MixtureOfExperts):
-            y, tally = self.mlp(y, segments)
-        else:
-            y, tally = self.mlp(y), None
-        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
 
 
 class Embedding(nnx.Module):
@@ -121,10 +68,12 @@ class Decoder(nnx.Module):
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
-        self.layers = nnx.List([Layer(config, i, make) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config, make)
+        layer = config.layer or Layer
+        self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
+        self.norm = make_norm(config.hidden_size, config, make)
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, make)
+            bias = config.head_bias
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, make, bias=bias)
 
     def __call__(
         self,
@@ -162,7 +111,8 @@ class Decoder(nnx.Module):
             segments: See `__call__`.
 
         Returns:
-            The last layer's result, normalised, `hidden_size` wide; and the load-balancing loss in
+            The last layer's result, normalised, `hidden_size` wide, with a column of ones behind it
+            where the head has a bias; and the load-balancing loss in
             fp32, to be added to a loss after multiplying it with `config.experts.balance_weight`.
             It is 0 where there are no experts.
 
@@ -175,15 +125,21 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = _positions(tokens.shape[1], segments)
         x = self.embed_tokens(tokens)
-        if self.config.scale_embedding:
-            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
+        scale = self.config.scale_embedding
+        if scale:
+            scale = self.config.hidden_size**0.5 if scale is True else scale
+            x = x * jnp.asarray(scale, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
-        cos_sin = {rope: cos_sin_tables(rope, positions) for rope in dict.fromkeys(ropes)}
+        cos_sin = {rope: rope and cos_sin_tables(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally = layer(x, cos_sin[rope], segments)
             tallies += [] if tally is None else [tally]
         x = self.norm(x)
+        if self.config.logit_scale != 1.0:
+            x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
+        if self.config.head_bias:
+            x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
         # In one go behind the norm, so that no layer has a part in it that others don't have.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
@@ -199,10 +155,15 @@ class Decoder(nnx.Module):
         """
         check_ids(batch, self.config.vocab_size)
 
-    def head_weight(self) -> Float[Array, "vocab_size hidden_size"]:
-        """Returns the head's matrix, which is the embedding's where they are tied."""
-        module = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return module.weight[...]
+    def head_weight(self) -> Float[Array, "vocab_size width"]:
+        """Returns the head's matrix, which is the embedding's where they are tied.
+
+        Its width is that of `hidden`: where the head has a bias, it is the last column.
+        """
+        if self.config.tie_embeddings:
+            return self.embed_tokens.weight[...]
+        weight, bias = self.lm_head.weight[...], self.lm_head.bias
+        return weight if bias is None else jnp.concatenate([weight, bias[...][:, None]], axis=1)
 
 
 def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers | None) -> None:

@@ -1,6 +1,7 @@
 """Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
 
 import json
+import math
 import shutil
 import struct
 import tempfile
@@ -21,21 +22,44 @@ from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.names import (
     ParameterPath,
     ParameterTensors,
+    family_of,
     leaves,
     others,
     parameter_tensors,
 )
-from megatrain_jax._src.models.tensors import DTYPES, INDEX, SINGLE, some
+from megatrain_jax._src.models.tensors import (
+    DTYPES,
+    INDEX,
+    ITEM_BYTES,
+    SINGLE,
+    Tensor,
+    open_folder,
+    some,
+)
 
-_CODES = {dtype.name: (code, dtype) for code, dtype in DTYPES.items()}
+_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 # Elements converted at a time; a whole embedding would need half of itself again.
 _CHUNK = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
 class _NamedTensor:
+    """A tensor to write.
+
+    Attributes:
+        name: Its name in the file.
+        array: Its numbers, or where they lie.
+        code: Its dtype in the file, as the file calls it.
+    """
+
     name: str
-    array: np.ndarray
+    array: np.ndarray | Tensor
+    code: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.array.shape) * ITEM_BYTES[self.code]
 
 
 def save_pretrained(
@@ -55,7 +79,8 @@ def save_pretrained(
             began with (of most of its tensors), or of the parameters where there was none.
         max_shard_bytes: Most bytes of a file, unless one tensor is larger.
         source: Folder of the tokenizer and the generation settings to copy; None for the
-            checkpoint that training began with.
+            checkpoint that training began with. Towers of a multimodal checkpoint always come
+            from there, or from `source` if it has gone.
 
     Returns:
         The folder.
@@ -83,16 +108,19 @@ def save_pretrained(
             "the decoder's configuration has no Hugging Face form; make it with "
             "DecoderConfig.from_hf or load_pretrained"
         )
-    tensors = _tensors(model)
-    dtype = dtype or config.saved_dtype or np.dtype(tensors[0].array.dtype).name
+    arrays = _arrays(model)
+    dtype = dtype or config.saved_dtype or np.dtype(next(iter(arrays.values())).dtype).name
     if dtype not in _CODES:
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
+    code = _CODES[dtype]
+    tensors = [_NamedTensor(name=n, array=a, code=code) for n, a in arrays.items()]
+    tensors += _kept(config, source)
     copied = _companions(source or config.source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
     try:
         unfinished.chmod(0o755)  # mkdtemp lets nobody else in
-        _write_all(unfinished, tensors, dtype, max_shard_bytes)
+        _write_all(unfinished, tensors, max_shard_bytes)
         _write_config(unfinished, config, dtype)
         companions.copy(copied, unfinished)
         unfinished.replace(folder)  # an empty folder gives way
@@ -114,8 +142,8 @@ def _decoder(trainer: Trainer | Decoder) -> Decoder:
     return model
 
 
-def _tensors(model: Decoder) -> list[_NamedTensor]:
-    """Returns the tensors to write, as views of the parameters.
+def _arrays(model: Decoder) -> dict[str, np.ndarray]:
+    """Returns the tensors of the decoder by name, as views of the parameters.
 
     Raises:
         ValueError: If the model's parameters aren't those of its family.
@@ -123,13 +151,46 @@ def _tensors(model: Decoder) -> list[_NamedTensor]:
     arrays = {path: np.asarray(value) for path, value in leaves(model)}
     wanted = parameter_tensors(model.config)
     _check_family(model, arrays, wanted)
-    tensors = []
+    tensors = {}
     for parameter in wanted:
         array = arrays[parameter.path]
         parts = list(array) if parameter.stacked else [array]
-        pairs = zip(parameter.names, parts, strict=True)
-        tensors += [_NamedTensor(name=name, array=part) for name, part in pairs]
+        tensors |= dict(zip(parameter.names, parts, strict=True))
     return tensors
+
+
+def _kept(config: DecoderConfig, source: Path | None) -> list[_NamedTensor]:
+    """Returns the tensors that the family keeps beside the decoder, still in their files.
+
+    Raises:
+        FileNotFoundError: If the checkpoint that they are in has gone.
+        ValueError: If the family needs some and the decoder wasn't read from a checkpoint.
+    """
+    family = family_of(config)
+    if not family.kept:
+        return []
+    if config.source is None:
+        if family.multimodal:
+            raise ValueError(
+                f"a {family.model_type} has parts beside the decoder, which only a checkpoint can "
+                "give: read one with load_pretrained, or make a decoder alone with "
+                "DecoderConfig.from_hf of the object in `text_config`"
+            )
+        return []
+    folder = Path(config.source) if Path(config.source).is_dir() else source
+    if folder is None:
+        raise FileNotFoundError(
+            f"there is no folder {config.source} to take the parts beside the decoder from; name "
+            "the checkpoint as `source`"
+        )
+    tensors = open_folder(folder)
+    kept = [tensor for name, tensor in tensors.items() if family.keeps(name, config.num_layers)]
+    unknown = [
+        f"{tensor.name} ({tensor.dtype})" for tensor in kept if tensor.dtype not in ITEM_BYTES
+    ]
+    if unknown:
+        raise ValueError(f"tensors in {folder} have a dtype that isn't known: {some(unknown)}")
+    return [_NamedTensor(name=tensor.name, array=tensor, code=tensor.dtype) for tensor in kept]
 
 
 def _check_family(
@@ -161,56 +222,56 @@ def _check_family(
         )
 
 
-def _write_all(
-    folder: Path, tensors: Sequence[_NamedTensor], dtype: str, max_shard_bytes: int
-) -> None:
-    itemsize = _CODES[dtype][1].itemsize
+def _write_all(folder: Path, tensors: Sequence[_NamedTensor], max_shard_bytes: int) -> None:
     shards: list[list[_NamedTensor]] = [[]]
     room = max_shard_bytes
     for tensor in tensors:
-        size = tensor.array.size * itemsize
-        if size > room and shards[-1]:
+        if tensor.num_bytes > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
         shards[-1].append(tensor)
-        room -= size
+        room -= tensor.num_bytes
     if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0], dtype)
+        _write_file(folder / SINGLE, shards[0])
         return
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard, dtype)
+        _write_file(folder / name, shard)
         weight_map |= {tensor.name: name for tensor in shard}
-    total = sum(tensor.array.size for tensor in tensors)
-    about = {"total_parameters": total, "total_size": total * itemsize}
+    about = {
+        "total_parameters": sum(math.prod(tensor.array.shape) for tensor in tensors),
+        "total_size": sum(tensor.num_bytes for tensor in tensors),
+    }
     index = {"metadata": about, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_file(path: Path, tensors: Sequence[_NamedTensor], dtype: str) -> None:
+def _write_file(path: Path, tensors: Sequence[_NamedTensor]) -> None:
     """Writes one file.
 
     The library's own writer wants all tensors of a file in memory, in their final dtype. The
     format is a length in 8 bytes, a header in JSON, and the numbers:
     https://huggingface.co/docs/safetensors.
     """
-    code, to = _CODES[dtype]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + tensor.array.size * to.itemsize
+        start, end = end, end + tensor.num_bytes
         shape = list(tensor.array.shape)
-        header[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        header[tensor.name] = {"dtype": tensor.code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
+            if isinstance(tensor.array, Tensor):
+                file.write(np.ascontiguousarray(tensor.array.read()).tobytes())
+                continue
             flat = tensor.array.reshape(-1)
             for at in range(0, flat.size, _CHUNK):
-                piece = np.ascontiguousarray(flat[at : at + _CHUNK].astype(to, copy=False))
-                file.write(piece.view(np.uint8).data)
+                piece = flat[at : at + _CHUNK].astype(DTYPES[tensor.code], copy=False)
+                file.write(np.ascontiguousarray(piece).view(np.uint8).data)
 
 
 def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:

@@ -15,12 +15,13 @@ from megatrain_jax._src.models.tensors import some
 _IGNORED = frozenset(
     """
     architectures auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
-    eos_token_id finetuning_task id2label initializer_range label2id max_length max_window_layers
-    min_length model_type name_or_path num_labels num_return_sequences output_attentions
-    original_max_position_embeddings output_hidden_states output_router_logits pad_token_id
-    prefix problem_type return_dict return_dict_in_generate sep_token_id task_specific_params
-    temperature tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
-    unsloth_fixed unsloth_version use_cache attn_implementation max_position_embeddings
+    eos_token_id finetuning_task id2label initializer_range is_llama_config label2id max_length
+    max_window_layers max_sequence_length min_length model_type name_or_path num_labels
+    num_return_sequences output_attentions original_max_position_embeddings output_hidden_states
+    output_router_logits pad_token_id prefix problem_type return_dict return_dict_in_generate
+    sep_token_id sliding_window_size task_specific_params temperature tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version use_cache
+    attn_implementation max_position_embeddings
     """.split()
 )
 _REQUIRED = object()
@@ -44,9 +45,9 @@ _shown.maxstring = _shown.maxother = 60
 class Fields:
     """A configuration that knows which of its fields have been read."""
 
-    def __init__(self, values: Mapping[str, Any]):
-        """Keeps the values."""
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], ignore: frozenset[str] = frozenset()):
+        """Keeps the values, and the names of those that the user says don't matter."""
+        self.values, self.ignore = values, ignore
         self._read: set[str] = set(_IGNORED)
         self.family = str(values.get("model_type"))
 
@@ -132,18 +133,18 @@ class Fields:
         """Refuses fields that are there with another value than the one that does nothing."""
         for name, value in expected.items():
             found = self.take(name, value)
-            if found != value and found is not None:
+            if found != value and found is not None and name not in self.ignore:
                 raise ValueError(
                     f"`{name}` = {shown(found)} in a {self.family} isn't supported; only "
                     f"{value!r} is"
                 )
 
-    def finish(self, ignore: frozenset[str]) -> None:
+    def finish(self) -> None:
         """Refuses fields that nobody read, unless they are empty or off."""
         unknown = {
             name: value
             for name, value in self.values.items()
-            if name not in self._read | ignore and not name.startswith("_") and value
+            if name not in self._read | self.ignore and not name.startswith("_") and value
         }
         if unknown:
             found = [f"`{name}` = {shown(value)}" for name, value in unknown.items()]

@@ -9,7 +9,7 @@ from megatrain_jax._src.models.hf_fields import shown
 from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.tensors import some
 
-_KINDS = {
+_OPTIONS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor"}),
@@ -25,6 +25,7 @@ _KINDS = {
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
 }
+KINDS = {kind: kind for kind in _OPTIONS}
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -35,6 +36,9 @@ def read_rope(
     head_dim: int,
     max_length: int,
     original_length: int | None,
+    kinds: Mapping[str, str] = KINDS,
+    partial: bool = False,
+    interleaved: bool = False,
 ) -> Rope:
     """Returns a rotary embedding.
 
@@ -44,24 +48,25 @@ def read_rope(
         head_dim: Width of a head.
         max_length: `max_position_embeddings`.
         original_length: `original_max_position_embeddings` of the configuration itself.
+        kinds: The values of `rope_type` that the family may have, and the kind that each asks for.
+        partial: Whether the family may rotate a part of each head.
+        interleaved: See `Rope`.
 
     Raises:
         TypeError: If an option has another type.
         ValueError: If a kind or an option isn't supported. The message names it.
     """
     kind = next((values[k] for k in ("rope_type", "type") if values.get(k) is not None), "default")
-    if family == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # what early checkpoints called it
-    of_phi3 = family != "phi3" or kind in ("default", "longrope")
-    if not isinstance(kind, str) or kind not in _KINDS or not of_phi3:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {family}")
+    kind = kinds[kind]
     unknown = [
-        name for name, v in values.items() if name not in _KINDS[kind] | _COMMON and v is not None
+        name for name, v in values.items() if name not in _OPTIONS[kind] | _COMMON and v is not None
     ]
     if unknown:
         raise ValueError(f"rotary embeddings of type {kind!r} aren't known to have {some(unknown)}")
     share = _number(values, "partial_rotary_factor", 1.0)
-    if share != 1.0 and family != "phi3":
+    if share != 1.0 and not partial:
         raise ValueError(f"`partial_rotary_factor` = {share} isn't supported in a {family}")
     if share > 1 or int(head_dim * share) % 2 or not int(head_dim * share):
         raise ValueError(
@@ -76,6 +81,7 @@ def read_rope(
         "dim": int(head_dim * share),
         "base": _number(values, "rope_theta"),
         "kind": kind,
+        "interleaved": interleaved,
     }
     match kind:
         case "default":

@@ -1,7 +1,10 @@
-"""The parts of a decoder layer. Matrices lie as (out, in), which is how checkpoints keep them.
+"""A decoder layer and its parts. Matrices lie as (out, in), which is how checkpoints keep them.
 
-Nothing here fixes a dtype: everything computes in that of the parameters it is given.
+Nothing here fixes a dtype: everything computes in that of the parameters it is given. A family that
+computes something else derives a class from one of these in its own file.
 """
+
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,18 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.moe import Experts, mix, route, tally
 from megatrain_jax._src.models.rotary import CosSin, rotate
+
+if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these
+    from megatrain_jax._src.models.config import DecoderConfig
+
+Projected = tuple[
+    Float[Array, "rows length heads*head_dim"],
+    Float[Array, "rows length kv_heads*head_dim"],
+    Float[Array, "rows length kv_heads*head_dim"],
+]
+"""Queries, keys and values, the heads of each side by side."""
 
 
 class Maker:
@@ -49,7 +61,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) over the last axis, in fp32."""
 
-    def __init__(self, dim: int, config: DecoderConfig, make: Maker):
+    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
         """Makes the weight, with which a fresh norm does nothing but normalise."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = make.constant(1.0 - config.norm_offset, dim)
@@ -64,12 +76,34 @@ class RMSNorm(nnx.Module):
         return y.astype(x.dtype) * weight
 
 
+class LayerNorm(nnx.Module):
+    """Layer norm (https://arxiv.org/abs/1607.06450) over the last axis, in fp32."""
+
+    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+        """Makes weight and bias, with which a fresh norm does nothing but normalise."""
+        self.eps = config.norm_eps
+        self.weight, self.bias = make.constant(1.0, dim), make.constant(0.0, dim)
+
+    def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
+        """Normalises the last axis; keeps the dtype."""
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.weight[...] + self.bias[...]).astype(x.dtype)
+
+
+def make_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm | LayerNorm:
+    """Returns a norm of the kind that the configuration asks for."""
+    return (RMSNorm if config.norm == "rms" else LayerNorm)(dim, config, make)
+
+
 class Attention(nnx.Module):
     """Causal attention with grouped queries and rotary embeddings."""
 
-    def __init__(self, config: DecoderConfig, layer: int, make: Maker):
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
         self.head_dim, self.window = config.head_dim, config.window(layer)
+        self.interleaved = config.rope.interleaved
         self.softcap, self.scale = config.attention_softcap, config.attention_scale
         self.query_size = config.num_heads * config.head_dim
         self.key_size = config.num_kv_heads * config.head_dim
@@ -89,21 +123,18 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "rows length width"],
-        cos_sin: CosSin,
+        cos_sin: CosSin | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> Float[Array, "rows length width"]:
         """Attends within rows, and within documents where `segments` numbers them."""
-        if self.fused:
-            parts = [self.query_size, self.query_size + self.key_size]
-            projected = jnp.split(self.qkv_proj(x), parts, axis=-1)
-        else:
-            projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in projected)
+        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None:
+            q, k = (rotate(y, cos_sin, interleaved=self.interleaved) for y in (q, k))
         mixed = attention(
-            rotate(q, cos_sin),
-            rotate(k, cos_sin),
+            q,
+            k,
             v,
             segments=segments,
             window=self.window,
@@ -112,27 +143,45 @@ class Attention(nnx.Module):
         )
         return self.o_proj(mixed.reshape(*x.shape[:2], -1))
 
+    def project(self, x: Float[Array, "rows length width"]) -> Projected:
+        """Returns queries, keys and values with the heads of each side by side."""
+        if self.fused:
+            parts = [self.query_size, self.query_size + self.key_size]
+            q, k, v = jnp.split(self.qkv_proj(x), parts, axis=-1)
+            return q, k, v
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
 
 class MLP(nnx.Module):
     """A gated MLP (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: DecoderConfig, make: Maker):
-        """Makes the parameters."""
-        wide, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.activation, self.fused = ACTIVATIONS[config.activation], config.fused
-        if config.fused:
-            self.gate_up_proj = Linear(wide, 2 * inside, make)
-        else:
-            self.gate_proj = Linear(wide, inside, make, bias=bias)
-            self.up_proj = Linear(wide, inside, make, bias=bias)
+    def __init__(self, config: "DecoderConfig", make: Maker, inside: int | None = None):
+        """Makes the parameters of an MLP this wide inside, as the configuration says by default."""
+        wide, bias = config.hidden_size, config.mlp_bias
+        inside = inside or config.intermediate_size
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate_proj = Linear(wide, inside, make, bias=bias)
+        self.up_proj = Linear(wide, inside, make, bias=bias)
         self.down_proj = Linear(inside, wide, make, bias=bias)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Maps each row on its own."""
-        if self.fused:
-            gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FusedMLP(nnx.Module):
+    """A gated MLP whose gate's matrix and the other lie in one."""
+
+    def __init__(self, config: "DecoderConfig", make: Maker):
+        """Makes the parameters."""
+        wide, inside = config.hidden_size, config.intermediate_size
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate_up_proj = Linear(wide, 2 * inside, make)
+        self.down_proj = Linear(inside, wide, make)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Maps each row on its own."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         return self.down_proj(self.activation(gate) * up)
 
 
@@ -158,7 +207,7 @@ class ExpertMatrices(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """A router and its experts, in place of an MLP."""
 
-    def __init__(self, config: DecoderConfig, experts: Experts, make: Maker):
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
         self.settings, self.activation = experts, ACTIVATIONS[config.activation]
         self.gate = Linear(config.hidden_size, experts.num, make)
@@ -178,3 +227,66 @@ class MixtureOfExperts(nnx.Module):
         mixed = mix(tokens, chosen, shares, weights, self.activation)
         counted = None if segments is None else segments.reshape(-1) != 0
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
+
+
+class Layer(nnx.Module):
+    """Attention, then an MLP or experts, each with norms around it and added to what came in.
+
+    Attributes:
+        attention: Class of its attention.
+        dense: Class of its MLP, where it has no experts.
+        mixture: Class of its experts, where it has some.
+    """
+
+    attention: ClassVar[type[Attention]] = Attention
+    dense: ClassVar[type[MLP] | type[FusedMLP]] = MLP
+    mixture: ClassVar[type[MixtureOfExperts]] = MixtureOfExperts
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer."""
+
+        def norm() -> RMSNorm | LayerNorm:
+            return make_norm(config.hidden_size, config, make)
+
+        experts = config.experts
+        self.sparse, self.sandwich = (
+            bool(experts and layer in experts.layers),
+            config.sandwich_norms,
+        )
+        self.input_layernorm = norm()
+        self.self_attn = self.attention(config, layer, make)
+        self.post_attention_layernorm = norm()
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = norm()
+            self.post_feedforward_layernorm = norm()
+        if experts and self.sparse:
+            self.mlp = self.mixture(config, experts, make)
+        else:
+            self.mlp = (FusedMLP if config.fused else self.dense)(config, make)
+
+    def __call__(
+        self,
+        x: Float[Array, "rows length width"],
+        cos_sin: CosSin | None,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        """Returns the layer's result, and the tally of its experts' load if it has experts."""
+        y = self.self_attn(self.input_layernorm(x), cos_sin, segments)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(y)
+            y = self.pre_feedforward_layernorm(x)
+        else:
+            x = x + y
+            y = self.post_attention_layernorm(x)
+        y, tally = self.feed_forward(y, segments)
+        return x + (self.post_feedforward_layernorm(y) if self.sandwich else y), tally
+
+    def feed_forward(
+        self,
+        x: Float[Array, "rows length width"],
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
+        """Returns what the MLP or the experts give, and the tally of the experts' load."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x, segments)
+        return self.mlp(x), None

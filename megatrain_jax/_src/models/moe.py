@@ -36,6 +36,8 @@ class Experts:
         intermediate_size: The width inside an expert.
         normalize: Whether the chosen experts' probabilities are divided by their sum.
         layers: Numbers of the layers with experts, ascending from 0; the others have one MLP.
+        shared_size: The width inside one more expert, which all tokens pass through, in families
+            that have one.
         balance_weight: Factor of the balancing loss in a loss; nothing here applies it.
     """
 
@@ -44,20 +46,18 @@ class Experts:
     intermediate_size: int
     normalize: bool
     layers: tuple[int, ...]
+    shared_size: int | None = None
     balance_weight: float = 0.0
 
     def __post_init__(self):
         """Checks each field, and that a token finds as many experts as it passes through."""
         for name in ("num", "per_token", "intermediate_size"):
             checks.integer(name, getattr(self, name))
+        if self.shared_size is not None:
+            checks.integer("shared_size", self.shared_size)
         checks.boolean("normalize", self.normalize)
         checks.number("balance_weight", self.balance_weight, least=0)
-        if not isinstance(self.layers, tuple):
-            raise TypeError(checks.refused("layers", "a tuple of integers", self.layers))
-        for layer in self.layers:
-            checks.integer("layers", layer, least=0)
-        if list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(checks.refused("layers", "ascending", self.layers))
+        checks.ascending("layers", self.layers)
         if not 1 <= self.per_token <= self.num:
             raise ValueError(
                 f"`per_token` of Experts must be from 1 to `num`, {self.num}, "

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint's files that make up each of the model's parameters.
 
-Names differ in a prefix only. Experts are one tensor each in the files and one stack in the model.
+Names differ in a prefix, and in what a family renames. Experts are one tensor each in the files
+and one stack in the model.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from flax import nnx
 
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.registry import FAMILIES
+from megatrain_jax._src.models.family import Family
 
 ParameterPath = tuple[str | int, ...]
-
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,13 @@ class ParameterTensors:
 def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
     """Returns the parameters of a decoder with their tensors, without making any array."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    mixtral = config.family == "mixtral"
-    return tuple(_tensors_of(path, value.shape, mixtral) for path, value in leaves(model))
+    family = family_of(config)
+    return tuple(_tensors_of(path, value.shape, family) for path, value in leaves(model))
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """Returns the family that a configuration was read as; a plain one for others."""
+    return FAMILIES[config.family or LLAMA.model_type]
 
 
 def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
@@ -57,16 +64,11 @@ def others(model: Decoder) -> list[ParameterPath]:
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 
 
-def _tensors_of(path: ParameterPath, shape: tuple[int, ...], mixtral: bool) -> ParameterTensors:
-    parts = list(map(str, path))
-    if parts[0] != "lm_head":
-        parts.insert(0, "model")
-    if mixtral and "mlp" in parts:
-        parts[parts.index("mlp")] = "block_sparse_moe"
+def _tensors_of(path: ParameterPath, shape: tuple[int, ...], family: Family) -> ParameterTensors:
+    parts = [family.renames.get(part, part) for part in map(str, path)]
+    parts = [family.head, *parts[1:]] if parts[0] == "lm_head" else [family.body, *parts]
     if "experts" not in parts:
         return ParameterTensors(path=path, shape=shape, names=(".".join(parts),), stacked=False)
     at = parts.index("experts") + 1
-    if mixtral:
-        parts[at] = _MIXTRAL[parts[at]]
     names = [".".join([*parts[:at], str(i), *parts[at:]]) for i in range(shape[0])]
     return ParameterTensors(path=path, shape=shape, names=tuple(names), stacked=True)

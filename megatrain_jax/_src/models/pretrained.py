@@ -13,8 +13,8 @@ from megatrain_jax._src.common.hf_folder import existing_folder, read_json, regu
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.hf_fields import as_ignored
-from megatrain_jax._src.models.names import ParameterTensors, parameter_tensors
-from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, some
+from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
+from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, same, some
 
 # Two norms, attention's two matrices, and a router at least or an MLP.
 _LEAST_IN_A_LAYER = 5
@@ -56,6 +56,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     folder = existing_folder("folder", folder, "a checkpoint (config.json and *.safetensors)")
     config = _read_config(folder, ignore)
     tensors = open_folder(folder)
+    config = _with_own_head(config, tensors)
     _check_count(folder, config, tensors)
     wanted = parameter_tensors(config)
     _check(folder, config, wanted, tensors)
@@ -85,6 +86,19 @@ def _read_config(folder: Path, ignore: Sequence[str]) -> DecoderConfig:
         return DecoderConfig.from_hf(values, ignore=ignore)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from error
+
+
+def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> DecoderConfig:
+    """Returns a configuration without tied embeddings if the files hold another head after all.
+
+    Transformers goes by the files, too: where both are there and differ, they are not tied.
+    """
+    family = family_of(config)
+    head = tensors.get(f"{family.head}.weight")
+    embedding = tensors.get(f"{family.body}.embed_tokens.weight")
+    if not config.tie_embeddings or head is None or embedding is None or same(head, embedding):
+        return config
+    return replace(config, tie_embeddings=False)
 
 
 def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
@@ -130,5 +144,7 @@ def _check(
 
 def _is_idle(name: str, config: DecoderConfig) -> bool:
     # Early checkpoints keep tables that follow from the configuration; tied ones may keep a copy.
-    tied = config.tie_embeddings and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq")
+    family = family_of(config)
+    tied = config.tie_embeddings and name == f"{family.head}.weight"
+    kept = family.keeps(name, config.num_layers)
+    return tied or kept or name.endswith("rotary_emb.inv_freq")

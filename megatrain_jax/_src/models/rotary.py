@@ -51,6 +51,7 @@ class Rope:
         truncate: For "yarn": whether the ends of its ramp are rounded to whole dimensions.
         short_factors: For "longrope" (https://arxiv.org/abs/2402.13753): dim / 2 divisors.
         long_factors: The same for texts longer than `original_length`.
+        interleaved: Whether a pair is two neighbours, and not dimensions i and i + dim / 2.
     """
 
     dim: int
@@ -67,6 +68,7 @@ class Rope:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    interleaved: bool = False
 
     def __post_init__(self):
         """Checks each number, and that the kind has what it needs."""
@@ -79,6 +81,7 @@ class Rope:
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), least=0)
         checks.boolean("truncate", self.truncate)
+        checks.boolean("interleaved", self.interleaved)
         for name in ("short_factors", "long_factors"):
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(checks.refused(name, "a tuple of numbers", getattr(self, name)))
@@ -121,22 +124,28 @@ def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows leng
 
 
 def rotate(
-    x: Float[Array, "rows length heads head_dim"], cos_sin: CosSin
+    x: Float[Array, "rows length heads head_dim"], cos_sin: CosSin, *, interleaved: bool = False
 ) -> Float[Array, "rows length heads head_dim"]:
     """Rotates each pair (i, i + dim / 2) of every head by its angle.
 
     Args:
         x: Queries or keys; what lies behind the first `dim` dimensions of a head stays.
         cos_sin: From `cos_sin_tables`; rows may be 1.
+        interleaved: Whether the pairs are neighbours, (2 * i, 2 * i + 1).
 
     Returns:
         The same dtype; computed in fp32.
     """
     cosines, sines = (table[:, :, None, :] for table in cos_sin)
     half = cosines.shape[-1]
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
     rotated = [first * cosines - second * sines, second * cosines + first * sines]
+    if interleaved:
+        rotated = [jnp.stack(rotated, axis=-1).reshape(turned.shape)]
     return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 

@@ -19,6 +19,14 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Bytes of a number in the dtypes of safetensors.
+ITEM_BYTES: dict[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+_ROWS = 4096
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -136,6 +144,16 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         )
         for name, part in slices.items()
     }
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two matrices are the same bits; some rows at a time are in memory."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or len(one.shape) != 2:
+        return False
+    first, second = (tensor.file.get_slice(tensor.name) for tensor in (one, other))
+    rows = one.shape[0]
+    spans = [slice(at, min(at + _ROWS, rows)) for at in range(0, rows, _ROWS)]
+    return all(first[span].tobytes() == second[span].tobytes() for span in spans)
 
 
 def some(names: list[str]) -> str:

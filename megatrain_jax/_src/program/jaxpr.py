@@ -97,6 +97,11 @@ def opened(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def closed(jaxpr: Any) -> Any:
+    """The closed form of an open jaxpr without constants."""
+    return jex.ClosedJaxpr(jaxpr, ())
+
+
 def constants(jaxpr: Any) -> Sequence[Any]:
     """The constants a possibly closed jaxpr carries."""
     return tuple(getattr(jaxpr, "consts", ()))

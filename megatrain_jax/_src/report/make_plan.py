@@ -1,23 +1,22 @@
 """The arithmetic of a plan: what a step moves, computes and holds, from its run's spec."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
 
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.build.host import peak_bytes, process_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
-from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.kernels.tiles import Tiling
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.report.plan import GroupRow, Plan
+from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.state import pool
-
-# The driver waits for a task before it dispatches the second one after it.
-_TASKS_IN_FLIGHT = 3
+from megatrain_jax._src.schedule.workload import Workload
 
 
 def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
@@ -32,16 +31,11 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
     own = devices // num_processes
-    hardware = spec.options.hardware and spec.options.hardware.times(own * processes_per_host)
+    hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
-    bytes_in, bytes_out, waiting_bytes = moved_bytes(
-        schedule.steady, workload.sizes, workload.activations
-    )
+    bytes_in, bytes_out = moved_bytes(schedule.steady, workload)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
-    peak = sum(state) + devices * (waiting_bytes + _in_flight_bytes(step))
-    process = hardware and pool.process_bytes(
-        peak // num_processes, spec.largest_slab_bytes, hardware.assumed_host_bytes, own
-    )
+    process = hardware and process_bytes(spec, num_processes, hardware.assumed_host_bytes)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     work = microbatch_work(step)
@@ -51,7 +45,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         frozen_bytes=sum(state[g] for g in grouping.frozen),
         groups=fold(grouping.names, num_parameters, state, templates, grouping.frozen),
         host_bytes=sum(state),
-        host_peak_bytes=peak,
+        host_peak_bytes=peak_bytes(step),
         host_process_bytes=process,
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
@@ -68,6 +62,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
         num_templates=num_templates,
+        tiles=_tiles(step, grouping.names),
+        num_again=len(step.workload.again),
         num_devices=devices,
         num_processes=num_processes,
         processes_per_host=processes_per_host,
@@ -77,32 +73,18 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     )
 
 
-def moved_bytes(
-    instructions: Iterable[Instruction],
-    sizes: Sequence[Mapping[Kind, int]],
-    activations: Mapping[int, int],
-) -> tuple[int, int, int]:
-    """The bytes that one step moves to and from each device.
+def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tuple[int, int]:
+    """The bytes that one step moves to each device, and to the host.
 
     Args:
         instructions: The schedule's instructions for one steady step.
-        sizes: Bytes of each group's parts by kind.
-        activations: Bytes of the activations that move, by id.
-
-    Returns:
-        Bytes to the device, bytes to the host, and bytes of gradients and activations
-        that wait there.
+        workload: The workload that it was made for.
     """
-    moved, waiting = {Op.FETCH: 0, Op.OFFLOAD: 0}, {}
+    moved = {Op.FETCH: 0, Op.OFFLOAD: 0}
     for instruction in instructions:
-        op, key = instruction.op, instruction.key
-        if op in moved and key is not None:
-            is_activation = key.kind is Kind.ACTIVATION
-            size = activations[key.owner] if is_activation else sizes[key.owner][key.kind]
-            moved[op] += size
-            if op is Op.OFFLOAD and key.kind not in LASTING:
-                waiting[key] = size
-    return moved[Op.FETCH], moved[Op.OFFLOAD], sum(waiting.values())
+        if instruction.op in moved and instruction.key is not None:
+            moved[instruction.op] += workload.size(instruction.key)
+    return moved[Op.FETCH], moved[Op.OFFLOAD]
 
 
 def _collective_bytes(step: BoundStep) -> int:
@@ -123,7 +105,8 @@ def microbatch_work(step: BoundStep) -> Work:
     product of matrices has two factors to differentiate. It is 3 for the last stage if it is fused,
     since that one's forward runs as part of its backward only, and 1 for a stage without a
     backward. Where parameters are frozen, products for their gradients don't count. Stages that
-    keep residuals don't do all of their forward again. So ten equal layers, of which the last is
+    keep residuals don't do all of their forward again, and those that are computed again before
+    their backward do it once more. So ten equal layers, of which the last is
     fused and none is frozen, take 9 · 4 · f + 3 · f = 39 · f operations, beside 30 · f without
     recomputation. Kernels of attention take half a forward more wherever there is a backward.
     """
@@ -134,6 +117,8 @@ def microbatch_work(step: BoundStep) -> Work:
             total = total.plus(forward)
         if step.workload.backward[s]:
             total = total.plus(backward_work(bound.stage, forward))
+        if s in step.workload.again:
+            total = total.plus(forward)
         if s in step.schedule.kept:
             total = total.plus(saved_work(bound.residuals, forward), factor=-1)
     return total
@@ -157,15 +142,33 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
     return [of_group.get(g, "-") for g in range(len(step.workload.sizes))], len(numbers)
 
 
-def _in_flight_bytes(step: BoundStep) -> int:
-    """Most host bytes of one device that are both old copies being read and new ones written."""
-    sizes = step.workload.sizes
-    keys = (r.key for r in step.schedule.steady if r.op is Op.OFFLOAD)
-    groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
-    moving = sorted(
-        (sizes[g][Kind.MASTERS] + sizes[g][Kind.OPTIMIZER_STATE] for g in groups), reverse=True
+def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
+    """What is computed in tiles; stages of one template whose tiles are equal are one row."""
+    alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
+    for s, bound in enumerate(step.stages):
+        name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
+        keeps = s in step.schedule.kept
+        ways = {
+            "forward": "forward keeping" if keeps else "forward",
+            "backward": "backward of kept" if keeps else "backward",
+        }
+        for what, kernel in ways.items():
+            if kernel in bound.tiles:
+                alike.setdefault((bound.key, what, bound.tiles[kernel]), []).append(name)
+    return tuple(
+        TileRow(
+            name=_span(rows),
+            count=len(rows),
+            what=what,
+            num_tiles=tiling.num_tiles,
+            num_rows=tiling.num_rows,
+        )
+        for (_, what, tiling), rows in alike.items()
     )
-    return sum(moving[:_TASKS_IN_FLIGHT])
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
 def fold(
@@ -193,7 +196,7 @@ def fold(
         alike = [name for name, *_ in run]
         rows.append(
             GroupRow(
-                name=alike[0] if len(alike) == 1 else f"{alike[0]} … {alike[-1]}",
+                name=_span(alike),
                 count=len(alike),
                 num_parameters=count,
                 host_bytes=host_bytes,

@@ -32,6 +32,25 @@ class GroupRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TileRow:
+    """Stages whose forward or backward is computed in tiles, as its temporaries are too large.
+
+    Attributes:
+        name: The name of a stage's first group, or the first and the last such stage's.
+        count: How many stages the row stands for.
+        what: "forward" or "backward".
+        num_tiles: Tiles that each is computed in, one after another.
+        num_rows: Rows of a tile, of the axis that is divided: tokens, say.
+    """
+
+    name: str
+    count: int
+    what: str
+    num_tiles: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The memory, transfers and arithmetic that a run needs, and what bounds its step.
 
@@ -64,6 +83,9 @@ class Plan:
         num_kept: Stages that keep the results of their matrix products for the backward, which
             then need not compute them again.
         num_templates: Templates that are compiled for the stages.
+        tiles: What is computed in tiles, in the order of the stages.
+        num_again: Stages whose forward is computed once more before their backward, so that less
+            waits in the host.
         num_devices: Devices that share the state and the batch.
         num_processes: Processes that share the run, each with equally many devices.
         processes_per_host: How many of them share a host and its memory.
@@ -94,6 +116,8 @@ class Plan:
     num_kept: int
     num_templates: int
     attention_flops_per_step: int = 0
+    tiles: tuple[TileRow, ...] = ()
+    num_again: int = 0
     device_budget: int | None = None
     num_devices: int = 1
     num_processes: int = 1

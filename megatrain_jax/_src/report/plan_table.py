@@ -102,6 +102,9 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
     said = f"{several}estimate, {fits}"
     process = [["host memory, the process", size(taken), said]] if taken else []
     recompute = [["no recomputation of products in", kept, ""]] if plan.num_kept else []
+    if plan.num_again:
+        again = f"{plan.num_again} of {plan.num_stages} stages"
+        recompute.append(["forward computed again in", again, "as the host can't hold all inputs"])
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
@@ -126,6 +129,7 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
         *_shared_cells(plan),
         *_arithmetic_cells(plan),
         *recompute,
+        *_tile_cells(plan),
     ]
     if machine is not None:
         number = "" if plan.num_devices == 1 else f"{plan.num_devices} × "
@@ -174,6 +178,14 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
             ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
         )
     return cells
+
+
+def _tile_cells(plan: "Plan") -> list[list[str]]:
+    """What is computed in tiles."""
+    return [
+        [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
+        for row in plan.tiles
+    ]
 
 
 def _rates(plan: "Plan", machine: Hardware) -> str:

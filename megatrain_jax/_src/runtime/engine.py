@@ -204,7 +204,7 @@ class Engine:
             stage = _known(instruction.stage)
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(live, stage, task)
-            for i in live.step.last_read.get((instruction.op, stage), ()):
+            for i in live.step.last_read.get(_known(instruction.task), ()):
                 self.store.host.pop(Key(Kind.ACTIVATION, i), None)  # a copy that was fetched again
                 for row in live.rows:
                     row.pop(i, None)

@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import least_bytes, most_that_fit, next_uses_that_fit
-from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists, gradient_tasks
+from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
 # To lay a step down takes time with its number of instructions, and each choice of kept residuals
@@ -148,7 +149,8 @@ def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
     whose residuals are needed for the shortest time.
     """
     seconds = workload.costs.recompute
-    stages = [stage for stage, size in enumerate(workload.residuals) if size]
+    again = workload.again
+    stages = [s for s, size in enumerate(workload.residuals) if size and s not in again]
     stages.sort(key=lambda s: (-seconds[s] / workload.residuals[s], -s))
 
     def keeping(count: int) -> Workload:

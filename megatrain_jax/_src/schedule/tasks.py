@@ -29,6 +29,7 @@ from itertools import chain
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.order import computing_order
 from megatrain_jax._src.schedule.workload import Workload
 
 # Kinds of the parts of groups that computing touches, in the order in which they are fetched.
@@ -112,7 +113,7 @@ class TaskLists:
 
 def build_task_lists(workload: Workload) -> TaskLists:
     """Lists the tasks of a workload."""
-    every = _deferred_step(workload) if workload.deferred else _immediate_step(workload)
+    every = computing_order(workload)
     pending = Op.UPDATE if workload.deferred else None
     # The first step has nothing to apply; tasks left empty keep its numbering that of the others.
     first = [[i for i in task if i.op is not pending] for task in every]
@@ -134,72 +135,6 @@ def build_task_lists(workload: Workload) -> TaskLists:
     )
 
 
-# ---- which computations form a task
-
-
-def _immediate_step(workload: Workload) -> list[list[Instruction]]:
-    """The instructions of each task if a group is updated where its gradient is completed."""
-    stages = range(len(workload.stages) - workload.fused_last)
-    tasks = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in stages]
-    # Immediate updates need nothing of any gradient but their own: COMBINE takes the loss, which is
-    # there once backward has begun, and comes once, before the first UPDATE that reads its scalars.
-    combine = [Instruction(op=Op.COMBINE)]
-    for task, complete in gradient_tasks(workload):
-        if complete:
-            task.extend(combine)
-            combine = []
-        tasks.append([*task, *_for_each(complete, Op.UPDATE)])
-    tasks[-1].extend(combine)
-    return tasks
-
-
-def _deferred_step(workload: Workload) -> list[list[Instruction]]:
-    """The instructions of each task if a group is updated before its first use in the next step."""
-    unused = workload.unused_groups
-    pending = set(workload.trained_groups).difference(unused)
-    # Before all stages, as one without a backward may read them; each a task of its own, so that
-    # one after another is on the device.
-    tasks = [_for_each([group], Op.UPDATE) for group in unused]
-    for stage, groups in enumerate(workload.stages):
-        fresh = sorted(pending.intersection(groups))
-        pending.difference_update(fresh)
-        tasks.append([*_for_each(fresh, Op.UPDATE), Instruction(op=Op.FORWARD, stage=stage)])
-    # A fused last stage has no FORWARD: what that task updates goes in front of its BACKWARD.
-    updates = tasks.pop()[:-1] if workload.fused_last else []
-    for task, complete in gradient_tasks(workload):
-        tasks.append([*updates, *task, *_for_each(complete, Op.REDUCE)])
-        updates = []
-    tasks[-1].append(Instruction(op=Op.COMBINE))
-    return tasks
-
-
-def _for_each(groups: Iterable[int], op: Op) -> list[Instruction]:
-    return [Instruction(op=op, group=group) for group in groups]
-
-
-def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int]]]:
-    """The tasks that make gradients, each with the groups whose gradients it completes."""
-    stages = [stage for stage, reached in enumerate(workload.backward) if reached]
-    trained = [[g for g in groups if g not in workload.frozen] for groups in workload.stages]
-    # Backward goes from the last stage to the first: a group's gradient is begun in the latest of
-    # the stages that read it and complete after the earliest.
-    latest = {group: stage for stage in stages for group in trained[stage]}
-    earliest = {group: stage for stage in reversed(stages) for group in trained[stage]}
-    tasks = []
-    for stage in reversed(stages):
-        groups = dict.fromkeys(trained[stage])
-        # Of a single microbatch, the first BACKWARD creates the gradient and zeros would be waste.
-        begun = [group for group in groups if latest[group] == stage and workload.accumulate]
-        complete = [group for group in groups if earliest[group] == stage]
-        backward = Instruction(op=Op.BACKWARD, stage=stage)
-        tasks.append(([*_for_each(begun, Op.ZEROS), backward], complete))
-    tasks.extend((_for_each([group], Op.ZEROS), [group]) for group in workload.unused_groups)
-    return tasks
-
-
-# ---- which parts a task uses
-
-
 def _as_tasks(
     workload: Workload, step: Sequence[Sequence[Instruction]], made: set[Key]
 ) -> tuple[Task, ...]:
@@ -211,21 +146,56 @@ def _as_tasks(
         made: Gradients, activations and residuals that exist before; kept up to date.
     """
     # An activation is dropped after its last read in this very list: in an evaluation by a FORWARD,
-    # in a step as a rule by the BACKWARD of the first stage that reads it.
-    last_read: dict[int, Instruction] = {}
-    for instruction in chain.from_iterable(step):
-        last_read.update(dict.fromkeys(_reads(workload, instruction), instruction))
+    # in a step as a rule by the BACKWARD of the first stage that reads it; or after the last one
+    # before it is made again.
+    instructions = list(chain.from_iterable(step))
+    done = last_reads(
+        [_reads(workload, i) for i in instructions], [_makes(workload, i) for i in instructions]
+    )
+    rows = iter(done)
     tasks = []
     for number, instructions in enumerate(step):
         computations = []
         for instruction in instructions:
-            done = [i for i in _reads(workload, instruction) if last_read[i] is instruction]
             numbered = replace(instruction, task=number)
-            computations.append(_as_computation(workload, numbered, done, made))
+            computations.append(_as_computation(workload, numbered, next(rows), made))
             made.update(computations[-1].creates)
             made.difference_update(computations[-1].kills)
         tasks.append(_as_task(workload, computations))
     return tuple(tasks)
+
+
+def last_reads(
+    reads: Sequence[Iterable[int]], makes: Sequence[Iterable[int]]
+) -> list[tuple[int, ...]]:
+    """For each of some computations in their order, the values that nothing needs after it.
+
+    A value may be made more than once, and is not needed from its last read until it is made again.
+    Where x is made by computations 0, 2 and 4, and read by 1 and 3::
+
+        last_reads([(), "x", (), "x", ()], ["x", (), "x", (), "x"])
+        # [(), ("x",), (), ("x",), ("x",)]: nothing reads what the last one makes
+
+    Args:
+        reads: The values that each computation reads.
+        makes: The values that each makes.
+    """
+    needed: set[int] = set()
+    found = []
+    for read, made in zip(reversed(reads), reversed(makes), strict=True):
+        done = [i for i in made if i not in needed]
+        needed.difference_update(made)
+        done += [i for i in dict.fromkeys(read) if i not in needed]
+        needed.update(read)
+        found.append(tuple(done))
+    return found[::-1]
+
+
+def _makes(workload: Workload, instruction: Instruction) -> Sequence[int]:
+    """The activations that an instruction makes."""
+    if instruction.stage is None or not workload.makes or instruction.op is not Op.FORWARD:
+        return ()
+    return workload.makes[instruction.stage]
 
 
 def _reads(workload: Workload, instruction: Instruction) -> Sequence[int]:
@@ -271,7 +241,7 @@ def _as_computation(
     Args:
         workload: The workload of the step.
         instruction: The instruction.
-        done: Activations that it is the last to read.
+        done: Activations that nothing needs after it.
         made: Gradients, activations and residuals that exist before it.
     """
     groups = (
@@ -317,15 +287,13 @@ def _of_stage(
     workload: Workload, instruction: Instruction
 ) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
     """The activations and residuals that a stage makes, and the residuals that it uses up."""
-    stage, given = instruction.stage, ()
+    stage = instruction.stage
     if stage is None:
         return (), ()
     residuals = (Key(Kind.RESIDUALS, stage),) if stage in workload.kept else ()
     if instruction.op is not Op.FORWARD:
         return (), residuals
-    if workload.makes:
-        given = _activations(workload.makes[stage])
-    return (*given, *residuals), ()
+    return (*_activations(_makes(workload, instruction)), *residuals), ()
 
 
 def _seconds(workload: Workload, instruction: Instruction) -> float:

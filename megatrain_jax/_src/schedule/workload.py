@@ -72,6 +72,8 @@ class Workload:
         residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
             given.
         kept: The stages that keep residuals.
+        again: The stages that are computed once more before their backward, so that what they make
+            need not be held until then; see `order.py`.
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
@@ -88,6 +90,7 @@ class Workload:
     reads: tuple[tuple[int, ...], ...] = ()
     residuals: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
@@ -110,6 +113,8 @@ class Workload:
         # An activation is dropped by the last to read it, so without a reader it would never go.
         assert set(self.activations) == made == read, "every activation is made and read"
         assert all(self.residuals[s] and self.backward[s] for s in self.kept)
+        assert all(self.backward[s] for s in self.again) and not self.again & self.kept
+        assert len(self.stages) - 1 not in self.again, "nothing is computed after the last stage"
         # A fused last stage has no FORWARD that could keep any.
         assert not self.fused_last or len(self.stages) - 1 not in self.kept
 

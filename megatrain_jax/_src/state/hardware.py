@@ -1,14 +1,10 @@
-"""Machines that a plan can be made for, and the rates that bound a step on them."""
+"""A machine that a plan can be made for, as the rates that bound a step on it."""
 
 import math
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state import host_memory
-from megatrain_jax._src.state.placement import default_device
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +42,7 @@ class Hardware:
         A known card in a host with 256 GiB:
 
         >>> import dataclasses
+        >>> from megatrain_jax import RTX_4090
         >>> machine = dataclasses.replace(RTX_4090, host_bytes=256 * 2**30)
         >>> machine.name, machine.device_bytes // 2**30
         ('NVIDIA GeForce RTX 4090', 24)
@@ -131,116 +128,3 @@ class Hardware:
     def assumed_host_bytes(self) -> int | None:
         """Host memory, or else the typical amount; `None` if unknown."""
         return self.typical_host_bytes if self.host_bytes is None else self.host_bytes
-
-
-# Typical hosts: an eighth of a server with eight cards and 2 TiB (H200, H100) or 1 TiB (A100), and
-# a desktop computer of the card's time.
-#
-# Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few
-# GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
-# reports 143771 MiB. With four cards, on one NUMA node: copies both ways at once of all of them
-# 156 GiB/s in all (157 to the devices alone, 123 from them alone; of two cards both ways 135), and
-# 246 GiB/s into each for a cast to bfloat16 with an all-gather. Attention by cuDNN with 28 heads, 4
-# of keys and values, of width 128, causal: 530 TFLOP/s within steps on sequences of 262,144 tokens;
-# alone on 4,096 tokens 510 forward and 460 forward and backward.
-H200 = Hardware(
-    name="NVIDIA H200",
-    typical_host_bytes=256 * _GIB,
-    device_bytes=143771 * 2**20,
-    link_bytes_per_s=47e9,
-    host_bytes_per_s=156 * _GIB,
-    peer_bytes_per_s=246 * _GIB,
-    flops_per_s=730e12,
-    memory_bytes_per_s=4.8e12,
-    sustained=0.8,
-    sustained_attention=530 / 730,
-    source="measured",
-)
-# The rest as an H200's: link, host, NVLink, what whole steps reach, TFLOP/s of attention. Measured:
-# a bfloat16 matrix product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU
-# data sheet (SXM): 3.35 TB/s; the card reports 81559 MiB. FlashAttention-3 (arXiv 2407.08608) has
-# for cuDNN's attention in heads of width 128 on 16,384 tokens 539 TFLOP/s forward, causal, and 516
-# backward, not causal.
-H100 = replace(
-    H200,
-    name="NVIDIA H100 80GB",
-    device_bytes=81559 * 2**20,
-    flops_per_s=778e12,
-    memory_bytes_per_s=3.35e12,
-    sustained_attention=530 / 778,
-    source="measured, but for a link as an H200's",
-)
-# The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
-# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way. A host that has several of them: AMD
-# EPYC 7003 (128 lanes of PCIe 4.0), 8 channels x 8 bytes x 3200 MT/s = 204.8 GB/s a socket.
-# Attention reaches 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691): 60% here, and
-# the same is assumed of all cards that nothing else is known of.
-_EPYC_SOCKET = 204.8e9
-# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s; NVLink 600 GB/s, half each way.
-# NVIDIA DGX A100 data sheet: two sockets of AMD EPYC 7742, whose memory is that of the 7003.
-A100_80GB = Hardware(
-    name="NVIDIA A100 80GB",
-    typical_host_bytes=128 * _GIB,
-    device_bytes=80 * _GIB,
-    link_bytes_per_s=31.5e9,
-    host_bytes_per_s=2 * _EPYC_SOCKET,
-    peer_bytes_per_s=300e9,
-    flops_per_s=312e12,
-    memory_bytes_per_s=2.0e12,
-    source="vendor peak",
-)
-# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s, no
-# NVLink.
-RTX_3080 = Hardware(
-    name="NVIDIA GeForce RTX 3080",
-    typical_host_bytes=32 * _GIB,
-    device_bytes=10 * _GIB,
-    link_bytes_per_s=31.5e9,
-    host_bytes_per_s=_EPYC_SOCKET,
-    flops_per_s=59.5e12,
-    memory_bytes_per_s=760e9,
-    source="vendor peak",
-)
-# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s, no NVLink; its driver
-# has cards exchange nothing without the host.
-RTX_4090 = Hardware(
-    name="NVIDIA GeForce RTX 4090",
-    typical_host_bytes=64 * _GIB,
-    device_bytes=24 * _GIB,
-    link_bytes_per_s=31.5e9,
-    host_bytes_per_s=_EPYC_SOCKET,
-    flops_per_s=165.2e12,
-    memory_bytes_per_s=1008e9,
-    source="vendor peak",
-)
-
-_ASSUMED = "assumed, those of an A100"
-_BY_DEVICE_KIND = {
-    "NVIDIA H200": H200,
-    "NVIDIA H100 80GB HBM3": H100,
-    "NVIDIA A100-SXM4-80GB": A100_80GB,
-    "NVIDIA A100 80GB PCIe": A100_80GB,
-    "NVIDIA GeForce RTX 3080": RTX_3080,
-    "NVIDIA GeForce RTX 4090": RTX_4090,
-}
-
-
-def this_machine() -> Hardware | None:
-    """Looks up the first JAX device among the known cards; starts JAX's backend.
-
-    Returns:
-        The card with this machine's host memory and the device memory that JAX may use here; for a
-        GPU that is not known, rates of another one; `None` for what is no GPU.
-    """
-    device = default_device()
-    if device.platform != "gpu":
-        return None
-    unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
-    card = _BY_DEVICE_KIND.get(device.device_kind, unknown)
-    # An allocator that takes memory as it needs it says 0.
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    share = 1.0 if limit else card.device_share
-    limit = limit or card.device_bytes
-    return replace(
-        card, host_bytes=host_memory.total_bytes(), device_bytes=limit, device_share=share
-    )

@@ -1,0 +1,94 @@
+"""The values that stages hand to stages: which are counted, when they are dropped and made again.
+
+A worked example: an embedding, four blocks and a head, each of which reads what the one before it
+makes, values 0 to 4. With a span of 2, blocks 1 and 3 are computed again, but for the last::
+
+    computed_again    {1}: value 1 is dropped when block 2 has read it, and made again for the
+                      backward of block 2; value 3 is there when the head's backward is over
+    last reads        by task: FORWARD 2 reads value 1 for the last time before it is made again
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.loss.stages import Program, Stage
+from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.tasks import last_reads
+from megatrain_jax._src.schedule.workload import Workload
+
+# Fewest bytes of an activation that is worth a transfer; smaller ones stay, not counted.
+_SMALL = 256
+
+
+def counted_activations(
+    program: Program, microbatches: int, num_devices: int
+) -> tuple[dict[int, int], tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The activations that a schedule counts: values of some size that stages hand to stages.
+
+    Values that are the same on all devices are not: the host would have to hold them as often.
+
+    Returns:
+        Bytes on a device by id, for all microbatches, and for each stage the ids that it makes and
+        reads.
+    """
+    read = {i for stage in program.stages for i in stage.inputs}
+    made = {i for stage in program.stages for i in stage.outputs}
+    activations = {}
+    for i in sorted(read & made - set(program.outputs)):
+        if num_devices > 1 and i not in program.examples.values:
+            continue
+        num_bytes = microbatches * program.num_bytes(i, num_devices)
+        if num_bytes >= _SMALL and not jnp.issubdtype(program.values[i].dtype, jax.dtypes.extended):
+            activations[i] = num_bytes
+
+    def counted(ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(i for i in dict.fromkeys(ids) if i in activations)
+
+    makes = tuple(counted(stage.outputs) for stage in program.stages)
+    return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
+
+
+def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> frozenset[int]:
+    """The stages that are computed again before their backward.
+
+    A stage with prints or callbacks is not, as these would fire twice.
+
+    Args:
+        workload: The step's workload.
+        stages: Its stages.
+        span: Number of blocks of which all but one are computed again.
+    """
+    pure = [
+        s
+        for s, stage in enumerate(stages)
+        if stage.is_block and workload.backward[s] and not fires(stage.jaxpr)
+    ]
+    again = {s for position, s in enumerate(pure) if (position + 1) % span}
+    # The last stage's backward follows its forward at once: what is just before it is there.
+    at = max((s for s, backward in enumerate(workload.backward) if backward), default=0)
+    again.discard(at)
+    while at - 1 in again:
+        at -= 1
+        again.discard(at)
+    return frozenset(again)
+
+
+def last_read_by_task(
+    instructions: Sequence[Instruction], stages: Sequence[Stage], program: Program
+) -> dict[int, tuple[int, ...]]:
+    """By task with a stage, ids of the values that nothing reads after its stage."""
+    computing = [
+        (i.task, i.op, stages[i.stage])
+        for i in instructions
+        if i.op in (Op.FORWARD, Op.BACKWARD) and i.stage is not None and i.task is not None
+    ]
+    found = last_reads(
+        [stage.inputs for _, _, stage in computing],
+        [stage.outputs if op is Op.FORWARD else () for _, op, stage in computing],
+    )
+    passing = {i for stage in stages for i in stage.inputs}.difference(program.outputs)
+    rows = zip(computing, found, strict=True)
+    return {task: tuple(i for i in ids if i in passing) for (task, *_), ids in rows}

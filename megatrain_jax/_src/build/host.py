@@ -1,0 +1,106 @@
+"""The host memory that a step needs, and stages computed again where that is more than there is.
+
+Beside the state at rest, the host holds what waits between tasks: gradients of deferred updates,
+and the activations that the device has no room for, which are the inputs of all stages where
+sequences are long. Of these only every second, third or further one needs to be held if the stages
+between are computed again in the backward; see `schedule/order.py`.
+
+A worked example, 28 blocks that hand on 3.8 GB each, 31 GB of state, and a host of 125 GB:
+
+    span    computed again    waits         in all
+    1       none              29 x 3.8      141 GB
+    2       13 blocks         16 x 3.8       92 GB: taken
+
+The last block is not computed again, since its backward follows its forward at once.
+"""
+
+import dataclasses
+
+from megatrain_jax._src.build.bound_step import BoundStep, spanning
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.state import pool
+
+# The driver waits for a task before it dispatches the second one after it.
+_TASKS_IN_FLIGHT = 3
+_SPANS = (2, 3, 4, 6, 8, 12, 16)
+
+
+def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> RunSpec:
+    """The run with the fewest stages computed again for which the host suffices.
+
+    It stays as it is if the host suffices anyway, isn't known, or never would suffice.
+
+    Args:
+        spec: The run, fitted to its device.
+        num_processes: Number of the processes that share it.
+        processes_per_host: How many of them share a host.
+    """
+    hardware = spec.options.hardware
+    own = spec.first.num_devices // num_processes
+    total = hardware and hardware.times(own * processes_per_host).assumed_host_bytes
+    if total is None:
+        return spec
+
+    def fits(spec: RunSpec) -> bool:
+        return processes_per_host * process_bytes(spec, num_processes, total) <= total
+
+    if not fits(spec):
+        for span in _SPANS:
+            first = spanning(spec.first, span, spec.budget_bytes)
+            found = dataclasses.replace(spec, span=span, first=first)
+            if fits(found):
+                return found
+    return spec
+
+
+def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
+    """Host memory that a process takes in all for its devices' shares; see `pool.process_bytes`.
+
+    Args:
+        spec: The run.
+        num_processes: Number of the processes that share it.
+        total: The host's memory; None if unknown.
+    """
+    own = spec.first.num_devices // num_processes
+    peak = peak_bytes(spec.first) // num_processes
+    return pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
+
+
+def peak_bytes(step: BoundStep) -> int:
+    """Host memory of all devices' state, of what waits there, and of arrays in flight."""
+    state = sum(s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE] for s in step.workload.sizes)
+    return step.num_devices * (state + waiting_bytes(step) + _in_flight_bytes(step))
+
+
+def waiting_bytes(step: BoundStep) -> int:
+    """Most bytes of one device's gradients and activations that wait in the host at one time."""
+    waiting: dict[Key, int] = {}
+    most = 0
+    for instruction in (*step.schedule.steady, *step.schedule.steady):  # what a step leaves counts
+        op, key, stage = instruction.op, instruction.key, instruction.stage
+        if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
+            waiting[key] = step.workload.size(key)
+            most = max(most, sum(waiting.values()))
+        # A copy that was fetched again is dropped by whoever is the last to read the part.
+        elif op is Op.UPDATE and instruction.group is not None:
+            waiting.pop(Key(Kind.GRADIENT, instruction.group), None)
+        elif stage is not None and instruction.task is not None:
+            for i in step.last_read.get(instruction.task, ()):
+                waiting.pop(Key(Kind.ACTIVATION, i), None)
+            if op is Op.BACKWARD:
+                for group in step.stages[stage].accumulated:
+                    waiting.pop(Key(Kind.GRADIENT, group), None)
+    return most
+
+
+def _in_flight_bytes(step: BoundStep) -> int:
+    """Most host bytes of one device that are both old copies being read and new ones written."""
+    sizes = step.workload.sizes
+    keys = (r.key for r in step.schedule.steady if r.op is Op.OFFLOAD)
+    groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
+    moving = sorted(
+        (sizes[g][Kind.MASTERS] + sizes[g][Kind.OPTIMIZER_STATE] for g in groups), reverse=True
+    )
+    return sum(moving[:_TASKS_IN_FLIGHT])

@@ -1,0 +1,55 @@
+"""The checks of the options that say what a run is on, or planned for: hardware and mesh."""
+
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from megatrain_jax._src.common.checks import refused
+from megatrain_jax._src.state.cards import card
+from megatrain_jax._src.state.hardware import Hardware
+
+
+def found_hardware(value: Any) -> Hardware | None:
+    """Returns the argument `hardware` as a record, also where it is the name of a known card.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If no card of that name is known.
+    """
+    if value is None or isinstance(value, Hardware):
+        return value
+    if not isinstance(value, str):
+        allowed = 'a megatrain_jax.Hardware, the name of a card such as "H100", or None'
+        raise TypeError(refused("hardware", allowed, value, "see megatrain_jax.this_machine()"))
+    try:
+        return card(value)
+    except ValueError as error:
+        raise ValueError(f"`hardware`={value!r}: {error}") from None
+
+
+def check_mesh_given(value: Any) -> None:
+    """Checks the argument `mesh`.
+
+    Raises:
+        TypeError: If it is no mesh.
+        ValueError: If it has no devices, or one of them twice.
+    """
+    if value is None:
+        return
+    if not isinstance(value, Mesh | AbstractMesh):
+        listed = isinstance(value, list | tuple | np.ndarray)
+        given = np.size(value) if listed else value if type(value) is int else 0
+        raise TypeError(refused("mesh", "a jax.sharding.Mesh or None", value, mesh_of(given)))
+    if not value.size:
+        raise ValueError(f"`mesh` has no devices: {value}; {mesh_of(0)}, or None for all GPUs")
+    if isinstance(value, Mesh) and (different := len(set(value.devices.flat))) < value.size:
+        raise ValueError(
+            f"`mesh` has {value.size} places for {different} devices, each of which may be there "
+            f"only once; {mesh_of(different)}"
+        )
+
+
+def mesh_of(num_devices: int) -> str:
+    """The advice on how to write a mesh of so many devices; of n if that is less than one."""
+    return f'write mesh=jax.make_mesh(({num_devices if num_devices > 0 else "n"},), ("data",))'

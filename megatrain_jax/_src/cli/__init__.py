@@ -1,0 +1,1 @@
+"""The command line: plans and fine-tuning, on the library's public names."""

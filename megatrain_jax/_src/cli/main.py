@@ -1,0 +1,87 @@
+"""The entry point `megatrain-jax`: a command's name, then its options."""
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatrain_jax import __version__
+from megatrain_jax._src.cli.errors import AskedWronglyError, checking
+
+_USAGE = """usage: megatrain-jax COMMAND [options]
+
+commands:
+  plan      say what training a model needs on a machine, or what is the most that fits it
+  finetune  train a checkpoint on conversations or texts, and export it for Transformers
+
+`megatrain-jax COMMAND --help` lists the options of a command."""
+# Exit statuses: asked wrongly, as by argparse; and 128 with the number of SIGINT, as by a shell.
+_WRONG, _INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: The command and its arguments; None for those of the process.
+
+    Returns:
+        The exit status: 0 if the command has done what it was asked for, 2 if that was wrong.
+    """
+    name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name not in ("plan", "finetune"):
+        return _told(f"megatrain-jax: error: there is no command {name!r}, but plan and finetune")
+    try:
+        with _short_warnings():
+            return _plan(arguments) if name == "plan" else _finetune(arguments)
+    except AskedWronglyError as error:
+        return _told(f"megatrain-jax {name}: error: {error}")
+    except SystemExit as end:  # of the parser, which has said why, or after SIGTERM
+        return end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+# Each command imports what only it needs, which takes seconds or is not installed for the other.
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli import plan
+        from megatrain_jax._src.cli.parsing import parsed
+
+        return plan.run(parsed("plan", plan.PlanSettings, arguments, "model"))
+
+
+def _finetune(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli import finetune
+        from megatrain_jax._src.cli.parsing import parsed
+
+        settings = parsed("finetune", finetune.FinetuneSettings, arguments, "config")
+    return finetune.run(settings)
+
+
+def _told(error: str) -> int:
+    print(error, file=sys.stderr)
+    return _WRONG
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Has warnings told in a line, without the place in this library's code."""
+
+    def tell(message: Warning | str, *_: Any) -> None:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = tell
+        yield

@@ -1,0 +1,95 @@
+"""The parts of a training recipe that are made from names: precision, schedule, optimizer."""
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+import megatrain_jax as mt
+
+State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
+Master = Literal["float32", "bfloat16"]
+Frozen = Literal["float32", "bfloat16", "int8"]
+Decay = Literal["cosine", "linear", "constant"]
+OptimizerName = Literal["adamw", "lion"]
+
+
+def precision_of(
+    state: State, master: Master | None, frozen: Frozen | None, compute: DTypeLike
+) -> mt.Precision:
+    """The precision of a run.
+
+    Args:
+        state: Form of optimizer state; "compact" is "int8" beside masters in bfloat16.
+        master: Form of the masters; None for bfloat16 if `state` is "compact", else for fp32.
+        frozen: Form of parameters that aren't trained; None for the masters'.
+        compute: dtype that parameters are cast to before the model sees them.
+
+    Examples:
+        >>> precision_of("compact", None, None, jnp.bfloat16) == mt.Precision.compact()
+        True
+    """
+    compact = state == "compact"
+    return mt.Precision(
+        master=jnp.dtype(master or ("bfloat16" if compact else "float32")),
+        state=jnp.dtype("int8" if compact else state),
+        frozen=frozen,
+        compute=compute,
+    )
+
+
+def schedule_of(
+    learning_rate: float, steps: int, warmup: float, decay: Decay, final: float
+) -> optax.Schedule:
+    """The learning rate over the steps of a run: linear warm-up, then a decay to the last step.
+
+    Args:
+        learning_rate: The highest rate.
+        steps: Number of steps.
+        warmup: Share of them in which the rate rises from 0.
+        decay: The way it falls afterwards.
+        final: Share of the highest rate that the last step ends with; a constant one stays.
+
+    Examples:
+        >>> rates = schedule_of(1.0, 10, 0.2, "linear", 0.0)
+        >>> [round(float(rates(step)), 2) for step in (0, 1, 2, 6, 10)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    rising = math.ceil(warmup * steps)
+    falling = max(1, steps - rising)
+    after = {
+        "cosine": optax.cosine_decay_schedule(learning_rate, falling, alpha=final),
+        "linear": optax.linear_schedule(learning_rate, final * learning_rate, falling),
+        "constant": optax.constant_schedule(learning_rate),
+    }[decay]
+    if not rising:
+        return after
+    return optax.join_schedules(
+        [optax.linear_schedule(0.0, learning_rate, rising), after], [rising]
+    )
+
+
+def optimizer_of(
+    name: OptimizerName,
+    schedule: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    weight_decay: float = 0.0,
+    clip: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """An optimizer by name, behind clipping by the global norm.
+
+    Args:
+        name: "adamw" or "lion".
+        schedule: Learning rate.
+        b1: Decay of the mean of gradients.
+        b2: Decay of the mean of their squares; with Lion, of what is kept for the next step.
+        weight_decay: Decay of weights, multiplied with the learning rate.
+        clip: Largest global norm of the gradients; None for no clipping.
+    """
+    make = {"adamw": optax.adamw, "lion": optax.lion}[name]
+    update = make(schedule, b1=b1, b2=b2, weight_decay=weight_decay)
+    return update if clip is None else optax.chain(optax.clip_by_global_norm(clip), update)

@@ -1,0 +1,233 @@
+"""The batches of one or several corpora by number: any batch can be asked for, in any order.
+
+Of several, each row of a batch is one's, and rows are dealt out in exact proportions.
+"""
+
+import sys
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.data.corpus import Corpus
+from megatrain_jax._src.data.packing import (
+    Batch,
+    Epoch,
+    Packing,
+    batch,
+    draw_epoch,
+    own_rows,
+    spread,
+    with_counts,
+)
+
+# The least and the most of each option; beyond them a batch fits no machine.
+_BOUNDS = {
+    "length": (2, 2**22),
+    "batch_size": (1, 2**20),
+    "epochs": (1, 2**31 - 1),
+    "workers": (0, 2**10),
+    "seed": (0, None),
+}
+# The epoch at hand, and the next one where a batch or a thread reaches into it.
+_EPOCHS_KEPT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """The options of a dataset: how documents become batches.
+
+    Attributes:
+        length: Tokens of a row.
+        batch_size: Rows of a batch.
+        seed: The seed of the order.
+        shuffle: Whether the order is drawn, anew every epoch.
+        epochs: The number of times that every document is seen; None goes on for ever.
+        workers: Number of threads that build batches ahead; with 0 each is built when asked for.
+    """
+
+    length: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = 1
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks each option.
+
+        Raises:
+            TypeError: If one has another type.
+            ValueError: If one is out of its range.
+        """
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None or name != "epochs":
+                checks.integer(name, value, least=least, most=most)
+        checks.boolean("shuffle", self.shuffle)
+
+
+class Rows:
+    """The rows of a packed corpus by number, epoch after epoch; any thread may ask.
+
+    Attributes:
+        corpus: The tokens.
+        most_units: The most units that a row has.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        chosen: Int32[np.ndarray, " n"],
+        packing: Packing,
+        options: DatasetOptions,
+    ):
+        """Makes the rows of some units; an epoch is drawn when it is asked for.
+
+        Args:
+            corpus: The tokens.
+            chosen: The units of the corpus that are used.
+            packing: Packing of the lengths of these units.
+            options: Options by which they become rows.
+        """
+        self.corpus = corpus
+        self.most_units = int(np.diff(packing.offsets).max())
+        self._chosen = chosen
+        self._packing = packing
+        self._options = options
+        self._epochs: dict[int, Epoch] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int | None:
+        """The number of rows of all epochs; None if they never end."""
+        epochs = self._options.epochs
+        return None if epochs is None else epochs * self._packing.num_rows
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """The units of a row."""
+        epoch, row = divmod(number, self._packing.num_rows)
+        (units,) = self._epoch(epoch).rows(row, row + 1)
+        return self._chosen[units]
+
+    def _epoch(self, number: int) -> Epoch:
+        with self._lock:
+            if number not in self._epochs:
+                lengths = self.corpus.unit_lengths[self._chosen]
+                seed = self._options.seed if self._options.shuffle else None
+                self._epochs[number] = draw_epoch(self._packing, lengths, seed, number)
+                for old in sorted(self._epochs)[:-_EPOCHS_KEPT]:
+                    if old != number:
+                        del self._epochs[old]
+            return self._epochs[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state without the lock and the drawn epochs, for another process."""
+        return {**self.__dict__, "_lock": None, "_epochs": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the state of `__getstate__`, with a lock of its own."""
+        self.__dict__.update(state, _lock=threading.Lock())
+
+
+class Batches:
+    """All batches by number, as Grain reads them.
+
+    A batch takes the next rows, be it from two epochs; only the last one may have too few. All
+    ends where one corpus has no row left for its turn.
+    """
+
+    def __init__(
+        self, parts: Sequence[Rows], proportions: Sequence[int], length: int, batch_size: int
+    ):
+        """Makes the batches of some corpora; each is built when it is asked for.
+
+        Args:
+            parts: The rows of each corpus.
+            proportions: Rows that each gives of as many as all proportions together.
+            length: Tokens of a row.
+            batch_size: Rows of a batch.
+        """
+        self._parts = tuple(parts)
+        self._proportions = tuple(proportions)
+        self._length, self._size = length, batch_size
+        # Units are numbered through all corpora: a row's units say whose it is.
+        self._first = np.cumsum([0, *(len(part.corpus.unit_starts) for part in parts)])
+        self._num_pairs = max(part.most_units for part in parts)
+        self.num_rows = self._count()
+
+    def __len__(self) -> int:
+        """The number of batches; the largest integer that `len` may return if they never end."""
+        return sys.maxsize if self.num_rows is None else -(-self.num_rows // self._size)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Builds one batch."""
+        stop = (index + 1) * self._size
+        if self.num_rows is not None:
+            stop = min(stop, self.num_rows)
+        rows, before = [], counts(index * self._size, self._proportions)
+        for number in range(index * self._size + 1, stop + 1):
+            after = counts(number, self._proportions)
+            (turn,) = (
+                i for i, pair in enumerate(zip(before, after, strict=True)) if len({*pair}) > 1
+            )
+            rows.append(self._parts[turn][before[turn]] + self._first[turn])
+            before = after
+        whole = with_counts(self._arrays(spread(rows, self._size)))
+        return {name: array[own_rows(self._size)] for name, array in whole.items()}
+
+    def _arrays(self, rows: list[np.ndarray]) -> Batch:
+        whose = [
+            np.searchsorted(self._first, row[0], "right") - 1 if len(row) else 0 for row in rows
+        ]
+        whole: Batch = {}
+        for turn, part in enumerate(self._parts):
+            here = np.flatnonzero(np.array(whose) == turn)
+            if not len(here):
+                continue
+            own = [rows[i] - self._first[turn] for i in here]
+            for name, array in batch(part.corpus, own, self._length, self._num_pairs).items():
+                if name not in whole:
+                    whole[name] = np.zeros((len(rows), *array.shape[1:]), array.dtype)
+                whole[name][here] = array
+        return whole
+
+    def _count(self) -> int | None:
+        """The number of rows until a corpus has none left for its turn."""
+        ends = []
+        for turn, part in enumerate(self._parts):
+            if part.count is not None:
+                numbers = range((part.count + 2) * sum(self._proportions))
+                ends.append(
+                    bisect_left(
+                        numbers,
+                        part.count + 1,
+                        key=lambda n, t=turn: counts(n, self._proportions)[t],
+                    )
+                    - 1
+                )
+        return min(ends, default=None)
+
+
+def counts(number: int, proportions: Sequence[int]) -> list[int]:
+    """The rows that each corpus gives to the first `number` rows of a mixture.
+
+    For example, with proportions 1 and 2 the first four rows are of corpora 0, 1, 1 and 0: the
+    counts after them are [1, 0], [1, 1], [1, 2] and [2, 2]. Whenever all have had their turns, the
+    counts are exactly in proportion; in between, each row goes to one corpus.
+
+    Args:
+        number: Number of rows.
+        proportions: Rows of each corpus in as many rows as all proportions together.
+    """
+    result, left, total = [], number, sum(proportions)
+    for proportion in proportions:
+        others = left * (total - proportion) // total
+        result.append(left - others)
+        left, total = others, total - proportion
+    return result

@@ -1,0 +1,177 @@
+"""The beginning and the end that all calls share: options are checked, the dataset is made."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from tqdm.auto import tqdm
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.data.batches import DatasetOptions
+from megatrain_jax._src.data.corpus import CorpusBuilder
+from megatrain_jax._src.data.dataset import Dataset
+from megatrain_jax._src.data.report import (
+    DataError,
+    InvalidRow,
+    Report,
+    Summary,
+    TooLong,
+    Unclear,
+)
+from megatrain_jax._src.data.turns import Leading, TurnRules
+from megatrain_jax._src.data.vocabulary import BeyondVocabulary
+
+Invalid = Literal["error", "drop"]
+INVALID = ("error", "drop")
+_ADVICE_INVALID = 'Repair them, or pass `invalid="drop"` to leave them out.'
+_ADVICE_TOO_LONG = (
+    'Pass a larger `length` (the longest has {longest:,} tokens), or say `too_long="cut"` (lose '
+    'their end), "split" (go on in other rows, without what came before) or "drop".'
+)
+_ADVICE_TOO_LONG_PAIRS = (
+    "Pass a larger `length`, which has to hold both conversations of a pair (the longest has "
+    '{longest:,} tokens), or say `too_long="drop"`.'
+)
+_ADVICE_BEYOND = (
+    "Use the tokenizer that the model was trained with, or a model with a row for each token that "
+    'was added to it; or pass `invalid="drop"` to leave such rows out.'
+)
+_ADVICE_UNCLEAR = (
+    "Pass `chat_template=` with the assistant's turns, the special token at the end of each "
+    'included, between {% generation %} and {% endgeneration %}; or pass `train_on="all"`, or '
+    '`invalid="drop"` to leave such rows out.'
+)
+
+T = TypeVar("T")
+
+
+def to_options(
+    length: int,
+    batch_size: int,
+    seed: int,
+    shuffle: bool,
+    epochs: int | None,
+    workers: int,
+    progress: bool,
+) -> DatasetOptions:
+    """Checks the options that all calls have.
+
+    Raises:
+        TypeError: If one has another type.
+        ValueError: If one is out of its range.
+    """
+    checks.boolean("progress", progress)
+    return DatasetOptions(
+        length=length,
+        batch_size=batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        epochs=epochs,
+        workers=workers,
+    )
+
+
+def to_rules(merge: Any, leading: Leading) -> TurnRules:
+    """Checks the options about turns.
+
+    Raises:
+        TypeError: If `merge` is no text.
+    """
+    if not isinstance(merge, str | None):
+        allowed = "the text between merged turns, as a str, or None"
+        raise TypeError(checks.refused("merge", allowed, merge))
+    return TurnRules(merge, leading)
+
+
+def check_choices(**given: tuple[Any, Sequence[str]]) -> None:
+    """Checks options that are one of some words.
+
+    Args:
+        **given: The value of each option, and the words.
+
+    Raises:
+        ValueError: If one is another.
+    """
+    for name, (value, known) in given.items():
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(checks.refused(name, f"one of {known}", value))
+
+
+def check_template(chat_template: Any, template_variables: Any) -> None:
+    """Checks the options about the chat template.
+
+    Raises:
+        TypeError: If one has another type.
+    """
+    if not isinstance(chat_template, str | None):
+        allowed = "a Jinja template or the name of one, as a str"
+        raise TypeError(checks.refused("chat_template", allowed, chat_template))
+    if template_variables is None:
+        return
+    named = isinstance(template_variables, Mapping) and all(
+        isinstance(name, str) for name in template_variables
+    )
+    if not named:
+        allowed = "a mapping of names to values"
+        raise TypeError(checks.refused("template_variables", allowed, template_variables))
+
+
+def shown(items: Iterable[T], progress: bool) -> Iterable[T]:
+    """The items, with a progress bar if it is asked for."""
+    return tqdm(items, "tokenising", unit=" rows", disable=not progress)
+
+
+def finish(
+    builder: CorpusBuilder,
+    report: Report,
+    options: DatasetOptions,
+    progress: bool,
+    chat_template: str | None = None,
+) -> Dataset:
+    """Makes the dataset of all documents that were read.
+
+    Args:
+        builder: The builder of the corpus.
+        report: The report of what was read.
+        options: Options of the dataset.
+        progress: Whether to print the summary.
+        chat_template: The template that rendered conversations, in Jinja.
+
+    Raises:
+        DataError: If there was a fault that the user did not allow, or there is no document.
+    """
+    longest = builder.longest
+    too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
+    report.check(
+        {
+            InvalidRow: _ADVICE_INVALID,
+            TooLong: too_long.format(longest=longest),
+            BeyondVocabulary: _ADVICE_BEYOND,
+            Unclear: _ADVICE_UNCLEAR,
+        }
+    )
+    corpus = builder.finish()
+    if not corpus.num_documents:
+        raise DataError("\n".join(["there is nothing to train on:", *report.examples()]))
+    summary = Summary(
+        num_rows=report.num_rows,
+        num_documents=corpus.num_documents,
+        num_pieces=len(corpus.lengths),
+        num_tokens=int(corpus.lengths.sum(dtype="int64")),
+        num_learned=int(corpus.learned.sum()),
+        longest=longest,
+        num_bytes=corpus.num_bytes,
+        left_out=dict(report.left_out),
+        num_cut=report.num_cut,
+        num_split=report.num_split,
+        num_pieces_left_out=report.num_pieces_left_out,
+        num_blurred=report.num_blurred,
+        ignored=dict(report.ignored),
+        not_shown=dict(report.not_shown),
+        changed=dict(report.changed),
+        file_faults=dict(report.file_faults),
+        examples=tuple(report.examples()),
+    )
+    if progress:
+        print(summary, file=sys.stderr, flush=True)
+    return Dataset(corpus, summary, options, chat_template)

@@ -1,0 +1,115 @@
+"""JSON values of a stream, one after the other, each with its line."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from megatrain_jax._src.data.report import DataError, InvalidRow, RowOrigin
+
+NO_JSON = "no valid JSON"
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+# The characters that `surrogateescape` makes of bytes that are no UTF-8.
+_ESCAPED = re.compile("[\udc80-\udcff]")
+
+
+def invalid_utf8(byte: int) -> InvalidRow:
+    """The fault of a row with a byte that is no UTF-8."""
+    return InvalidRow("invalid UTF-8", f"byte 0x{byte:02x}")
+
+
+def checked_utf8(text: str, value: Any) -> Any:
+    """Returns a value, or what is wrong if the text it was read from is no UTF-8."""
+    if not text.isascii() and (escaped := _ESCAPED.search(text)):
+        return invalid_utf8(ord(escaped[0]) - 0xDC00)
+    return value
+
+
+class Scanner:
+    """Reads JSON values from a stream without holding more of it than one value and a chunk."""
+
+    def __init__(self, path: str, stream: TextIO, chunk: int):
+        """Begins at the stream's position.
+
+        Args:
+            path: The file's name in errors.
+            stream: The characters.
+            chunk: Number of them read at a time.
+        """
+        self._path = path
+        self._stream = stream
+        self._chunk = chunk
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        self._decoder = json.JSONDecoder()
+
+    def array(self) -> Iterator[tuple[RowOrigin, Any]]:
+        """Yields the values of an array, and checks that nothing follows it."""
+        self._take("[")
+        if self.peek() == "]":
+            self._take("]")
+        else:
+            while True:
+                yield self.value()
+                if self.peek() == "]":
+                    break
+                self._take(",")
+            self._take("]")
+        if self.peek():
+            raise self._broken("text after the end of the array")
+
+    def value(self) -> tuple[RowOrigin, Any]:
+        """Reads one value."""
+        self.peek()
+        origin = RowOrigin(self._path, self._line)
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as caught:
+                if not self._more():
+                    raise self._broken(caught.msg, caught.pos) from None
+                continue
+            except RecursionError:
+                raise self._broken("it is nested too deeply") from None
+            # A number may go on in the next chunk.
+            if end < len(self._text) or not self._more():
+                break
+        text = self._text[self._at : end]
+        self._move(end)
+        return origin, checked_utf8(text, value)
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._move(match.end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def _take(self, wanted: str) -> None:
+        if self.peek() != wanted:
+            raise self._broken(f"expected {wanted!r}")
+        self._move(self._at + 1)
+
+    def _move(self, to: int) -> None:
+        self._line += self._text.count("\n", self._at, to)
+        self._at = to
+
+    def _more(self) -> bool:
+        # Growing with what is held, so that a huge value is parsed again a few times only.
+        chunk = self._stream.read(max(self._chunk, len(self._text) - self._at))
+        self._text = self._text[self._at :] + chunk
+        self._at = 0
+        return bool(chunk)
+
+    def _broken(self, message: str, at: int | None = None) -> DataError:
+        lines = self._text.count("\n", self._at, self._at if at is None else at)
+        return DataError(
+            f"{RowOrigin(self._path, self._line + lines)}: {NO_JSON}: {message}; what follows "
+            "can't be read (JSON Lines, in a file named .jsonl, can be read around a broken line)"
+        )

@@ -1,0 +1,118 @@
+"""Several datasets as one, in proportions of their rows."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property
+
+import grain
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.data.batches import Batches
+from megatrain_jax._src.data.dataset import Dataset, DatasetIterator, as_grain
+
+
+class Mixture:
+    """Batches whose rows are of several datasets, in exact proportions.
+
+    It is iterated over as a `Dataset` is, its batches have the same arrays, and its iterators can
+    be saved and restored alike. A row is of one dataset. Each dataset draws its own order, epoch
+    after epoch; all ends where one has no row left for its turn.
+
+    Attributes:
+        datasets: The datasets.
+        proportions: The rows that each gives of as many as all proportions together.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], proportions: Sequence[int]):
+        """Makes a mixture; `mix` checks its arguments."""
+        self.datasets = tuple(datasets)
+        self.proportions = tuple(proportions)
+
+    def __len__(self) -> int:
+        """The number of batches.
+
+        Raises:
+            TypeError: If they never end.
+        """
+        if self._batches.num_rows is None:
+            raise TypeError("with `epochs`=None in all datasets the batches never end")
+        return len(self._batches)
+
+    def __iter__(self) -> DatasetIterator:
+        """Starts with the first batch."""
+        return DatasetIterator(self.grain(), self._fingerprint)
+
+    def __repr__(self) -> str:
+        """Shows each dataset with its share of the rows."""
+        total = sum(self.proportions)
+        shares = [
+            f"{proportion / total:.1%} of {dataset.num_rows:,} rows"
+            for proportion, dataset in zip(self.proportions, self.datasets, strict=True)
+        ]
+        return f"Mixture({', '.join(shares)})"
+
+    def grain(self) -> grain.IterDataset:
+        """The same batches as a `grain.IterDataset`, to which further steps can be added."""
+        return as_grain(self._batches, max(data.options.workers for data in self.datasets))
+
+    @cached_property
+    def _batches(self) -> Batches:
+        options = self.datasets[0].options
+        rows = [dataset.rows for dataset in self.datasets]
+        return Batches(rows, self.proportions, options.length, options.batch_size)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(repr(self.proportions).encode(), digest_size=8)
+        for dataset in self.datasets:
+            digest.update(dataset.fingerprint.encode())
+        return digest.hexdigest()
+
+
+def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> Mixture:
+    """Mixes datasets, such as conversations with plain text, in proportions of their rows.
+
+    Rows are full of tokens but for a little, so that proportions of rows are those of tokens. They
+    are exact: with weights 0.7 and 0.3, seven of any ten rows from a multiple of ten are the first
+    one's.
+
+    Args:
+        datasets: Two or more, of the same `length` and `batch_size`. Their `epochs` say how often
+            each may be gone through.
+        weights: The share of the rows that each gives, in any unit; None for the number of its
+            rows, so that all end together.
+
+    Returns:
+        The mixture. What is held out is split off before: ``train, held_out = chats.split(0.1)``.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If the datasets don't fit each other, or the weights them.
+    """
+    if isinstance(datasets, Dataset) or not all(isinstance(one, Dataset) for one in datasets):
+        raise TypeError(checks.refused("datasets", "a list of datasets of this module", datasets))
+    datasets = list(datasets)
+    if len(datasets) < 2:
+        raise ValueError(f"`datasets` must be two or more, but are {len(datasets)}")
+    for name in ("length", "batch_size"):
+        values = [getattr(dataset.options, name) for dataset in datasets]
+        if len(set(values)) > 1:
+            raise ValueError(f"`datasets` must have the same `{name}`, but have {values}")
+    if len({dataset.has_pairs for dataset in datasets}) > 1:
+        raise ValueError(
+            "`datasets` must all be preferences, or none: their batches have other arrays"
+        )
+    if weights is None:
+        return Mixture(datasets, [dataset.num_rows for dataset in datasets])
+    given = [checks.number(f"weights[{i}]", weight, above=0) for i, weight in enumerate(weights)]
+    if len(given) != len(datasets):
+        raise ValueError(
+            f"`weights` must be one for each of the {len(datasets)} datasets, but are {len(given)}"
+        )
+    # As they are written: 0.7 is seven tenths, and no binary fraction close to it.
+    exact = [Fraction(repr(weight)) for weight in given]
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
+    whole = [int(fraction * scale) for fraction in exact]
+    return Mixture(datasets, [number // math.gcd(*whole) for number in whole])

@@ -1,0 +1,122 @@
+"""The sources that users name become files and iterables of rows, in an order that is kept."""
+
+import glob
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.data.reading import KINDS, TEXT_KINDS, kind_of
+
+Source = str | PathLike[str] | Iterable[Any]
+
+_ALLOWED = "a path, an iterable of rows, or a list of these"
+
+
+class Given(NamedTuple):
+    """Rows that are given rather than read from a file.
+
+    Attributes:
+        name: Their name in errors.
+        rows: The rows.
+    """
+
+    name: str
+    rows: Iterable[Any]
+
+
+def resolve(source: Source, texts: bool) -> list[str | Given]:
+    """Returns the files and the given rows of a source, in order.
+
+    For example, ``["chats", "more/*.jsonl", [{"messages": [...]}]]`` becomes the paths of the files
+    below the folder, sorted; those that the pattern finds, sorted; and rows that errors
+    name `source[2]`.
+
+    Args:
+        source: The argument `source`: a file, a folder, a pattern with ``*``, an iterable of rows
+            such as a `datasets.Dataset`, or a list of these.
+        texts: Whether plain text files are among the files of a folder.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If there is nothing in it, or a file is no regular one or of an unknown kind.
+        FileNotFoundError: If a file does not exist, or a pattern finds none.
+    """
+    if isinstance(source, str | bytes | PathLike):
+        return [*_files(source, texts)]
+    is_rows, items = _peek("source", source)
+    if is_rows:
+        return [Given("`source`", items)]
+    parts: list[str | Given] = []
+    for number, item in enumerate(items):
+        name = f"source[{number}]"
+        if isinstance(item, str | bytes | PathLike):
+            parts += _files(item, texts)
+            continue
+        is_rows, rows = _peek(name, item)
+        if not is_rows:
+            raise TypeError(checks.refused(name, "a path or an iterable of rows", item))
+        parts.append(Given(f"`{name}`", rows))
+    if not parts:
+        raise ValueError("`source` is empty: it names no file and has no row")
+    return parts
+
+
+def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
+    """Whether an iterable gives rows, and the iterable with its first item."""
+    if isinstance(given, Mapping):
+        keys = ", ".join(repr(key) for key in itertools.islice(given, 8))
+        raise TypeError(
+            f"`{name}` is a mapping with the keys {keys}: pass one of its values, such as the "
+            "split to train on, or a list of them"
+        )
+    if not isinstance(given, Iterable):
+        raise TypeError(checks.refused(name, _ALLOWED, given))
+    if iter(given) is not given:
+        return isinstance(next(iter(given), None), Mapping), given
+    items = iter(given)
+    first = list(itertools.islice(items, 1))
+    return bool(first) and isinstance(first[0], Mapping), itertools.chain(first, items)
+
+
+def _files(given: Any, texts: bool) -> list[str]:
+    path = os.path.expanduser(checks.path("source", given))
+    if os.path.isdir(path):
+        found = sorted(str(file) for file in Path(path).rglob("*") if _is_data(file, path, texts))
+        if not found:
+            known = ", ".join(KINDS + TEXT_KINDS * texts)
+            raise ValueError(f"the folder {path}, of `source`, has no file of the kinds {known}")
+        return found
+    if not os.path.exists(path) and glob.has_magic(path):
+        found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        if not found:
+            raise FileNotFoundError(f"no file is found by the pattern {path}, of `source`")
+        return [_checked(file) for file in found]
+    return [_checked(path)]
+
+
+def _is_data(file: Path, folder: str, texts: bool) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and file.is_file() and kind_of(file) in KINDS + TEXT_KINDS * texts
+
+
+def _checked(path: str) -> str:
+    if not os.path.exists(path):
+        hint = ""
+        if path.count("/") == 1 and not Path(path).suffix:
+            hint = (
+                ". A dataset of the Hub is passed as rows: "
+                f'`datasets.load_dataset("{path}", split="train")`'
+            )
+        raise FileNotFoundError(f"there is no file {path}, which `source` names{hint}")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}, of `source`, is no regular file")
+    if kind_of(path) not in KINDS + TEXT_KINDS:
+        raise ValueError(
+            f"{path}, of `source`, is none of {', '.join(KINDS + TEXT_KINDS)} (the text kinds also "
+            "with .gz), which tell what a file holds"
+        )
+    return path

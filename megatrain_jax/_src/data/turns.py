@@ -1,0 +1,294 @@
+"""The turns of a conversation: read one by one, merged, put in order, and checked.
+
+Every form of rows ends here, as the messages that chat templates take.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from megatrain_jax._src.data.report import InvalidRow
+
+Message = dict[str, Any]
+Leading = Literal["error", "keep", "drop"]
+LEADING = ("error", "keep", "drop")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+# The roles that may follow each role; None is the start.
+_FOLLOWS = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+_BEFORE_QUESTIONS = (None, "system", "developer")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# The fields that templates read besides the role and the content.
+_PASSED_ON = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
+_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", *_PASSED_ON}
+
+
+class TurnRules(NamedTuple):
+    """The user's options about the order of turns.
+
+    Attributes:
+        merge: The text put between consecutive turns of one role, which become one; None leaves
+            them apart, so that they are a fault.
+        leading: Treatment of an assistant's turn before the first of the user.
+    """
+
+    merge: str | None = None
+    leading: Leading = "error"
+
+
+class Turns(NamedTuple):
+    """Messages, and what was seen while they were read.
+
+    Attributes:
+        messages: Dicts with a role and a content.
+        learned: For each message, whether the loss may count it; false for messages of the user,
+            and for those of the assistant that have a weight of 0.
+        ignored: Fields of the row that nothing reads.
+    """
+
+    messages: list[Message]
+    learned: list[bool]
+    ignored: set[str]
+
+
+def read_turns(field: str, turns: Any) -> Turns:
+    """Reads the turns of a field such as `messages` or `conversations`.
+
+    Raises:
+        InvalidRow: If they are no turns.
+    """
+    if not isinstance(turns, list | tuple) or not turns:
+        raise InvalidRow("no turns", f"`{field}` is no list, or an empty one")
+    read = Turns([], [], set())
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping):
+            raise InvalidRow("unknown form", f"turn {number} is no object, in `{field}`")
+        given = {name: value for name, value in turn.items() if value is not None}
+        read.messages.append(message := _message(given, number))
+        weight = given.get("weight", 1)
+        if weight not in (0, 1):
+            raise InvalidRow("a weight that is neither 0 nor 1", f"{weight!r} in turn {number}")
+        read.learned.append(message["role"] == "assistant" and bool(weight))
+        read.ignored.update(f"{field}[].{name}" for name in set(given) - _KNOWN_OF_MESSAGE)
+    return read
+
+
+def arrange(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
+    r"""Merges and drops turns as the rules say, and checks the order of the others.
+
+    For example, with ``TurnRules("\n", "drop")`` the turns assistant "hi", user "a", user "b",
+    assistant "c" become user "a\nb", assistant "c".
+
+    Returns:
+        The turns: an optional system message, then turns of user and assistant, the last of which
+        is the assistant's; tools may answer the assistant. And what was changed, in words.
+
+    Raises:
+        InvalidRow: If they can't be brought into such an order.
+    """
+    changed = set()
+    if rules.merge is not None and (merged := _merged(turns, rules.merge)) is not turns:
+        turns = merged
+        changed.add("consecutive turns of one role merged")
+    if rules.leading == "drop" and (cut := _without_leading(turns)) is not turns:
+        turns = cut
+        changed.add("turns before the first of the user dropped")
+    _check_order(turns.messages, rules.leading == "keep")
+    return turns, changed
+
+
+def valid_text(text: Any, name: str) -> str:
+    """Returns a text.
+
+    Raises:
+        InvalidRow: If it is none, or no valid Unicode.
+    """
+    if not isinstance(text, str):
+        raise InvalidRow("content that is no text", f"{name} is of type {type(text).__name__}")
+    if not text.isascii() and _SURROGATE.search(text):
+        raise InvalidRow("invalid Unicode", f"half of a surrogate pair in {name}")
+    return text
+
+
+def check_content(message: Message, name: str) -> None:
+    """Checks that a message says something.
+
+    Raises:
+        InvalidRow: If it does not; a tool may well return nothing.
+    """
+    if message.get("content", "").strip() or message.get("tool_calls"):
+        return
+    if message["role"] != "tool":
+        raise InvalidRow("an empty turn", f"{name} ({message['role']}) says nothing")
+
+
+def read_tools(tools: Any) -> list[Any] | None:
+    """Returns the JSON schemas of tools, which may be given as text.
+
+    Raises:
+        InvalidRow: If they are none.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            raise InvalidRow("tools that are no valid JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRow("tools that are no list of JSON schemas")
+    for text in _strings(tools):
+        valid_text(text, "tools")
+    return tools
+
+
+def _message(turn: Mapping[str, Any], number: int) -> Message:
+    name = turn.get("role", turn.get("from"))
+    role = _ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise InvalidRow("unknown role", f"{name!r} in turn {number}")
+    message: Message = {"role": role}
+    content = turn.get("content", turn.get("value"))
+    if content is not None:
+        message["content"] = _content(content, number)
+    message |= {field: turn[field] for field in _PASSED_ON if field in turn}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_opened(call, number) for call in calls]
+    for text in _strings([message.get(field) for field in _PASSED_ON]):
+        valid_text(text, f"turn {number}")
+    check_content(message, f"turn {number}")
+    return message
+
+
+def _content(content: Any, number: int) -> str:
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
+            raise InvalidRow("content that is no text", f"in turn {number}")
+        content = "".join(texts)
+    return valid_text(content, f"turn {number}")
+
+
+def _opened(call: Any, number: int) -> dict[str, Any]:
+    """A call with its arguments as their JSON says them, as templates want them."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, dict):
+        raise InvalidRow("unknown form", f"a tool call without a function in turn {number}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise InvalidRow("arguments that are no valid JSON", f"in turn {number}") from None
+        function = {**function, "arguments": arguments}
+    return {**call, "function": function}
+
+
+def _merged(turns: Turns, between: str) -> Turns:
+    """The turns, consecutive ones of one role as one; tools answer one by one."""
+    messages: list[Message] = []
+    learned: list[bool] = []
+    for number, (message, counts) in enumerate(zip(turns.messages, turns.learned, strict=True), 1):
+        same = messages and messages[-1]["role"] == message["role"] != "tool"
+        if not same:
+            messages.append(message)
+            learned.append(counts)
+            continue
+        if learned[-1] != counts:
+            raise InvalidRow(
+                "turns that can't be merged",
+                f"message {number} and the one before it have other weights",
+            )
+        messages[-1] = _joined(messages[-1], message, between, number)
+    return (
+        turns
+        if len(messages) == len(turns.messages)
+        else turns._replace(messages=messages, learned=learned)
+    )
+
+
+def _joined(first: Message, second: Message, between: str, number: int) -> Message:
+    result = {**first, **second}
+    for field in ("content", *_THOUGHTS):
+        texts = [message[field] for message in (first, second) if message.get(field)]
+        if texts:
+            result[field] = between.join(texts)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        result["tool_calls"] = calls
+    if first.get("name") != second.get("name"):
+        raise InvalidRow(
+            "turns that can't be merged",
+            f"message {number} and the one before it have other names",
+        )
+    return result
+
+
+def _without_leading(turns: Turns) -> Turns:
+    roles = [message["role"] for message in turns.messages]
+    start = next((i for i, role in enumerate(roles) if role not in _BEFORE_QUESTIONS), 0)
+    if roles[start] != "assistant":
+        return turns
+    if "user" not in roles:
+        raise InvalidRow("nothing to learn", "no turn is the user's, and the others are dropped")
+    first = roles.index("user")
+    return turns._replace(
+        messages=turns.messages[:start] + turns.messages[first:],
+        learned=turns.learned[:start] + turns.learned[first:],
+    )
+
+
+def _check_order(messages: Sequence[Message], may_lead: bool) -> None:
+    before = None
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        leads = role == "assistant" and before in _BEFORE_QUESTIONS
+        if role not in _FOLLOWS[before] and not (may_lead and leads):
+            hint = ""
+            if role == before:
+                hint = "; `merge=` makes one turn of them"
+            elif leads:
+                hint = '; `leading="keep"` or "drop" takes the row'
+            raise InvalidRow(
+                "roles out of order",
+                f"message {number} is of the role {role}, but "
+                f"{f'after {before}' if before else 'at the start'} there can only be "
+                f"{' or '.join(_FOLLOWS[before])}{hint}",
+            )
+        before = role
+    if before != "assistant":
+        raise InvalidRow(
+            "the assistant does not have the last turn",
+            f"message {len(messages)}, the last, is of the role {before}: there is no answer to "
+            "learn",
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)

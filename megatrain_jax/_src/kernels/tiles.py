@@ -1,0 +1,83 @@
+"""Kernels computed in tiles: a stage whose temporaries don't fit goes through its rows in parts.
+
+A kernel's equations are traced whole and divided where they treat every row alike; see
+`program/tiling/tiled.py`. Arguments and results are those of the whole kernel.
+
+A worked example: the backward of a block with an MLP 4 times as wide as the model, in 16 tiles of
+a batch of 1 x 524,288 tokens. Its key is that of the whole kernel and the number of tiles::
+
+    kernel = backward(bound, program, placement, 1)
+    divided = in_tiles(kernel, 16)
+    divided.key    # (kernel.key, 16)
+    # Divisible(kernel).into(16) gives it, too, and Tiling(num_tiles=16, num_rows=32768)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.kernels.kernel import Kernel
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """The tiles that a kernel is computed in.
+
+    Attributes:
+        num_tiles: Number of tiles, one after another.
+        num_rows: Rows of each tile: tokens, say, if that is the axis that is divided.
+    """
+
+    num_tiles: int
+    num_rows: int
+
+
+class Divisible:
+    """A kernel, traced once, to be divided into different numbers of tiles."""
+
+    def __init__(self, kernel: Kernel):
+        """Traces a kernel on the shapes that it takes."""
+        self._kernel = kernel
+        takes = kernel.takes or ()
+        self._traced = jx.trace(kernel.build(), *takes)
+        shardings = (x.sharding for x in jax.tree.leaves(takes))
+        self._num_devices = max((sharding.num_devices for sharding in shardings), default=1)
+
+    @functools.cached_property
+    def counts(self) -> Sequence[int]:
+        """The numbers of tiles that are worth trying, ascending; none if it can't be divided."""
+        # What a callback is shown would come in pieces.
+        if fires(self._traced.jaxpr):
+            return ()
+        return tile_counts(jx.closed(self._traced.jaxpr), num_devices=self._num_devices)
+
+    def into(self, num_tiles: int) -> tuple[Kernel, Tiling] | None:
+        """The kernel in so many tiles; None if it can't be divided into them."""
+        found = tiled(jx.closed(self._traced.jaxpr), num_tiles, num_devices=self._num_devices)
+        if found is None:
+            return None
+        consts, out_tree = self._traced.consts, self._traced.out_tree
+
+        def divided(*args: Any) -> Any:
+            return jax.tree.unflatten(out_tree, found(*consts, *jax.tree.leaves(args)))
+
+        key = self._kernel.key, num_tiles
+        kernel = dataclasses.replace(self._kernel, key=key, build=lambda: divided)
+        return kernel, Tiling(num_tiles=found.num_tiles, num_rows=found.rows_per_tile)
+
+
+def in_tiles(kernel: Kernel, num_tiles: int) -> Kernel:
+    """A kernel in a number of tiles that it can be divided into; traced where it is built."""
+
+    def build() -> Callable[..., Any]:
+        found = Divisible(kernel).into(num_tiles)
+        assert found is not None
+        return found[0].build()
+
+    return dataclasses.replace(kernel, key=(kernel.key, num_tiles), build=build)

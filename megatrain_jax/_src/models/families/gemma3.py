@@ -1,0 +1,40 @@
+"""Gemma 3: layers with a window have a rotary embedding of their own.
+
+The 1B model is a decoder; the others have a vision tower beside it.
+"""
+
+from typing import Any
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.families import gemma2
+from megatrain_jax._src.models.family import Family, text_part
+from megatrain_jax._src.models.hf_fields import Fields
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.neutral(attn_logit_softcapping=None)  # which Transformers doesn't apply either
+    layers = fields.integer("num_hidden_layers")
+    second = fields.integer("sliding_window_pattern", 6)
+    step = fields.integer("_sliding_window_pattern", None) or second
+    types = ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
+    # Those that the configurations of checkpoints with a vision tower leave out.
+    arguments = gemma2.common(fields, types, vocab_size=262_208, num_attention_heads=8)
+    full = {"rope_theta": fields.take("rope_theta", 1e6)}
+    local = {"rope_theta": fields.take("rope_local_base_freq", 1e4)}
+    return {
+        **arguments,
+        **hf_common.two_ropes(fields, arguments["head_dim"], full, local, max_length=131_072),
+        "qk_norm": True,
+        "final_softcap": fields.number("final_logit_softcapping", None, above=0),
+    }
+
+
+GEMMA3 = Family(model_type="gemma3_text", architecture="Gemma3ForCausalLM", read=_read)
+GEMMA3_MULTIMODAL = text_part(
+    GEMMA3,
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    kept=("vision_tower.", "multi_modal_projector."),
+    beside="mm_tokens_per_image boi_token_index eoi_token_index image_token_index",
+    tied=True,
+)

@@ -1,0 +1,38 @@
+"""GLM 4: four norms a layer, and rotary embeddings of neighbours in half of each head."""
+
+from typing import Any
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import FusedMLP, Layer
+
+
+class Glm4Layer(Layer):
+    """A layer whose MLP keeps two of its matrices in one."""
+
+    dense = FusedMLP
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    sizes = hf_common.sizes(fields, kv_heads=2, head_dim=128, eps=0.00000015625)
+    return {
+        **sizes,
+        "rope": hf_common.rope(fields, sizes["head_dim"], share=0.5, interleaved=True),
+        "qkv_bias": fields.flag("attention_bias", True),
+        "sandwich_norms": True,
+        "layer": Glm4Layer,
+    }
+
+
+GLM4 = Family(
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    read=_read,
+    # The same four norms, of which one has the name of another in the model.
+    renames={
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    },
+)

@@ -1,0 +1,75 @@
+"""OLMo 2: parts of a layer are normalised at their end and not before; queries and keys, too.
+
+The worked example of CONTRIBUTING.md: what a family reads of its `config.json`, how its layers
+differ from the usual ones, and the record that the registry lists.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import MLP, Attention, Layer, Maker, Projected, RMSNorm
+from megatrain_jax._src.models.rotary import CosSin
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.models.config import DecoderConfig
+
+
+class WideNormAttention(Attention):
+    """Attention that normalises queries and keys over all their heads together."""
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer's attention."""
+        super().__init__(config, layer, make)
+        self.q_norm = RMSNorm(self.query_size, config, make)
+        self.k_norm = RMSNorm(self.key_size, config, make)
+
+    def project(self, x: Float[Array, "rows length width"]) -> Projected:
+        """Returns normalised queries and keys, and values."""
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Olmo2Layer(Layer):
+    """Attention, then an MLP, each normalised and added to what came in.
+
+    Attributes are named as in the files: `layers/0/post_attention_layernorm/weight` is the tensor
+    `model.layers.0.post_attention_layernorm.weight`.
+    """
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer."""
+        self.self_attn = WideNormAttention(config, layer, make)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, make)
+        self.mlp = MLP(config, make)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, make)
+
+    def __call__(
+        self,
+        x: Float[Array, "rows length width"],
+        cos_sin: CosSin | None,
+        segments: Integer[Array, "rows length"] | None,
+    ) -> tuple[Float[Array, "rows length width"], None]:
+        """Returns the layer's result; there are no experts whose load it could tally."""
+        x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, segments))
+        return x + self.post_feedforward_layernorm(self.mlp(x)), None
+
+
+def common(fields: Fields) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` that OLMo 2 and 3 have in common."""
+    return {
+        **hf_common.sizes(fields, eps=1e-5),
+        **hf_common.attention_bias(fields),
+        "layer": Olmo2Layer,
+    }
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    arguments = common(fields)
+    return {**arguments, "rope": hf_common.rope(fields, arguments["head_dim"])}
+
+
+OLMO2 = Family(model_type="olmo2", architecture="Olmo2ForCausalLM", read=_read)

@@ -1,0 +1,69 @@
+"""Qwen 1.5 and 2 with experts, and one more beside them that all tokens pass through."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import MLP, Layer, Linear, Maker, MixtureOfExperts
+from megatrain_jax._src.models.moe import Experts
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.models.config import DecoderConfig
+
+
+class GatedSharedMixture(MixtureOfExperts):
+    """Experts, and one that all tokens share; a gate says how much of its result each one takes."""
+
+    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
+        """Makes the parameters."""
+        super().__init__(config, experts, make)
+        self.shared_expert = MLP(config, make, experts.shared_size)
+        self.shared_expert_gate = Linear(config.hidden_size, 1, make)
+
+    def __call__(
+        self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
+    ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
+        """Returns what all experts give for x, and a tally of the load of those that are chosen."""
+        mixed, tally = super().__call__(x, segments)
+        return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x), tally
+
+
+class Qwen2MoeLayer(Layer):
+    """A layer with these experts."""
+
+    mixture = GatedSharedMixture
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.neutral(use_mrope=False)
+    sizes = hf_common.sizes(fields, kv_heads=16)
+    used, size = fields.flag("use_sliding_window", False), hf_common.window(fields)
+    window, first = size if used else None, fields.integer("max_window_layers", 28, least=0)
+    types = [
+        "sliding_attention" if window and i % 2 == 0 and i < first else "full_attention"
+        for i in range(sizes["num_layers"])
+    ]
+    return {
+        **sizes,
+        "rope": hf_common.rope(fields, sizes["head_dim"]),
+        "windows": hf_common.windows_by_type(fields, types, window),
+        "qkv_bias": fields.flag("qkv_bias", True),
+        "layer": Qwen2MoeLayer,
+        "experts": hf_common.experts(
+            fields,
+            ("num_experts", "num_local_experts"),
+            num=60,
+            per_token=4,
+            intermediate_size=fields.integer("moe_intermediate_size", 1408),
+            shared_size=fields.integer("shared_expert_intermediate_size", 5632),
+            normalize=fields.flag("norm_topk_prob", False),
+            layers=hf_common.sparse_layers(fields),
+        ),
+    }
+
+
+QWEN2_MOE = Family(model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", read=_read)

@@ -1,0 +1,45 @@
+"""All families, by the `model_type` of a Hugging Face configuration.
+
+A new family is a file beside this one, and a line here.
+"""
+
+from megatrain_jax._src.models.families.gemma2 import GEMMA2
+from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
+from megatrain_jax._src.models.families.glm4 import GLM4
+from megatrain_jax._src.models.families.granite import GRANITE
+from megatrain_jax._src.models.families.llama import LLAMA
+from megatrain_jax._src.models.families.mistral import MISTRAL
+from megatrain_jax._src.models.families.mixtral import MIXTRAL
+from megatrain_jax._src.models.families.olmo2 import OLMO2
+from megatrain_jax._src.models.families.olmo3 import OLMO3
+from megatrain_jax._src.models.families.phi import PHI
+from megatrain_jax._src.models.families.phi3 import PHI3
+from megatrain_jax._src.models.families.qwen2 import QWEN2
+from megatrain_jax._src.models.families.qwen2_moe import QWEN2_MOE
+from megatrain_jax._src.models.families.qwen3 import QWEN3
+from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
+from megatrain_jax._src.models.families.smollm3 import SMOLLM3
+from megatrain_jax._src.models.family import Family
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        GEMMA2,
+        GEMMA3,
+        GEMMA3_MULTIMODAL,
+        GLM4,
+        GRANITE,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        OLMO2,
+        OLMO3,
+        PHI,
+        PHI3,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        SMOLLM3,
+    )
+}

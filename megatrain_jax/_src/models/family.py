@@ -1,0 +1,96 @@
+"""What a family of open-weights models is to the library: how its files are read and written."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.hf_fields import Fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of open-weights models; the files in `families/` make one each, or two.
+
+    Attributes:
+        model_type: Its name in a `config.json`.
+        architecture: The class of Transformers that its checkpoints are for.
+        read: Function that returns the arguments of `DecoderConfig` for the fields of a
+            `config.json`. A field that it doesn't read is refused.
+        renames: Names in the files for those in the model, where they differ: a part of a
+            parameter's path, such as `mlp`, to the part of a tensor's name, `block_sparse_moe`.
+        body: How the names of all tensors begin in the files, but those of the head.
+        head: How the names of the head's tensors begin.
+        kept: How the names of tensors begin that are no part of the decoder, such as those of a
+            vision tower: they are not trained, and written as they were read. `{num_layers}`
+            stands for the number of layers.
+        multimodal: Whether checkpoints are incomplete without such tensors.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], dict[str, Any]]
+    renames: Mapping[str, str] = field(default_factory=dict)
+    body: str = "model"
+    head: str = "lm_head"
+    kept: tuple[str, ...] = ()
+    multimodal: bool = False
+
+    def keeps(self, name: str, num_layers: int) -> bool:
+        """Whether a tensor of this name is kept beside a decoder with so many layers."""
+        return name.startswith(tuple(start.format(num_layers=num_layers) for start in self.kept))
+
+
+def text_part(
+    *texts: Family,
+    model_type: str,
+    architecture: str,
+    kept: tuple[str, ...],
+    beside: str,
+    tied: bool,
+    body: str = "language_model.model",
+    head: str = "language_model.lm_head",
+) -> Family:
+    """Returns the family of multimodal checkpoints whose `text_config` is that of a decoder.
+
+    Args:
+        *texts: Families that the decoder may be of; the first where `text_config` doesn't say.
+        model_type: See `Family`.
+        architecture: See `Family`.
+        kept: See `Family`.
+        beside: Names of the fields beside `text_config`, which don't change what texts become.
+        tied: Default of `tie_word_embeddings`, which says whether the head is the embedding.
+        body: See `Family`.
+        head: See `Family`.
+    """
+
+    def read(fields: Fields) -> dict[str, Any]:
+        for name in (*beside.split(), "vision_config"):
+            fields.take(name, None)
+        values = fields.mapping("text_config")
+        if not values:
+            raise ValueError(f"the configuration of this {model_type} has no `text_config`")
+        values = {"model_type": texts[0].model_type} | values
+        values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
+        known = {family.model_type: family for family in texts}
+        name = values["model_type"]
+        if not isinstance(name, str) or name not in known:
+            allowed = f"one of {', '.join(known)} in `text_config`"
+            raise ValueError(checks.refused("model_type", allowed, name))
+        text = Fields(values, fields.ignore)
+        hf_common.refuse_others(text)
+        arguments = known[name].read(text)
+        text.finish()
+        return arguments
+
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        read=read,
+        renames=texts[0].renames,
+        body=body,
+        head=head,
+        kept=kept,
+        multimodal=True,
+    )

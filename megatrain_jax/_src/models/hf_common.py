@@ -1,0 +1,265 @@
+"""Readers of the fields that the configurations of several families have.
+
+Each returns arguments of `DecoderConfig`, or a part of one. Defaults are those of Transformers;
+where families differ in one, it is an argument here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.hf_fields import Fields, shown
+from megatrain_jax._src.models.hf_rope import KINDS, read_rope
+from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.rotary import Rope
+from megatrain_jax._src.models.tensors import some
+
+Windows = tuple[int | None, ...]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def refuse_others(fields: Fields) -> None:
+    """Refuses fields that no family supports, if they ask for something."""
+    fields.neutral(attention_dropout=0.0, quantization_config=None, is_encoder_decoder=False)
+    fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
+    fields.neutral(use_bidirectional_attention=False)
+
+
+def sizes(
+    fields: Fields,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    eps_name: str = "rms_norm_eps",
+    tied: bool = False,
+    activation: str | None = None,
+    **others: int,
+) -> dict[str, Any]:
+    """Returns the arguments that every family has.
+
+    Args:
+        fields: The configuration.
+        kv_heads: Default of `num_key_value_heads`; None for as many as there are heads.
+        head_dim: Default of `head_dim`; None for what the width and the heads give.
+        eps: Default of the number that norms add to the mean square.
+        eps_name: The field that has it.
+        tied: Default of `tie_word_embeddings`.
+        activation: The MLPs' activation, from `read_activation`; None for that of `hidden_act`.
+        **others: Defaults of other sizes, in a family whose configurations may leave them out.
+    """
+
+    def size(name: str) -> int:
+        return fields.integer(name, others[name]) if name in others else fields.integer(name)
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    return {
+        "vocab_size": size("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": size("intermediate_size"),
+        "num_layers": size("num_hidden_layers"),
+        "num_heads": heads,
+        # Null asks for as many as there are heads.
+        "num_kv_heads": fields.integer("num_key_value_heads", kv_heads, null=True) or heads,
+        "head_dim": _head_dim(fields, hidden, heads, head_dim),
+        "activation": activation or read_activation(fields, "hidden_act", "silu"),
+        "norm_eps": fields.number(eps_name, eps, least=0),
+        "tie_embeddings": fields.flag("tie_word_embeddings", tied),
+        "init_std": fields.number("initializer_range", 0.02, least=0),
+    }
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
+    given = fields.integer("head_dim", None) or default
+    if given is None and hidden % heads:
+        raise ValueError(
+            f"`num_attention_heads` must divide `hidden_size`, {hidden}, or `head_dim` be there, "
+            f"but it is {heads}"
+        )
+    return given or hidden // heads
+
+
+def read_activation(fields: Fields, name: str, default: str, *, null: bool = False) -> str:
+    """Returns the activation that a field names, as `DecoderConfig` calls it.
+
+    Args:
+        fields: The configuration.
+        name: The field.
+        default: What the field is where it is missing.
+        null: Whether null stands for the default, too.
+    """
+    value = fields.take(name, default)
+    value = default if value is None and null else value
+    if not isinstance(value, str) or value not in _ACTIVATIONS:
+        raise ValueError(f"`{name}` = {shown(value)} isn't supported in a {fields.family}")
+    return _ACTIVATIONS[value]
+
+
+def attention_bias(fields: Fields, default: bool = False) -> dict[str, bool]:
+    """Returns whether all four products of attention have a bias."""
+    bias = fields.flag("attention_bias", default)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def rope(
+    fields: Fields,
+    head_dim: int,
+    *,
+    theta: float = 10_000.0,
+    original_length: int | None = None,
+    kinds: Mapping[str, str] = KINDS,
+    share: float | None = None,
+    interleaved: bool = False,
+) -> Rope:
+    """Returns the rotary embedding of `rope_parameters`, or of `rope_scaling` and `rope_theta`.
+
+    Args:
+        fields: The configuration.
+        head_dim: Width of a head.
+        theta: Default of `rope_theta`.
+        original_length: Default of `original_max_position_embeddings`.
+        kinds: See `read_rope`.
+        share: Default of `partial_rotary_factor` in a family that may rotate a part of each head.
+        interleaved: See `Rope`.
+    """
+    values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    fields.take("rope_parameters", None)
+    theta = fields.take("rope_theta", theta)
+    given = fields.take("partial_rotary_factor", None)
+    given = share if given is None else given
+    return read_rope(
+        {"rope_theta": theta}
+        | ({} if given is None else {"partial_rotary_factor": given})
+        | values,
+        family=fields.family,
+        head_dim=head_dim,
+        max_length=fields.integer("max_position_embeddings", 0, least=0),
+        original_length=fields.integer(
+            "original_max_position_embeddings", original_length, null=True
+        ),
+        kinds=kinds,
+        partial=share is not None,
+        interleaved=interleaved,
+    )
+
+
+def two_ropes(
+    fields: Fields,
+    head_dim: int,
+    full: dict[str, Any],
+    local: dict[str, Any],
+    *,
+    max_length: int,
+) -> dict[str, Rope]:
+    """Returns the rotary embeddings of layers without and with a window.
+
+    Args:
+        fields: The configuration; `rope_parameters` holds an object for each kind of layer.
+        head_dim: Width of a head.
+        full: Parameters of layers without a window where `rope_parameters` has no others.
+        local: The same of layers with a window.
+        max_length: Default of `max_position_embeddings`.
+    """
+    both = fields.mapping("rope_parameters")
+    if not all(isinstance(value, Mapping | None) for value in both.values()):
+        raise TypeError(checks.refused("rope_parameters", "an object of objects", both))
+    extra = set(both) - {"full_attention", "sliding_attention"}
+    if extra:
+        raise ValueError(f"`rope_parameters` has {some(sorted(extra))}, which isn't supported")
+    full = full | (both.get("full_attention") or {}) | fields.mapping("rope_scaling")
+    local = local | (both.get("sliding_attention") or {})
+    shared = {
+        "family": fields.family,
+        "head_dim": head_dim,
+        "max_length": fields.integer("max_position_embeddings", max_length),
+        "original_length": None,
+    }
+    return {"rope": read_rope(full, **shared), "local_rope": read_rope(local, **shared)}
+
+
+def window(fields: Fields, default: int | None = 4096) -> int | None:
+    """Returns how many tokens one attends to in the layers with a window, None for all."""
+    return fields.integer("sliding_window", default, least=0, null=True) or None
+
+
+def windows_everywhere(fields: Fields, default: int | None) -> Windows:
+    """Returns the same window for all layers."""
+    size = window(fields, default)
+    return (size,) * fields.integer("num_hidden_layers") if size else ()
+
+
+def windows_by_type(fields: Fields, types: list[str], size: int | None) -> Windows:
+    """Returns a window of this size for the layers that `layer_types` says have one.
+
+    Args:
+        fields: The configuration.
+        types: What `layer_types` is where it is missing.
+        size: The window's size.
+    """
+    known = {"full_attention": None, "sliding_attention": size}
+    types = fields.listed("layer_types", str, "names") or types
+    for kind in types:
+        if kind not in known or (kind == "sliding_attention" and not size):
+            raise ValueError(f"`layer_types` has {kind!r}, with `sliding_window` = {size!r}")
+    if len(types) != fields.integer("num_hidden_layers"):
+        raise ValueError(
+            f"`layer_types` has {len(types)} entries, not one for each of "
+            f"`num_hidden_layers`, {fields.integer('num_hidden_layers')}"
+        )
+    return tuple(known[kind] for kind in types)
+
+
+def experts(
+    fields: Fields,
+    names: tuple[str, str],
+    *,
+    num: int,
+    per_token: int,
+    intermediate_size: int,
+    normalize: bool,
+    layers: tuple[int, ...],
+    shared_size: int | None = None,
+) -> Experts | None:
+    """Returns the experts of these layers, None if there are no such layers.
+
+    Args:
+        fields: The configuration.
+        names: The two names of the field that says how many experts there are.
+        num: Default of that.
+        per_token: Default of `num_experts_per_tok`.
+        intermediate_size: The width inside an expert.
+        normalize: Whether the chosen experts' probabilities are divided by their sum.
+        layers: Numbers of the layers with experts.
+        shared_size: The width inside the expert that all tokens share.
+    """
+    second = fields.integer(names[1], None)
+    num = fields.integer(names[0], None) or second or num
+    balance = fields.number("router_aux_loss_coef", 0.001, least=0)
+    per_token = fields.integer("num_experts_per_tok", per_token)
+    if not layers:
+        return None
+    return Experts(
+        num=num,
+        per_token=per_token,
+        intermediate_size=intermediate_size,
+        normalize=normalize,
+        layers=layers,
+        shared_size=shared_size,
+        balance_weight=balance,
+    )
+
+
+def sparse_layers(fields: Fields) -> tuple[int, ...]:
+    """Returns the layers with experts: every `decoder_sparse_step`-th not in `mlp_only_layers`."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = set(fields.listed("mlp_only_layers", int, "integers") or ())
+    layers = range(fields.integer("num_hidden_layers"))
+    return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)

@@ -1,0 +1,128 @@
+"""The division of an operation into tiles: along which axes of its operands and results.
+
+A label says how an array is divided: an axis of `outer * num_tiles * inner` entries, of which tile
+i has those whose middle index is i. A rule says of a primitive which axes go together: if one of
+them is divided, so are the others, and a tile of the results is made of tiles of the operands and
+of whole other operands. Where the axes are of operands alone, the result is a sum over tiles.
+
+A worked example, the product of x f32[8, 6] and w f32[6, 5], `dot_general x w`, in 2 tiles::
+
+    together                 division, for a label of inner 4 or 3
+    x axis 0, result axis 0  x (0, 4), w whole, result (0, 4)
+    w axis 1, result axis 1  5 entries can't be divided by 2
+    x axis 1, w axis 0       x (1, 3), w (0, 3), result a sum over tiles
+
+With x f32[2, 8, 6] divided along its tokens, axis 1, a reshape to f32[16, 6] is divided along its
+axis 0, with outer 2: tile 0 has the rows 0..3 and 8..11.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.program.tiling.rules import MAPPED, Together, shape_of, together
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """How an array is divided: along an axis of `outer * num_tiles * inner` entries."""
+
+    axis: int
+    outer: int
+    inner: int
+
+    def split(self, shape: Sequence[int], num_tiles: int) -> tuple[int, ...]:
+        """An array's shape with an axis of its own for the number of the tile."""
+        before, after = shape[: self.axis], shape[self.axis + 1 :]
+        return (*before, self.outer, num_tiles, self.inner, *after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How an operation is divided.
+
+    Attributes:
+        operands: Label of each operand; None for those that every tile reads whole.
+        results: Label of each result; None where it is made of all tiles.
+        kind: `MAPPED` if each tile makes a tile of the results; `FOLDED` if the result is the sum,
+            or another reduction, of what tiles make; `ADDED_INTO` if each tile adds into the first
+            operand.
+    """
+
+    operands: tuple[Label | None, ...]
+    results: tuple[Label | None, ...]
+    kind: str = MAPPED
+
+
+class Axes:
+    """The axes that go together in one equation, by the rule of its primitive."""
+
+    def __init__(self, eqn: Any) -> None:
+        self._eqn = eqn
+        self._count = len(eqn.invars)
+        self._all = self._count + len(eqn.outvars)
+        self._found: dict[tuple[int, int], Together] = {}
+        for group in () if eqn.effects else together(eqn):
+            if not any(_is_key(eqn, at) for at, _ in group[0]):
+                self._found.update((place, group) for place in group[0])
+
+    def division(self, at: int, label: Label, num_tiles: int) -> Division | None:
+        """The division of the equation in which one of its arrays has a label.
+
+        Args:
+            at: Position of the array among the operands, then results, of the equation.
+            label: The array's label.
+            num_tiles: Number of tiles.
+
+        Returns:
+            The division; None if tiles mix, or the primitive has no rule.
+        """
+        if self._eqn.primitive.name == "reshape":
+            return _reshaped(self._eqn, at, label, num_tiles)
+        if (at, label.axis) not in self._found:
+            return None
+        places, kind = self._found[at, label.axis]
+        labels: list[Label | None] = [None] * self._all
+        for position, axis in places:
+            labels[position] = Label(axis, label.outer, label.inner)
+        return Division(tuple(labels[: self._count]), tuple(labels[self._count :]), kind)
+
+
+def _is_key(eqn: Any, at: int) -> bool:
+    """Whether an equation's operand or result is of random keys, which stay whole."""
+    aval = (*eqn.invars, *eqn.outvars)[at].aval
+    return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _reshaped(eqn: Any, at: int, label: Label, num_tiles: int) -> Division | None:
+    """The division of a reshape: where the entries before and after the divided ones end up."""
+    if eqn.params.get("dimensions") is not None or eqn.params.get("sharding") is not None:
+        return None
+    if _is_key(eqn, 0):
+        return None
+    shapes = shape_of(eqn, 0), shape_of(eqn, 1)
+    mine, other = shapes[at], shapes[1 - at]
+    outer = math.prod(mine[: label.axis]) * label.outer
+    inner = label.inner * math.prod(mine[label.axis + 1 :])
+    found = _label_between(other, outer, inner, num_tiles)
+    if found is None:
+        return None
+    labels = (label, found) if at == 0 else (found, label)
+    return Division(labels[:1], labels[1:])
+
+
+def _label_between(shape: Sequence[int], outer: int, inner: int, num_tiles: int) -> Label | None:
+    """The label of which so many entries of a flat array lie outside, and inside, of a tile."""
+    before = 1
+    for axis, size in enumerate(shape):
+        after = math.prod(shape[axis + 1 :])
+        if size > 1 and not outer % before and not inner % after:
+            label = Label(axis, outer // before, inner // after)
+            if label.outer * num_tiles * label.inner == size:
+                return label
+        before *= size
+    return None

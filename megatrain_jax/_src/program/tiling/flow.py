@@ -1,0 +1,156 @@
+"""A jaxpr as a flat list of operations on numbered values, with all calls opened.
+
+Equations of a called jaxpr have variables of their own each time it is called. Numbers spare the
+making of new variables: an operation is an equation, of which only the primitive, the parameters
+and the context count, with the numbers of its operands and results.
+
+A worked example, `jit(lambda x: 2 * sin(x))(y) + y` with y an input::
+
+    values   0: y   1: the literal 2   2: sin y   3: 2 * sin y   4: the sum
+    ops      sin (0,) -> (2,)    mul (1, 2) -> (3,)    add (3, 0) -> (4,)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
+
+BARRIER = "optimization_barrier"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """An operation: an equation, and the numbers of the values that it reads and makes."""
+
+    eqn: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.eqn.primitive.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Flow:
+    """A jaxpr as operations on numbered values, without those that no output needs.
+
+    Attributes:
+        ops: The operations, each after those that make what it reads.
+        avals: Shape and dtype of each value.
+        constants: Literals and constants, by number.
+        inputs: Numbers of the inputs.
+        outputs: Numbers of the outputs.
+    """
+
+    ops: tuple[Op, ...]
+    avals: tuple[Any, ...]
+    constants: Mapping[int, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each value."""
+        return tuple(map(jx.num_bytes, self.avals))
+
+    def num_bytes(self, value: int) -> int:
+        """Bytes of a value."""
+        return self.sizes[value]
+
+
+def flow_of(jaxpr: Any) -> Flow:
+    """Opens all calls in a closed jaxpr, those of custom derivative rules and of remat as well.
+
+    Where a remat keeps its equations apart from equal ones outside, its operands pass a barrier,
+    as they do where JAX lowers it: the compiler would keep what is to be computed again.
+    """
+    opening = _Opening()
+    body = jx.opened(jaxpr)
+    inputs = [opening.value(v.aval) for v in body.invars]
+    outputs = opening.run(body, jx.constants(jaxpr), inputs)
+    ops = _needed(opening.ops, outputs)
+    return Flow(
+        ops=tuple(ops),
+        avals=tuple(opening.avals),
+        constants=opening.constants,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+    )
+
+
+class _Opening:
+    """The values and operations found so far."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.ops: list[Op] = []
+
+    def value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def constant(self, aval: Any, value: Any) -> int:
+        number = self.value(aval)
+        self.constants[number] = value
+        return number
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
+        """Adds the operations of an open jaxpr on these values; gives those of its results."""
+        env: dict[Any, int] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.constant(var.aval, const)
+
+        def number(atom: Any) -> int:
+            return self.constant(atom.aval, atom.val) if jx.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._eqn(eqn, [*map(number, eqn.invars)]), strict=True))
+        return [number(atom) for atom in jaxpr.outvars]
+
+    def _eqn(self, eqn: Any, reads: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name in CALLS or name in CUSTOM_RULES:
+            inner = eqn.params[CALLS.get(name, "call_jaxpr")]
+            return self.run(jx.opened(inner), jx.constants(inner), reads)
+        if name in REMAT:
+            if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+                reads = [self._barrier(eqn, v) for v in reads]
+            inner = eqn.params["jaxpr"]
+            return self.run(jx.opened(inner), jx.constants(inner), reads)
+        # A barrier of several values is one of each: which of them have tiles differs.
+        if name == BARRIER:
+            return [self._barrier(eqn, v) for v in reads]
+        makes = [self.value(v.aval) for v in eqn.outvars]
+        self.ops.append(Op(eqn, tuple(reads), tuple(makes)))
+        return makes
+
+    def _barrier(self, eqn: Any, value: int) -> int:
+        if value in self.constants:
+            return value
+        made = self.value(self.avals[value])
+        barrier = eqn.replace(primitive=_barrier_primitive(), params={}, effects=frozenset())
+        self.ops.append(Op(barrier, (value,), (made,)))
+        return made
+
+
+@functools.cache
+def _barrier_primitive() -> Any:
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
+
+
+def _needed(ops: Sequence[Op], outputs: Sequence[int]) -> list[Op]:
+    """The operations that outputs depend on, and those with effects."""
+    needed, kept = set(outputs), []
+    for op in reversed(ops):
+        if op.eqn.effects or not needed.isdisjoint(op.makes):
+            kept.append(op)
+            needed.update(op.reads)
+    return kept[::-1]

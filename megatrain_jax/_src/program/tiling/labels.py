@@ -1,0 +1,144 @@
+"""The labels of a flow's values: which operations are divided, and along which of their axes.
+
+A division of one value is carried to all that go together with it, in both directions. Where an
+operation could be divided in several ways, as the scores of attention along queries or keys, the
+labels that its operands got before it decide, and for what is made of nothing, as a mask, those
+that its readers want.
+
+A worked example, the loss of `x` f32[4, 8, 6] (examples, tokens, width) divided along tokens::
+
+    q = x wq            x (1, 1, 4)    q (1, 1, 4), along tokens as x
+    k = x wk                           k (1, 1, 4)
+    s = q k             q (1, 1, 4)    k whole; s (1, 1, 4), along queries
+    m = mask over keys                 m (1, 1, 4), since it is added to s
+    y = (s + m) x       s + m          x whole; y (1, 1, 4)
+    dw = y x            y, x           dw: a sum over tiles
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from megatrain_jax._src.program.tiling.axes import Axes, Division, Label
+from megatrain_jax._src.program.tiling.flow import Flow
+from megatrain_jax._src.program.tiling.rules import MAPPED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Labels:
+    """Which operations of a flow are divided, and how.
+
+    Attributes:
+        divisions: By position among the operations, those that are divided.
+        made: By value, the label that it is made with; the others are made whole.
+    """
+
+    divisions: Mapping[int, Division]
+    made: Mapping[int, Label]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Carried:
+    """All that follows from the label of one value.
+
+    Attributes:
+        ways: The divisions of each operation that has some, by its position.
+        labels: Values with their labels; one may have several.
+    """
+
+    ways: Mapping[int, Collection[Division]]
+    labels: Collection[tuple[int, Label]]
+
+
+class Carrier:
+    """What carries labels through a flow: who reads and makes each value, with which axes."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._axes = [Axes(op.eqn) for op in flow.ops]
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        for number, op in enumerate(flow.ops):
+            for at, v in enumerate((*op.reads, *op.makes)):
+                self._places.setdefault(v, []).append((number, at))
+
+    def carry(self, value: int, label: Label, num_tiles: int) -> Carried:
+        """Carries one value's label to all that goes together with it."""
+        ways: dict[int, dict[Division, None]] = {}
+        seen, todo = {(value, label)}, [(value, label)]
+        while todo:
+            value, label = todo.pop()
+            for number, at in self._places.get(value, ()):
+                way = self._axes[number].division(at, label, num_tiles)
+                if way is None or way in ways.setdefault(number, {}):
+                    continue
+                ways[number][way] = None
+                op = self._flow.ops[number]
+                labels = (*way.operands, *way.results)
+                for v, other in zip((*op.reads, *op.makes), labels, strict=True):
+                    if other is None or v in self._flow.constants or (v, other) in seen:
+                        continue
+                    seen.add((v, other))
+                    todo.append((v, other))
+        return Carried(ways={n: tuple(w) for n, w in ways.items() if w}, labels=seen)
+
+
+def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
+    """Chooses one division for each operation that has some.
+
+    Args:
+        flow: The flow.
+        carried: Its divisions.
+        last: Whether, of axes between which nothing else decides, the last one is divided instead
+            of the first. A softmax is along the keys of its scores, for example, so that loops are
+            fewer if these are divided along queries; which of the two comes first is the model's.
+    """
+    divisions: dict[int, Division] = {}
+    made: dict[int, Label] = {}
+    open_ways = {n: sorted(w, key=_order, reverse=last) for n, w in carried.ways.items()}
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for number, op in enumerate(flow.ops):
+        for at, v in enumerate(op.reads):
+            readers.setdefault(v, []).append((number, at))
+
+    def decide(number: int, way: Division) -> None:
+        divisions[number] = way
+        del open_ways[number]
+        if way.kind == MAPPED:
+            made.update(
+                (v, r) for v, r in zip(flow.ops[number].makes, way.results, strict=True) if r
+            )
+
+    def forward() -> None:
+        for number in sorted(open_ways):
+            op, options = flow.ops[number], open_ways[number]
+            known = [v in made for v in op.reads]
+            if len(options) == 1 or any(known):
+                decide(number, max(options, key=lambda way: _matching(flow, op.reads, way, made)))
+
+    while open_ways:
+        before = len(open_ways)
+        forward()
+        for number in sorted(open_ways, reverse=True):
+            wanted: Counter[Label] = Counter()
+            for v in flow.ops[number].makes:
+                for reader, at in readers.get(v, ()):
+                    if reader in divisions and (label := divisions[reader].operands[at]):
+                        wanted[label] += 1
+            options = [w for w in open_ways[number] if any(wanted[r] for r in w.results if r)]
+            if options:
+                decide(number, max(options, key=lambda w: sum(wanted[r] for r in w.results if r)))
+        if len(open_ways) == before:
+            decide(min(open_ways), open_ways[min(open_ways)][0])
+    return Labels(divisions=divisions, made=made)
+
+
+def _order(way: Division) -> tuple:
+    """Divisions in an order that does not change from run to run."""
+    labels = [*way.results, *way.operands]
+    return [(-1, 0, 0) if x is None else dataclasses.astuple(x) for x in labels], way.kind
+
+
+def _matching(flow: Flow, reads: tuple[int, ...], way: Division, made: Mapping[int, Label]) -> int:
+    """Bytes of the operands that a division reads tile by tile as they are made, less others."""
+    pairs = zip(reads, way.operands, strict=True)
+    return sum(flow.num_bytes(v) * (1 if made[v] == x else -1) for v, x in pairs if v in made)

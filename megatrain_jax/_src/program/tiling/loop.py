@@ -1,0 +1,90 @@
+"""A loop over tiles: slices of whole values in, parts of whole values and sums out.
+
+What a loop stores and sums up is its carry, which the compiler writes where it is. A stored array
+has an axis for the number of the tile until the loop ends; so has a whole one that is read in
+tiles.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from megatrain_jax._src.program.tiling.axes import Division, Label
+from megatrain_jax._src.program.tiling.flow import Flow, Op
+from megatrain_jax._src.program.tiling.labels import Labels
+from megatrain_jax._src.program.tiling.order import Loop
+from megatrain_jax._src.program.tiling.rules import MAPPED
+from megatrain_jax._src.program.tiling.tile import (
+    add_tile,
+    on_tile,
+    put,
+    start_of_sum,
+    take,
+)
+
+
+def run_loop(
+    loop: Loop, flow: Flow, labels: Labels, num_tiles: int, values: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Runs a loop over tiles.
+
+    Args:
+        loop: The loop.
+        flow: The flow that it is of.
+        labels: How the flow is divided.
+        num_tiles: Number of tiles.
+        values: All values that are whole by now, by number.
+
+    Returns:
+        The values that the loop stores or sums up, whole.
+    """
+    avals, made = flow.avals, labels.made
+    inside = {v for op, division in loop.ops if division.kind == MAPPED for v in op.makes}
+
+    def is_inside(v: int, label: Label) -> bool:
+        return v in inside and made[v] == label
+
+    sliced = {
+        (v, label): lax.reshape(values[v], label.split(avals[v].shape, num_tiles))
+        for op, division in loop.ops
+        for v, label in zip(op.reads, division.operands, strict=True)
+        if label is not None and not is_inside(v, label)
+    }
+    shapes = [made[v].split(avals[v].shape, num_tiles) for v in loop.stored]
+    buffers = [
+        jnp.zeros(shape, avals[v].dtype) for v, shape in zip(loop.stored, shapes, strict=True)
+    ]
+    summing = {v: (op, way) for op, way in loop.ops if way.kind != MAPPED for v in op.makes}
+    totals = [_start(*summing[v], values) for v in loop.summed]
+
+    def body(tile: Any, carry: tuple[Sequence[Any], Sequence[Any]]) -> tuple[list, list]:
+        own: dict[int, Any] = {}
+        sums = dict(zip(loop.summed, carry[1], strict=True))
+
+        def operand(v: int, label: Label | None) -> Any:
+            if label is None:
+                return values[v]
+            return own[v] if is_inside(v, label) else take(sliced[v, label], label, tile)
+
+        for op, way in loop.ops:
+            operands = [operand(v, x) for v, x in zip(op.reads, way.operands, strict=True)]
+            if way.kind == MAPPED:
+                parts = on_tile(op.eqn, way, tile, num_tiles, operands)
+                own.update(zip(op.makes, parts, strict=True))
+            else:
+                sums[op.makes[0]] = add_tile(op.eqn, way, sums[op.makes[0]], operands)
+        pairs = zip(loop.stored, carry[0], strict=True)
+        return [put(b, own[v], made[v], tile) for v, b in pairs], [sums[v] for v in loop.summed]
+
+    buffers, totals = lax.fori_loop(0, num_tiles, body, (buffers, totals))
+    pairs = zip((*loop.stored, *loop.summed), (*buffers, *totals), strict=True)
+    return {
+        v: lax.convert_element_type(lax.reshape(x, avals[v].shape), avals[v].dtype)
+        for v, x in pairs
+    }
+
+
+def _start(op: Op, division: Division, values: Mapping[int, Any]) -> Any:
+    return start_of_sum(op.eqn, division, [values.get(v) for v in op.reads])

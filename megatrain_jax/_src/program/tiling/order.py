@@ -1,0 +1,202 @@
+"""The order of a divided flow: which operations share a loop over tiles, what lies between them.
+
+Each operation has a level. Loop l computes the divided operations of level l, after the others of
+level l. What is made whole, or read otherwise than it was made, needs the loop before it to have
+ended. Levels are chosen so that the fewest bytes wait from one level to another: a linear program
+whose constraints are differences, so that its solution is whole numbers. A value that a later
+loop needs is stored, or computed again there from values that are stored anyway.
+
+A worked example, a decoder's block with its backward, `x` and `dy` given::
+
+    level 0   loop   n = norm x;  q, k, v = n w                          q, k, v are stored
+    level 1   whole  a = attention q k v
+              loop   h = x + a w; y = h + mlp h;  dh = mlp' dy;  da      dh, da; sums for weights
+    level 2   whole  dq, dk, dv = attention' q k v da
+              loop   n = norm x, again;  sums for weights of n and dq;  dx
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from megatrain_jax._src.program.primitives import CUMULATIVE, PRODUCTS
+from megatrain_jax._src.program.tiling.axes import Division
+from megatrain_jax._src.program.tiling.flow import Flow, Op
+from megatrain_jax._src.program.tiling.labels import Labels
+from megatrain_jax._src.program.tiling.rules import MAPPED
+
+# What is not computed again to spare a value's bytes.
+_COSTLY = PRODUCTS | CUMULATIVE | {"sort", "top_k"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Loop:
+    """A loop over tiles.
+
+    Attributes:
+        ops: The operations of each tile, in order, with their divisions.
+        stored: Values of which each tile writes its part.
+        summed: Values to which each tile contributes.
+    """
+
+    ops: tuple[tuple[Op, Division], ...]
+    stored: tuple[int, ...]
+    summed: tuple[int, ...]
+
+
+def ordered(flow: Flow, labels: Labels) -> tuple[Loop | Op, ...]:
+    """A divided flow as loops over tiles and operations on whole values, one after another."""
+    reads = _Reads(flow, labels)
+    levels = _levels(flow, labels, reads)
+    stored = _stored(flow, labels, reads, levels)
+    steps: list[Loop | Op] = []
+    for level in range(max(levels, default=0) + 1):
+        own = [n for n, at in enumerate(levels) if at == level]
+        steps += [flow.ops[n] for n in own if n not in labels.divisions]
+        loop = _loop(flow, labels, reads, stored, [n for n in own if n in labels.divisions])
+        if loop.ops:
+            steps.append(loop)
+    return tuple(steps)
+
+
+class _Reads:
+    """Who makes each value, and who reads it how."""
+
+    def __init__(self, flow: Flow, labels: Labels) -> None:
+        self.maker = {v: n for n, op in enumerate(flow.ops) for v in op.makes}
+        # For each operation, its operands that others make: those it reads tile by tile as they
+        # are made, and those that have to be whole first.
+        self.along: list[list[int]] = []
+        self.whole: list[list[int]] = []
+        for n, op in enumerate(flow.ops):
+            division = labels.divisions.get(n)
+            operands = division.operands if division else (None,) * len(op.reads)
+            made = [(v, x) for v, x in zip(op.reads, operands, strict=True) if v in self.maker]
+            along = {v for v, x in made if x is not None and labels.made.get(v) == x}
+            # An operand may be read both ways, as the two sides of one product.
+            whole = {v for v, x in made if x is None or labels.made.get(v) != x}
+            self.along.append(sorted(along))
+            self.whole.append(sorted(whole))
+
+
+def _levels(flow: Flow, labels: Labels, reads: _Reads) -> list[int]:
+    """The level of each operation, such that the fewest bytes wait between levels."""
+    # By pair of operations, how many levels the second is above the first at the least.
+    edges: dict[tuple[int, int], int] = {}
+    lasts: dict[int, set[int]] = {}
+    for n in range(len(flow.ops)):
+        for v in reads.along[n] + reads.whole[n]:
+            maker = reads.maker[v]
+            waits = maker in labels.divisions and (v in reads.whole[n] or v not in labels.made)
+            edges[maker, n] = max(edges.get((maker, n), 0), int(waits))
+            lasts.setdefault(v, set()).add(n)
+    firing = [n for n, op in enumerate(flow.ops) if op.eqn.effects]
+    edges.update({pair: 0 for pair in itertools.pairwise(firing) if pair not in edges})
+    earliest = [0] * len(flow.ops)
+    for (maker, n), step in sorted(edges.items(), key=lambda item: item[0][1]):
+        earliest[n] = max(earliest[n], earliest[maker] + step)
+    if not max(earliest, default=0):
+        return earliest
+    return _least_waiting(flow, reads, edges, lasts, max(earliest))
+
+
+def _least_waiting(
+    flow: Flow,
+    reads: _Reads,
+    edges: Mapping[tuple[int, int], int],
+    lasts: Mapping[int, set[int]],
+    highest: int,
+) -> list[int]:
+    """Solves for levels: minimal bytes, each times the levels from its making to its last use."""
+    count = len(flow.ops)
+    values = sorted(lasts)
+    cost = np.full(count + len(values), 1e-6)
+    total = sum(map(flow.num_bytes, values)) or 1
+    rows: list[tuple[int, int, int]] = [(a, b, step) for (a, b), step in edges.items()]
+    for at, v in enumerate(values, count):
+        size = flow.num_bytes(v) / total
+        cost[at] += size
+        cost[reads.maker[v]] -= size
+        rows += [(n, at, 0) for n in lasts[v]]
+    first, second, step = (np.array(column) for column in zip(*rows, strict=True))
+    which = np.arange(len(rows))
+    signs = np.repeat([1.0, -1.0], len(rows))
+    places = (np.concatenate([which, which]), np.concatenate([first, second]))
+    matrix = csr_array((signs, places), shape=(len(rows), len(cost)))
+    found = linprog(cost, A_ub=matrix, b_ub=-step, bounds=(0, highest), method="highs-ds")
+    assert found.success, found.message
+    return [int(level) for level in np.rint(found.x[:count])]
+
+
+def _stored(flow: Flow, labels: Labels, reads: _Reads, levels: Sequence[int]) -> set[int]:
+    """The values made in tiles that are stored whole."""
+    outputs = set(flow.outputs)
+    stored = {v for whole in reads.whole for v in whole} | outputs
+    stored &= labels.made.keys()
+    for level in range(1, max(levels) + 1):
+        own = [n for n in labels.divisions if levels[n] == level]
+        needed = {v for n in own for v in reads.along[n] if levels[reads.maker[v]] < level}
+        stored |= _cut(flow, labels, reads, needed - stored, stored)
+    return stored
+
+
+def _cut(
+    flow: Flow, labels: Labels, reads: _Reads, needed: Iterable[int], stored: set[int]
+) -> set[int]:
+    """The fewest bytes to store so that all that is needed can be computed again from them.
+
+    A minimal cut: from what is needed there is a way to each value that it is made of, through an
+    edge of that value's bytes, up to what can't be computed again. Stored values end a way.
+    """
+    nodes: dict[int, int] = {}
+    edges: dict[tuple[int, int], int] = {}
+    endless = 2**31 - 1
+    todo = list(needed)
+    if not todo:
+        return set()
+    unit = max(1, sum(map(flow.num_bytes, labels.made)) // 2**29)
+    source, sink = 0, 1
+    while todo:
+        v = todo.pop()
+        if v in nodes:
+            continue
+        at = nodes[v] = 2 + 2 * len(nodes)
+        edges[at, at + 1] = max(1, flow.num_bytes(v) // unit)
+        maker = reads.maker[v]
+        if flow.ops[maker].name in _COSTLY:
+            edges[at + 1, sink] = endless
+        todo += [u for u in reads.along[maker] if u not in stored]
+    for v, at in nodes.items():
+        maker = reads.maker[v]
+        edges.update({(at + 1, nodes[u]): endless for u in reads.along[maker] if u not in stored})
+    edges.update({(source, nodes[v]): endless for v in needed})
+    first, second = zip(*edges, strict=True)
+    size = 2 + 2 * len(nodes)
+    capacity = csr_array((np.array([*edges.values()], np.int32), (first, second)), (size, size))
+    rest = capacity - maximum_flow(capacity, source, sink).flow
+    rest.eliminate_zeros()
+    reached = set(breadth_first_order(rest, source, return_predecessors=False))
+    return {v for v, at in nodes.items() if at in reached and at + 1 not in reached}
+
+
+def _loop(flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]) -> Loop:
+    """The loop in which these operations have their place: only what is stored or summed up."""
+    summed = [v for n in own if labels.divisions[n].kind != MAPPED for v in flow.ops[n].makes]
+    kept = [v for n in own for v in flow.ops[n].makes if v in stored]
+    mine, found = set(own), set()
+    todo = [reads.maker[v] for v in [*summed, *kept]]
+    while todo:
+        n = todo.pop()
+        if n in found:
+            continue
+        found.add(n)
+        for v in reads.along[n]:
+            if v not in stored or reads.maker[v] in mine:
+                todo.append(reads.maker[v])
+    ops = tuple((flow.ops[n], labels.divisions[n]) for n in sorted(found))
+    return Loop(ops=ops, stored=tuple(kept), summed=tuple(summed))

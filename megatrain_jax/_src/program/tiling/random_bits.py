@@ -1,0 +1,67 @@
+"""Random bits of some elements of an array, the same as if all of them were drawn.
+
+JAX's partitionable Threefry makes the bits of an element of its number in the array alone, 64 bits
+wide: `threefry2x32(key, high and low half of the number)`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import random as jex_random
+
+from megatrain_jax._src.program.tiling.axes import Label
+
+
+def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) -> Any:
+    """A tile of what a `random_bits` equation draws.
+
+    Args:
+        eqn: The equation.
+        label: Label of its result.
+        tile: Number of the tile.
+        num_tiles: Number of tiles.
+        key: The key, of the implementation `threefry2x32`.
+    """
+    shape, width = eqn.params["shape"], eqn.params["bit_width"]
+    high, low = _numbers(label.split(shape, num_tiles), label.axis + 1, tile)
+    first, second = (lax.broadcast(x, low.shape) for x in jax.random.key_data(key))
+    own = (*shape[: label.axis], label.outer * label.inner, *shape[label.axis + 1 :])
+    bits = jex_random.threefry2x32_p.bind(first, second, high, low)
+    high, low = (x.reshape(own) for x in bits)
+    if width == 64:
+        wide = [lax.convert_element_type(x, jnp.uint64) for x in (high, low)]
+        return lax.shift_left(wide[0], jnp.uint64(32)) | wide[1]
+    return lax.convert_element_type(high ^ low, jnp.dtype(f"uint{width}"))
+
+
+def _numbers(shape: Sequence[int], axis: int, at: Any) -> tuple[Any, Any]:
+    """The numbers of those elements of an array that are at one place of an axis.
+
+    Returns:
+        The upper and lower 32 bits of each number, of the shape without the axis.
+    """
+    own = (*shape[:axis], *shape[axis + 1 :])
+    high, low = (jnp.zeros(own, jnp.uint32) for _ in range(2))
+    for d, size in enumerate(shape):
+        if d == axis:
+            entry = lax.convert_element_type(at, jnp.uint32)
+        else:
+            entry = lax.broadcasted_iota(jnp.uint32, own, d - (d > axis))
+        carried, low = _wide_product(low, size)
+        low = low + entry
+        high = high * jnp.uint32(size) + carried + (low < entry).astype(jnp.uint32)
+    return high, low
+
+
+def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
+    """The upper and lower 32 bits of the product of 32-bit numbers and a factor below 2**32."""
+    half, sixteen = jnp.uint32(0xFFFF), jnp.uint32(16)
+    x0, x1 = x & half, x >> sixteen
+    f0, f1 = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
+    middle = x1 * f0 + (x0 * f0 >> sixteen)
+    carry = x0 * f1 + (middle & half)
+    high = x1 * f1 + (middle >> sixteen) + (carry >> sixteen)
+    return high, x * jnp.uint32(factor)

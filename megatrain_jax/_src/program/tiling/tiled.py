@@ -1,0 +1,158 @@
+"""A jaxpr that is computed tile by tile, so that most of its values never exist whole."""
+
+import dataclasses
+import math
+from typing import Any
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.tiling.axes import Label
+from megatrain_jax._src.program.tiling.flow import Flow, Op, flow_of
+from megatrain_jax._src.program.tiling.labels import Carried, Carrier, Labels, chosen
+from megatrain_jax._src.program.tiling.loop import run_loop
+from megatrain_jax._src.program.tiling.memory import loop_bytes, peak_bytes
+from megatrain_jax._src.program.tiling.order import Loop, ordered
+
+_SEEDS = 8  # shapes of values whose axes are tried: those of most bytes
+_TRIED = 3  # ways to divide that are compared by the memory they need
+_COMPARED = 64  # tiles in which they are compared, or in as many as they can have
+_MANY = 2**20  # tiles of which one takes next to nothing
+_WORTH = 0.9  # share of the whole's memory above which tiles are not worth their time
+_SMALL = 64  # a loop within which less than this part of the whole's memory lives is no loop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tiled:
+    """A jaxpr divided into tiles: a function that computes the same, tile by tile.
+
+    Attributes:
+        jaxpr: The jaxpr, closed.
+        num_tiles: Number of tiles.
+        num_rows: Entries of the axis that is divided: tokens, as a rule.
+        flow: The jaxpr as operations on numbered values.
+        labels: How its operations are divided.
+        steps: The loops over tiles, and the operations on whole values between them, in order.
+    """
+
+    jaxpr: Any
+    num_tiles: int
+    num_rows: int
+    flow: Flow
+    labels: Labels
+    steps: tuple[Loop | Op, ...]
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Entries of the divided axis in one tile."""
+        return self.num_rows // self.num_tiles
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Computes the jaxpr's results from its arguments, flat; traceable."""
+        flow = self.flow
+        values: dict[int, Any] = dict(flow.constants)
+        values.update(zip(flow.inputs, args, strict=True))
+        for step in self.steps:
+            if isinstance(step, Op):
+                made = jx.bind(step.eqn, [values[v] for v in step.reads])
+                values.update(zip(step.makes, made, strict=True))
+            else:
+                values.update(run_loop(step, flow, self.labels, self.num_tiles, values))
+        return [values[v] for v in flow.outputs]
+
+
+def tiled(jaxpr: Any, num_tiles: int, *, num_devices: int = 1) -> Tiled | None:
+    """Divides a jaxpr into tiles along the axis along which that spares the most memory.
+
+    Args:
+        jaxpr: A closed jaxpr.
+        num_tiles: Number of tiles, above 1.
+        num_devices: Number of devices that may divide the same axis: each tile takes as many rows
+            from the part of each.
+
+    Returns:
+        The division; None if no axis can be divided so, or less than a tenth would be spared.
+    """
+    return _best(jaxpr, flow_of(jaxpr), num_tiles, num_devices, at_least=num_tiles)
+
+
+def tile_counts(jaxpr: Any, *, num_devices: int = 1) -> tuple[int, ...]:
+    """Numbers of tiles worth trying for a closed jaxpr, ascending; empty if it can't be divided.
+
+    They are the divisors of the number of rows that are multiples of its first prime factor.
+    """
+    flow = flow_of(jaxpr)
+    for prime in (2, 3, 5, 7):
+        found = _best(jaxpr, flow, prime, num_devices, at_least=_MANY)
+        if found is not None:
+            most = found.num_rows // num_devices
+            return tuple(k for k in range(prime, most + 1, prime) if not most % k)
+    return ()
+
+
+def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: int) -> Tiled | None:
+    """The division that needs the least memory, in many tiles: its axis depends on no number.
+
+    Of equal ones it is that which reaches the most. None if `at_least` tiles spare too little.
+    """
+    found, least = None, None
+    for carried in _candidates(flow, num_tiles, num_devices):
+        for last in (False, True):
+            labels = chosen(flow, carried, last=last)
+            steps = ordered(flow, labels)
+            rows = math.gcd(*(x.inner for x in labels.made.values())) * num_tiles * num_devices
+            peak = peak_bytes(flow, steps, min(rows, _COMPARED))
+            if least is None or peak < least:
+                found, least = (labels, steps, rows), peak
+    if found is None:
+        return None
+    labels, steps, rows = found
+    whole = peak_bytes(flow, flow.ops, num_tiles)
+    if peak_bytes(flow, steps, at_least) > _WORTH * whole:
+        return None
+    labels, steps = _without_small_loops(flow, labels, steps, whole // _SMALL)
+    return Tiled(
+        jaxpr=jaxpr, num_tiles=num_tiles, num_rows=rows, flow=flow, labels=labels, steps=steps
+    )
+
+
+def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
+    """The ways to divide a flow that reach the most bytes."""
+    carrier, found = Carrier(flow), []
+    for v in _seeds(flow):
+        for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
+            label = Label(axis, num_devices, size // (num_tiles * num_devices))
+            if size % (num_tiles * num_devices) or any((v, label) in x.labels for x in found):
+                continue
+            found.append(carrier.carry(v, label, num_tiles))
+
+    def reached(carried: Carried) -> int:
+        return sum(map(flow.num_bytes, {v for v, _ in carried.labels}))
+
+    return sorted(found, key=reached, reverse=True)[:_TRIED]
+
+
+def _seeds(flow: Flow) -> list[int]:
+    """The values with the most bytes that a flow makes, one of each shape."""
+    made = sorted((v for op in flow.ops for v in op.makes), key=flow.num_bytes, reverse=True)
+    shapes = {getattr(flow.avals[v], "shape", ()): v for v in reversed(made)}
+    return sorted(shapes.values(), key=flow.num_bytes, reverse=True)[:_SEEDS]
+
+
+def _without_small_loops(
+    flow: Flow, labels: Labels, steps: tuple[Loop | Op, ...], limit: int
+) -> tuple[Labels, tuple[Loop | Op, ...]]:
+    """The flow with what small loops compute made whole: a loop costs time, and spares nothing.
+
+    The sum of a mask, which a mean divides by, is an example.
+    """
+    loops = [step for step in steps if isinstance(step, Loop)]
+    small = [loop for loop in loops if loop_bytes(flow, loop) <= limit]
+    kept = {op for loop in loops if loop not in small for op, _ in loop.ops}
+    whole = {op for loop in small for op, _ in loop.ops} - kept
+    if not whole:
+        return labels, steps
+    makes = {v for op in whole for v in op.makes}
+    fewer = Labels(
+        divisions={n: d for n, d in labels.divisions.items() if flow.ops[n] not in whole},
+        made={v: x for v, x in labels.made.items() if v not in makes},
+    )
+    return _without_small_loops(flow, fewer, ordered(flow, fewer), limit)

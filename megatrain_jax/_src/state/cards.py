@@ -1,0 +1,243 @@
+"""The cards that are known by name: what was measured or published of each, and its source."""
+
+import re
+from dataclasses import replace
+
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.state import host_memory
+from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.placement import default_device
+
+_GIB = 2**30
+
+# Typical hosts: an eighth of a server with eight cards and 2 TiB (H200, H100) or 1 TiB (A100), and
+# a desktop computer of the card's time.
+#
+# Measured with JAX 0.11.2: copies of 300 MiB between pinned host memory and the device (of a few
+# GiB: 53 GB/s; 300 MiB both ways at once: 45 GB/s each), large bfloat16 matrix products. The card
+# reports 143771 MiB. With four cards, on one NUMA node: copies both ways at once of all of them
+# 156 GiB/s in all (157 to the devices alone, 123 from them alone; of two cards both ways 135), and
+# 246 GiB/s into each for a cast to bfloat16 with an all-gather. Attention by cuDNN with 28 heads, 4
+# of keys and values, of width 128, causal: 530 TFLOP/s within steps on sequences of 262,144 tokens;
+# alone on 4,096 tokens 510 forward and 460 forward and backward.
+H200 = Hardware(
+    name="NVIDIA H200",
+    typical_host_bytes=256 * _GIB,
+    device_bytes=143771 * 2**20,
+    link_bytes_per_s=47e9,
+    host_bytes_per_s=156 * _GIB,
+    peer_bytes_per_s=246 * _GIB,
+    flops_per_s=730e12,
+    memory_bytes_per_s=4.8e12,
+    sustained=0.8,
+    sustained_attention=530 / 730,
+    source="measured",
+)
+# The rest as an H200's: link, host, NVLink, what whole steps reach, TFLOP/s of attention. Measured:
+# a bfloat16 matrix product of 8192 x 8192 x 8192 (778 to 798 TFLOP/s). NVIDIA H100 Tensor Core GPU
+# data sheet (SXM): 3.35 TB/s; the card reports 81559 MiB. FlashAttention-3 (arXiv 2407.08608) has
+# for cuDNN's attention in heads of width 128 on 16,384 tokens 539 TFLOP/s forward, causal, and 516
+# backward, not causal.
+H100 = replace(
+    H200,
+    name="NVIDIA H100 80GB",
+    device_bytes=81559 * 2**20,
+    flops_per_s=778e12,
+    memory_bytes_per_s=3.35e12,
+    sustained_attention=530 / 778,
+    source="measured, but for a link as an H200's",
+)
+# The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
+# carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way. A host that has several of them: AMD
+# EPYC 7003 (128 lanes of PCIe 4.0), 8 channels x 8 bytes x 3200 MT/s = 204.8 GB/s a socket.
+# Attention reaches 50 to 73% of an A100's peak (FlashAttention-2, arXiv 2307.08691): 60% here, and
+# the same is assumed of all cards that nothing else is known of.
+_EPYC_SOCKET = 204.8e9
+# NVIDIA A100 Tensor Core GPU data sheet (80 GB): 312 TFLOP/s; NVLink 600 GB/s, half each way.
+# NVIDIA DGX A100 data sheet: two sockets of AMD EPYC 7742, whose memory is that of the 7003.
+A100_80GB = Hardware(
+    name="NVIDIA A100 80GB",
+    typical_host_bytes=128 * _GIB,
+    device_bytes=80 * _GIB,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=2 * _EPYC_SOCKET,
+    peer_bytes_per_s=300e9,
+    flops_per_s=312e12,
+    memory_bytes_per_s=2.0e12,
+    source="vendor peak",
+)
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3080 (10 GB): 59.5 TFLOP/s, no
+# NVLink.
+RTX_3080 = Hardware(
+    name="NVIDIA GeForce RTX 3080",
+    typical_host_bytes=32 * _GIB,
+    device_bytes=10 * _GIB,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=59.5e12,
+    memory_bytes_per_s=760e9,
+    source="vendor peak",
+)
+# NVIDIA Ada GPU architecture white paper, GeForce RTX 4090: 165.2 TFLOP/s, no NVLink; its driver
+# has cards exchange nothing without the host.
+RTX_4090 = Hardware(
+    name="NVIDIA GeForce RTX 4090",
+    typical_host_bytes=64 * _GIB,
+    device_bytes=24 * _GIB,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=165.2e12,
+    memory_bytes_per_s=1008e9,
+    source="vendor peak",
+)
+
+# NVIDIA Ampere GA102 GPU architecture white paper, GeForce RTX 3090: 71 TFLOP/s. A bridge for two
+# of them is not counted.
+RTX_3090 = Hardware(
+    name="NVIDIA GeForce RTX 3090",
+    typical_host_bytes=64 * _GIB,
+    device_bytes=24 * _GIB,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=71e12,
+    memory_bytes_per_s=936e9,
+    source="vendor peak",
+)
+# NVIDIA L40S data sheet: 362.05 TFLOP/s, half of what it says of sparse products; no NVLink. With
+# its error correction the card reports 46068 MiB.
+L40S = Hardware(
+    name="NVIDIA L40S",
+    typical_host_bytes=128 * _GIB,
+    device_bytes=46068 * 2**20,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=362.05e12,
+    memory_bytes_per_s=864e9,
+    source="vendor peak",
+)
+# PCIe 5.0 x16 carries 32 GT/s x 16 lanes x 128/130 = 63 GB/s each way. A host that has several such
+# cards: AMD EPYC 9004 (128 lanes of PCIe 5.0), 12 channels x 8 bytes x 4800 MT/s = 460.8 GB/s a
+# socket.
+#
+# NVIDIA RTX Blackwell GPU architecture white paper, GeForce RTX 5090: 209.5 TFLOP/s, no NVLink. The
+# card reports 32607 MiB.
+RTX_5090 = Hardware(
+    name="NVIDIA GeForce RTX 5090",
+    typical_host_bytes=96 * _GIB,
+    device_bytes=32607 * 2**20,
+    link_bytes_per_s=63e9,
+    host_bytes_per_s=460.8e9,
+    flops_per_s=209.5e12,
+    memory_bytes_per_s=1792e9,
+    source="vendor peak",
+)
+# NVIDIA Blackwell architecture technical brief, HGX B200: 2.25 PFLOP/s, half of what it says of
+# sparse products; 8 TB/s; NVLink 1.8 TB/s, half each way. The card reports 183359 MiB. The host is
+# that of a DGX B200: two sockets, 8 channels x 8 bytes x 5600 MT/s = 358.4 GB/s each, and 2 TiB for
+# eight cards.
+B200 = Hardware(
+    name="NVIDIA B200",
+    typical_host_bytes=256 * _GIB,
+    device_bytes=183359 * 2**20,
+    link_bytes_per_s=63e9,
+    host_bytes_per_s=2 * 358.4e9,
+    peer_bytes_per_s=900e9,
+    flops_per_s=2250e12,
+    memory_bytes_per_s=8e12,
+    source="vendor peak",
+)
+# NVIDIA GH200 Grace Hopper Superchip data sheet, with 96 GB of HBM3 and 480 GB of LPDDR5X: 990
+# TFLOP/s, 4 TB/s; NVLink-C2C 900 GB/s, half each way; 384 GB/s of the host's memory, which is less.
+# The card reports 97871 MiB. Several of them in one host are not counted.
+GH200 = Hardware(
+    name="NVIDIA GH200 480GB",
+    typical_host_bytes=480 * 10**9,
+    device_bytes=97871 * 2**20,
+    link_bytes_per_s=450e9,
+    host_bytes_per_s=384e9,
+    flops_per_s=990e12,
+    memory_bytes_per_s=4e12,
+    source="vendor peak",
+)
+
+_BY_NAME = {
+    "A100": A100_80GB,
+    "A100 80GB": A100_80GB,
+    "B200": B200,
+    "GH200": GH200,
+    "H100": H100,
+    "H200": H200,
+    "L40S": L40S,
+    "RTX 3080": RTX_3080,
+    "RTX 3090": RTX_3090,
+    "RTX 4090": RTX_4090,
+    "RTX 5090": RTX_5090,
+}
+_NAMES = ", ".join(_BY_NAME)
+_ASSUMED = "assumed, those of an A100"
+_BY_DEVICE_KIND = {
+    "NVIDIA H200": H200,
+    "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA A100-SXM4-80GB": A100_80GB,
+    "NVIDIA A100 80GB PCIe": A100_80GB,
+    "NVIDIA GeForce RTX 3080": RTX_3080,
+    "NVIDIA GeForce RTX 3090": RTX_3090,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+    "NVIDIA GeForce RTX 5090": RTX_5090,
+    "NVIDIA L40S": L40S,
+    "NVIDIA B200": B200,
+    "NVIDIA GH200 480GB": GH200,
+}
+
+
+def card(name: str) -> Hardware:
+    """Looks up a card by its name, whatever its capitals, blanks, hyphens and underscores.
+
+    Args:
+        name: A name such as "H100" or "RTX 4090".
+
+    Returns:
+        The card, in a typical host.
+
+    Raises:
+        TypeError: If the name is no string.
+        ValueError: If no such card is known.
+
+    Examples:
+        >>> card("rtx-4090").device_bytes // 2**30
+        24
+    """
+    if not isinstance(name, str):
+        raise TypeError(checks.refused("name", f"the name of a card ({_NAMES})", name))
+    found = {_plain(known): machine for known, machine in _BY_NAME.items()}.get(_plain(name))
+    if found is None:
+        raise ValueError(
+            f"no card {name!r} is known, but {_NAMES}; describe others as "
+            "megatrain_jax.Hardware(...)"
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def this_machine() -> Hardware | None:
+    """Looks up the first JAX device among the known cards; starts JAX's backend.
+
+    Returns:
+        The card with this machine's host memory and the device memory that JAX may use here; for a
+        GPU that is not known, rates of another one; `None` for what is no GPU.
+    """
+    device = default_device()
+    if device.platform != "gpu":
+        return None
+    unknown = replace(A100_80GB, name=device.device_kind, device_bytes=None, source=_ASSUMED)
+    known = _BY_DEVICE_KIND.get(device.device_kind, unknown)
+    # An allocator that takes memory as it needs it says 0.
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    share = 1.0 if limit else known.device_share
+    limit = limit or known.device_bytes
+    return replace(
+        known, host_bytes=host_memory.total_bytes(), device_bytes=limit, device_share=share
+    )

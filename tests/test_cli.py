@@ -1,0 +1,223 @@
+"""The command `megatrain-jax plan`: models by name and by folder, mistakes, the largest sizes."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import models
+from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, KnownModel, known_model
+from megatrain_jax._src.cli.largest import confirmed, fits, largest, largest_sizes, shallow
+from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
+from megatrain_jax._src.cli.sizes import batch_shapes
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def count(config: dict[str, Any]) -> int:
+    """Parameters of the abstract model."""
+    sizes = models.DecoderConfig.from_hf(config)
+    model = nnx.eval_shape(lambda: models.Decoder(sizes, rngs=nnx.Rngs(0)))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def test_known_models_have_the_published_number_of_parameters():
+    assert len(KNOWN_MODELS) >= 40
+    sample = random.Random(0).sample(sorted(KNOWN_MODELS), 16)
+    for name, known in ((name, KNOWN_MODELS[name]) for name in sample):
+        # All layers of a model have the same parameters, so two of them say how many a layer has.
+        one, two = (count(known.config() | {"num_hidden_layers": n}) for n in (1, 2))
+        assert one + (known.layers - 1) * (two - one) == known.num_parameters, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_whole_known_models_have_the_published_number_of_parameters(name: str):
+    known = KNOWN_MODELS[name]
+    assert count(known.config()) == known.num_parameters
+
+
+def test_known_models_are_found_by_name():
+    found = known_model("Qwen/qwen3-8b")
+    assert found is KNOWN_MODELS["Qwen3-8B"] and known_model("Qwen3") is None
+    assert len({name.lower() for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The folder of a model of three layers, without weights."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+def test_a_plan_is_that_of_the_library(tiny, capsys):
+    options = ["--gpu", "h100", "--gpus", "2", "--host", "8GiB", "--tokens", "512"]
+    for model in (str(tiny), str(tiny / "config.json")):
+        assert main(["plan", model, *options, "--length=128", "--state", "compact"]) == 0
+        printed = capsys.readouterr().out
+        plan = mt.plan(
+            lambda: models.Decoder(config_of(str(tiny)), rngs=nnx.Rngs(0)),
+            models.next_token_loss,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, b2=0.95)),
+            batch_shapes(4, 128),
+            hardware="H100",
+            host_gib=8,
+            num_gpus=2,
+            precision=mt.Precision.compact(),
+        )
+        assert f"{model}, 4 rows of 128 tokens a step, on 2 × NVIDIA H100 80GB" in printed
+        assert str(plan) in printed and plan.seconds_per_step
+        assert f"tokens a second, estimate: {512 / plan.seconds_per_step:,.0f}\n" in printed
+
+
+def test_a_plan_by_name_is_that_of_its_sizes(capsys):
+    options = ["--gpu", "RTX 4090", "--host", "1.5GiB", "--tokens", "2048", "--length", "1024"]
+    assert main(["plan", "smollm2-135m", *options]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("smollm2-135m, 2 rows of 1,024 tokens a step, on NVIDIA GeForce RTX")
+    assert "135M parameters in 32 groups" in printed and "DOES NOT FIT in 1.50 GiB" in printed
+    assert "It does not fit. Less is needed with --state compact" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plna"], "there is no command 'plna', but plan and finetune"),
+        (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
+        (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
+        (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known, but A100, "),
+        (["plan", "Qwen3-8B"], "there is no GPU here to plan for: name one, such as --gpu H100"),
+        (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
+        (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus: Expected a <class 'int'>"),
+        (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
+        (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
+        (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
+        (["plan", "--tokens=8192"], "`tokens` needs a model"),
+        (["plan", "--state", "int3"], "--state: Expected a typing.Literal['float32', 'bfloat16'"),
+        (["plan", "--clip", "-1"], "`clip` must be a finite number above 0"),
+        (["plan", "--gpuss", "H100"], "unrecognized arguments: --gpuss H100"),
+        (["plan", "--device-budget", "most", "--gpu=H100"], "`device_budget` must be bytes"),
+        (["plan", "--config", "there/is/none.yaml"], "none.yaml"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_in_a_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and message in printed.err and printed.err.count("\n") == 1
+
+
+def test_a_printed_configuration_is_read_again(tiny, tmp_path, capsys):
+    given = ["plan", str(tiny), "--gpu", "L40S", "--tokens", "512", "--length", "256"]
+    assert main([*given, "--print-config"]) == 0
+    written = capsys.readouterr().out
+    assert "# Tokens of a row." in written and "length: 256\n" in written
+    file = tmp_path / "plan.yaml"
+    file.write_text(written)
+    assert main(["plan", "--config", str(file), "--length", "512"]) == 0
+    assert "1 row of 512 tokens a step, on NVIDIA L40S" in capsys.readouterr().out
+    file.write_text("lenght: 256\n")
+    assert main(["plan", "--config", str(file)]) == 2
+    assert "lenght" in capsys.readouterr().err
+
+
+def needs(rng: random.Random) -> Callable[[int], float]:
+    """A need that rises with a number: lines that a compiled function's largest value follows."""
+    lines = [(rng.uniform(0, 50), rng.uniform(0.01, 5)) for _ in range(rng.randrange(1, 4))]
+    return lambda n: max(base + slope * n for base, slope in lines)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_largest_number_is_found_with_few_probes(seed: int):
+    need, limit, probes = needs(random.Random(seed)), 100.0, []
+
+    def probed(n: int) -> float:
+        probes.append(n)
+        return need(n)
+
+    found = largest(probed, limit)
+    exact = max((n for n in range(1, 20_000) if need(n) <= limit), default=0)
+    assert found <= exact and len(probes) <= 12
+    close = found >= exact / (1 + 1 / 16) - 1
+    assert close or need(found) >= limit * (1 - 1 / 16)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_found_is_confirmed_by_whole_plans(seed: int):
+    rng = random.Random(seed)
+    exact, start = rng.randrange(0, 300), rng.randrange(0, 300)
+    planned: Any = lambda n: SimpleNamespace(n=n, fits_device=n <= exact, fits_host=None)  # noqa: E731
+    found = confirmed(planned, start)
+    reachable = min(exact, start)
+    if not reachable:
+        assert found is None
+        return
+    assert found is not None and found[1].n == found[0] <= reachable
+    assert found[0] >= reachable - 1 - reachable // 8
+
+
+def test_few_layers_stand_for_all_kinds_of_layers():
+    config = config_of("Gemma-3-1B")
+    few = shallow(config)
+    assert few.num_layers == 7 and set(few.windows) == set(config.windows) == {None, 512}
+    sparse = shallow(config_of("Qwen3-30B-A3B"))
+    assert sparse.experts and sparse.experts.layers == tuple(range(7))
+
+
+@pytest.mark.long
+def test_the_largest_sizes_fit_and_larger_ones_do_not(tiny):
+    planner = Planner(PlanSettings(gpu="RTX3080", host="6GiB", length=512))
+    config = config_of(str(tiny))
+    sizes = list(largest_sizes(planner, "tiny", config))
+    assert [size.what for size in sizes] == ["batch", "context", "model"]
+    assert all(fits(size.plan) and size.model in str(size) for size in sizes)
+    batch, context, _ = sizes
+    assert batch.length == 512 and context.rows == 1
+    assert not fits(planner.plan(config, batch.rows * 5 // 4 + 2, 512))
+    assert not fits(planner.plan(config, 1, context.length * 5 // 4 + 2048))
+
+
+def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
+    for name in set(KNOWN_MODELS) - {"Llama-3.2-1B"}:
+        monkeypatch.delitem(KNOWN_MODELS, name)
+    for name, layers in (("small", 1), ("middle", 2)):
+        known = KnownModel("llama", layers * 10**6, 64, 128, layers, 4, 2, 16, 1024)
+        monkeypatch.setitem(KNOWN_MODELS, name, known)
+    options = ["plan", "--gpu", "RTX3080", "--length", "256"]
+    assert main([*options, "--host", "8GiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The largest on NVIDIA GeForce RTX 3080 with 8.00 GiB of host")
+    assert lines[2].startswith("model    middle, 1 row of 256 tokens: ") and len(lines) == 3
+    assert main([*options, "--host", "1GiB"]) == 1
+    assert "Nothing fits." in capsys.readouterr().out
+
+
+def test_importing_the_library_imports_no_command_line():
+    code = (
+        "import sys, megatrain_jax;"
+        "assert not [m for m in sys.modules if 'jsonargparse' in m or '_src.cli' in m];"
+        "from megatrain_jax._src.cli.main import main; sys.exit(main(['--version']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{mt.__version__}\n"), done.stderr
