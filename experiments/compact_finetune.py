@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for name, part in (("first", lines[::2]), ("second", lines[1::2])):
         (folder / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
     common = ["--length", str(args.length), "--batch", str(args.batch), "--too-long", "split"]
-    common += ["--no-checkpoints", "--epochs", "1000", "--train-on", "all"]
+    common += ["--checkpoints", "false", "--epochs", "1000", "--train-on", "all"]
     base = ["--model", str(folder / "model"), "--data", str(folder / "first.jsonl")]
     base += ["--steps", str(args.base_steps), "--learning-rate", str(args.base_learning_rate)]
     _call(FOLDER / "finetune.py", *common, *base, "--out", str(folder / "base"))

@@ -11,9 +11,11 @@ _compilation_cache.enable()
 
 from megatrain_jax._src.build.precision import Precision  # noqa: E402
 from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402
+from megatrain_jax._src.comparing import compare_plans  # noqa: E402
 from megatrain_jax._src.fit import fit, train  # noqa: E402
 from megatrain_jax._src.history import History  # noqa: E402
 from megatrain_jax._src.planning import plan  # noqa: E402
+from megatrain_jax._src.report.comparison import PlanComparison, PlanRow  # noqa: E402
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow  # noqa: E402
 from megatrain_jax._src.report.warnings import PlanWarning  # noqa: E402
 from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
@@ -32,7 +34,7 @@ from megatrain_jax._src.state.cards import (  # noqa: E402
     this_machine,
 )
 from megatrain_jax._src.state.hardware import Hardware  # noqa: E402
-from megatrain_jax._src.train.result import DataRanOutError, FitResult  # noqa: E402
+from megatrain_jax._src.train.result import DataRanOutError, FitResult, StopTraining  # noqa: E402
 from megatrain_jax._src.trainer import Trainer  # noqa: E402
 
 # Its only place: the package is built with it, and a tree that isn't installed has it, too.
@@ -56,12 +58,16 @@ __all__ = [
     "Hardware",
     "History",
     "Plan",
+    "PlanComparison",
+    "PlanRow",
     "PlanWarning",
     "Precision",
     "StepMetrics",
+    "StopTraining",
     "TileRow",
     "Trainer",
     "card",
+    "compare_plans",
     "fit",
     "plan",
     "this_machine",

@@ -13,8 +13,10 @@ from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.export import save_pretrained
+from megatrain_jax._src.models.lora import Lora, lora, merge_lora, without_lora
 from megatrain_jax._src.models.loss import next_token_loss
 from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.peft import save_lora
 from megatrain_jax._src.models.pretrained import Pretrained, load_pretrained
 from megatrain_jax._src.models.rotary import Rope
 
@@ -22,10 +24,15 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "Lora",
     "Pretrained",
     "Rope",
     "attention",
     "load_pretrained",
+    "lora",
+    "merge_lora",
     "next_token_loss",
+    "save_lora",
     "save_pretrained",
+    "without_lora",
 ]

@@ -144,7 +144,7 @@ def completed(folder: str) -> dict[str, Any]:
     except Exception as error:
         unstarted = f"{type(error).__name__}: {error}"
     if jax.process_index() == 1:
-        trainer.flush = fail
+        vars(trainer)["flush"] = fail
     try:
         mt.train(trainer, iter(()), checkpoint_dir=folder)
     except Exception as error:

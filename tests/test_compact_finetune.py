@@ -39,7 +39,6 @@ def test_all_ways_tune_the_same_export_in_the_same_order(tmp_path, monkeypatch):
     calls = []
 
     def call(script, *words):
-        words = [word for word in words if word != "--no-checkpoints"]
         options = dict(zip(words[::2], words[1::2], strict=True))
         calls.append((script.stem, options))
         if script.stem == "disk_to_disk":

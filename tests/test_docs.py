@@ -20,7 +20,14 @@ START = ROOT / "docs" / "quickstart.md"
 TUTORIALS = ROOT / "docs" / "tutorials"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
-WITH_CHECKPOINT = {"README.md", "finetuning.md", "models.md", "data.md", "chat.md"}
+WITH_CHECKPOINT = {
+    "README.md",
+    "adapters.md",
+    "chat.md",
+    "data.md",
+    "finetuning.md",
+    "models.md",
+}
 
 
 def short(path: Path) -> str:

@@ -178,7 +178,5 @@ def test_history_is_saved_as_json_and_drawn(tmp_path: Any):
     loss, evaluation = axes.lines
     np.testing.assert_array_equal(loss.get_xdata(), [1, 2])
     np.testing.assert_array_equal(evaluation.get_xydata(), [[2, 1.5]])
-    png = history._repr_png_()
-    assert png is not None and png.startswith(b"\x89PNG")
-    assert History()._repr_png_() is None
+    assert History()._repr_html_() is None
     assert len(History().plot().axes[0].lines) == 0

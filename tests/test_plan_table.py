@@ -18,6 +18,7 @@ from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import fold, make_plan, microbatch_work, moved_bytes
 from megatrain_jax._src.report.plan import GroupRow, Plan
+from megatrain_jax._src.report.table import seconds
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.state import cards, pool
 from megatrain_jax._src.state.hardware import Hardware
@@ -416,9 +417,23 @@ def test_a_table_has_one_unit_where_that_shows_its_numbers():
     assert "at rest 0.50 GiB" in " ".join(str(big_plan(host_bytes=GIB // 2)).split())
 
 
-def test_a_step_too_short_to_tell_has_no_bound():
-    words = " ".join(str(big_plan(seconds_per_step=2e-4)).split())
-    assert "bound by nothing here: too short" in words
+def test_a_toy_model_is_bound_by_python_not_by_the_link():
+    plan = small_plan(hardware=BALANCED, bytes_in=0, bytes_out=160, seconds_per_step=17.0)
+    for needed, bound in ((14, "the link"), (15, "neither"), (17, "neither"), (18, "Python")):
+        words = " ".join(str(replace(plan, seconds_dispatch=needed)).split())
+        assert f"bound by {bound}" in words
+    planned = make_plan(spec_of(device_budget="least", hardware=mt.H200))
+    assert planned.bound == "dispatch" and planned.seconds_per_step
+    assert planned.seconds_dispatch <= planned.seconds_per_step < 1.1 * planned.seconds_dispatch
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 s"), (7.64e-8, "0.0764 µs"), (9.994e-4, "999 µs"), (9.996e-4, "1 ms")]
+    + [(0.0123, "12.3 ms"), (0.1, "0.1 s"), (1234.5, "1.23e+03 s"), (None, "")],
+)
+def test_small_times_have_small_units(value, text):
+    assert seconds(value) == text
 
 
 def test_known_cards(monkeypatch):

@@ -22,7 +22,7 @@ FLOORS = (
     "run_state",
     "trainer",
     "train planning",
-    "fit losses",
+    "fit losses comparing",
     "data models",
     "cli",
 )
@@ -78,7 +78,7 @@ def test_what_is_built_on_the_library_uses_its_public_names(room: str):
 
 
 def test_where_arrays_live_is_asked_in_one_place():
-    """Models, which are built on the library, may choose what computes them by the platform."""
+    """Built on the library, models choose what computes them, and the command line counts GPUs."""
     asking = {"devices", "local_devices", "device_count", "default_backend"}
     found = set()
     for path in FILES:
@@ -86,7 +86,7 @@ def test_where_arrays_live_is_asked_in_one_place():
             if isinstance(node, ast.Attribute) and node.attr in asking:
                 if isinstance(node.value, ast.Name) and node.value.id == "jax":
                     found.add(short(path))
-    assert found == {"state/placement.py", "models/causal_attention.py"}
+    assert found == {"state/placement.py", "models/causal_attention.py", "cli/devices.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=short)

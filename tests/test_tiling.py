@@ -1,21 +1,43 @@
 """A jaxpr computed tile by tile gives what it gives whole, and most of its values never exist."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from jax.extend.random import threefry2x32_p
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import random_functions
 from inside import on_one_device
 from megatrain_jax._src.build.step_kernels import step_kernels
-from megatrain_jax._src.program.tiling.tiled import tiled
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.tiling.axes import Label
+from megatrain_jax._src.program.tiling.flow import flow_of
+from megatrain_jax._src.program.tiling.labels import chosen
+from megatrain_jax._src.program.tiling.order import Loop, ordered
+from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
+from megatrain_jax._src.program.tiling.tiled import Tiled, candidates, tile_counts, tiled
 from optimizers import OPTIMIZERS
 from runs import check_close, make_spec
 from zoo import CASES
 
 TOLERANCE = 2e-6
 # A sample of the zoo; the others are long.
-SAMPLE = ("nnx_tied", "moe", "dropout_linen", "batchnorm_nnx")
+SAMPLE = ("moe", "batchnorm_nnx")
+
+
+def flat_jaxpr(function, *args):
+    """The jaxpr of a function from the leaves of its arguments to those of its results."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*leaves):
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
+
+    return jax.make_jaxpr(flat)(*leaves)
 
 
 def stage_kernels(case):
@@ -23,13 +45,7 @@ def stage_kernels(case):
     spec = make_spec(case, OPTIMIZERS["adam"])
     kernels = step_kernels(spec.first, spec.layouts, spec.optimizer, on_one_device())
     for kernel in dict.fromkeys(k for k in kernels if k.name in ("forward", "backward")):
-        leaves, tree = jax.tree.flatten(kernel.takes)
-        function = kernel.build()
-
-        def flat(*args, function=function, tree=tree):
-            return jax.tree.leaves(function(*jax.tree.unflatten(tree, args)))
-
-        yield kernel.name, jax.make_jaxpr(flat)(*leaves)
+        yield kernel.name, flat_jaxpr(kernel.build(), *(kernel.takes or ()))
 
 
 def arguments(jaxpr, seed=0):
@@ -69,3 +85,336 @@ def test_stages_of_the_zoo_in_tiles_give_what_they_give_whole(name):
         whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
         seen += sum(check_same(jaxpr, k, args, whole) for k in (2, 4))
     assert seen > 0
+
+
+def all_divisions(jaxpr, num_tiles):
+    """All ways to divide a jaxpr that are compared, whatever they spare."""
+    flow = flow_of(jaxpr)
+    for carried in candidates(flow, num_tiles, 1):
+        for last in (False, True):
+            labels = chosen(flow, carried, last=last)
+            steps = ordered(flow, labels)
+            yield Tiled(
+                jaxpr=jaxpr, num_tiles=num_tiles, num_rows=num_tiles, flow=flow, labels=labels,
+                steps=steps,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=pytest.mark.long) if s > 1 else s for s in range(24)]
+)
+def test_random_functions_in_tiles_give_what_they_give_whole(seed):
+    """In fp64, so that a wrong element can't be taken for rounding."""
+    with jax.enable_x64(True):
+        args, function = random_functions.inputs(seed), random_functions.random_function(seed)
+        jaxpr = flat_jaxpr(function, *args)
+        whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
+        ways = list(all_divisions(jaxpr, 2))
+        assert ways
+        parts = jax.jit(ways[seed % len(ways)])(*args)
+        check_close(parts, list(whole), 1e-12, "result")
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+TOKENS, WIDTH, HEADS, HIDDEN, VOCAB = 256, 64, 4, 512, 384
+
+
+def block(params, x, attend):
+    """A decoder's block with a wide MLP."""
+    h = rms_norm(x, params["norm1"])
+    q, k, v = (a.reshape(*x.shape[:2], HEADS, -1) for a in jnp.split(h @ params["qkv"], 3, -1))
+    x = x + attend(q, k, v).reshape(x.shape) @ params["out"]
+    h = rms_norm(x, params["norm2"])
+    return x + (jax.nn.silu(h @ params["gate"]) * (h @ params["up"])) @ params["down"]
+
+
+def block_arguments(dtype=jnp.float32, examples=1):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
+
+    params = {
+        "norm1": jnp.ones(WIDTH, dtype), "qkv": normal(WIDTH, 3 * WIDTH),
+        "out": normal(WIDTH, WIDTH), "norm2": jnp.ones(WIDTH, dtype),
+        "gate": normal(WIDTH, HIDDEN), "up": normal(WIDTH, HIDDEN), "down": normal(HIDDEN, WIDTH),
+    }  # fmt: skip
+    shape = examples, TOKENS, WIDTH
+    return params, *(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def running(q, k, v):
+    """Linear attention: what mixes tokens is a running sum, which no tile can compute alone."""
+    return q * jnp.cumsum(k * v, axis=1) / TOKENS
+
+
+def backward_of(function):
+    def backward(params, x, cotangent):
+        return jax.vjp(function, params, x)[1](cotangent)
+
+    return backward
+
+
+def values_outside_loops(jaxpr):
+    """Shapes of the values that a jaxpr makes, but for those within its loops' rounds."""
+    return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
+
+
+def loops_of(division):
+    return [step for step in division.steps if isinstance(step, Loop)]
+
+
+def temporary_bytes(function, args):
+    analysis = jax.jit(function).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("attend", [causal, running])
+def test_no_value_of_a_wide_mlp_is_whole(attend):
+    args = block_arguments()
+    jaxpr = flat_jaxpr(backward_of(functools.partial(block, attend=attend)), *args)
+    division = tiled(jaxpr, 8)
+    assert division is not None
+    assert (division.num_rows, division.rows_per_tile) == (TOKENS, TOKENS // 8)
+    # Before, between and after attention and its backward, or with them in the second one.
+    assert len(loops_of(division)) == 3
+    flat = jax.tree.leaves(args)
+    traced = jax.make_jaxpr(division)(*flat)
+    assert (1, TOKENS, HIDDEN) in values_outside_loops(jaxpr)
+    assert (1, TOKENS, HIDDEN) not in values_outside_loops(traced)
+    whole = jaxpr_as_fun(jaxpr)
+    check_close(jax.jit(division)(*flat), list(jax.jit(whole)(*flat)), TOLERANCE, "result")
+    assert 2 * temporary_bytes(division, flat) < temporary_bytes(whole, flat)
+
+
+def test_scores_are_divided_along_queries():
+    args = block_arguments()
+    jaxpr = flat_jaxpr(backward_of(functools.partial(block, attend=causal)), *args)
+    division = tiled(jaxpr, 8)
+    assert division is not None
+    traced = jax.make_jaxpr(division)(*jax.tree.leaves(args))
+    assert not any(shape.count(TOKENS) > 1 for shape in values_outside_loops(traced))
+
+
+def mean_loss(params, x, labels):
+    logits = rms_norm(x, params["norm"]) @ params["head"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * (labels > 3)) / jnp.sum(labels > 3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_never_exist_whole(dtype):
+    rng = np.random.default_rng(0)
+    params = {
+        "norm": jnp.ones(WIDTH, dtype), "head": jnp.asarray(rng.normal(size=(WIDTH, VOCAB)), dtype),
+    }  # fmt: skip
+    x = jnp.asarray(rng.normal(size=(1, TOKENS, WIDTH)), dtype)
+    labels = jnp.asarray(rng.integers(0, VOCAB, (1, TOKENS)))
+    args = params, x, labels
+    jaxpr = flat_jaxpr(jax.value_and_grad(mean_loss, argnums=(0, 1)), *args)
+    division = tiled(jaxpr, 8)
+    assert division is not None and division.num_rows == TOKENS
+    assert len(loops_of(division)) == 1  # the sum of the mask is no loop
+    flat = jax.tree.leaves(args)
+    shapes = values_outside_loops(jax.make_jaxpr(division)(*flat))
+    assert (1, TOKENS, VOCAB) not in shapes and (1, TOKENS) in shapes
+    if dtype == jnp.float32:
+        assert check_same(jaxpr, 8, flat)
+
+
+def test_sums_over_tiles_are_in_fp32():
+    """The gradient of a matrix in bf16 is as near to the exact one as if it were summed at once."""
+    rng = np.random.default_rng(0)
+    x, w, y = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in [(512, 8), (8, 64), (512, 8)])
+
+    def gradient(x, w, y):
+        h = jnp.tanh(x @ w)
+        return jnp.exp(h).T @ y, h.sum(0), jnp.exp(h) @ w.T
+
+    jaxpr = flat_jaxpr(gradient, x, w, y)
+    division = tiled(jaxpr, 64)
+    assert division is not None and division.num_rows == 512
+    (scan,) = (e for e in jax.make_jaxpr(division)(x, w, y).eqns if e.primitive.name == "scan")
+    summed = [v.aval for v in scan.outvars if v.aval.shape in ((64, 8), (64,))]
+    assert [a.dtype for a in summed] == [jnp.float32] * 2
+    # Each tile's values are those of the whole; only their sum differs.
+    h = np.asarray(jnp.tanh(x @ w))
+    exact = np.asarray(jnp.exp(h), np.float64).T @ np.asarray(y, np.float64)
+    tiles = np.asarray(jax.jit(division)(x, w, y)[0], np.float64)
+    assert np.abs(tiles - exact).max() <= 2**-8 * np.abs(exact).max()
+
+
+def test_dropout_draws_the_same_bits():
+    """Every bit of a mask, wherever its axis of tokens lies, and of numbers beyond 32 bits."""
+    x, w = jnp.ones((3, 64, 8)), jnp.ones((8, 100))
+
+    def masked(key, x, w):
+        h = jnp.tanh(x @ w)
+        keep = jax.random.bernoulli(key, 0.75, h.shape)
+        noise = jax.random.normal(jax.random.fold_in(key, 1), (100, 64))
+        return keep, jnp.where(keep, h, 0) @ w.T, noise, (noise @ h[0]).sum(0)
+
+    jaxpr = flat_jaxpr(masked, jax.random.key(0), x, w)
+    args = jax.random.key(0), x, w
+    whole = jax.jit(jaxpr_as_fun(jaxpr))(*args)
+    drawn = 0
+    for division in all_divisions(jaxpr, 4):
+        parts = jax.jit(division)(*args)
+        for mine, theirs in zip(parts[0::2], whole[0::2], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        drawn += sum(op.name == "random_bits" for loop in loops_of(division) for op, _ in loop.ops)
+    assert drawn > 0
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("uint32", (3, 2**31)), ("uint8", (2**20, 5, 2**13))])
+def test_bits_of_one_tile_are_those_of_its_elements(dtype, shape):
+    """Of an array that would fill gigabytes; the oracle is Threefry on numbers that Python has."""
+    key = jax.random.key(7)
+    (eqn,) = jax.make_jaxpr(lambda key: jax.random.bits(key, shape, dtype))(key).eqns
+    while eqn.primitive.name != "random_bits":
+        (eqn,) = jx.opened(eqn.params["jaxpr"]).eqns
+    axis = int(np.argmax(shape))
+    num_tiles = shape[axis] // 2
+    for tile in (0, 12345, num_tiles - 1):
+        label = Label(axis, 1, 2)
+        own = (2 if a == axis else n for a, n in enumerate(shape))
+        places = np.indices(tuple(own)).reshape(len(shape), -1)
+        places[axis] += 2 * tile
+        numbers = np.ravel_multi_index(tuple(places), shape).astype(np.uint64)
+        halves = [jnp.asarray(x, jnp.uint32) for x in (numbers >> np.uint64(32), numbers)]
+        first, second = threefry2x32_p.bind(*(jnp.full(len(numbers), k) for k in
+                                              jax.random.key_data(key)), *halves)  # fmt: skip
+        got = tile_of_bits(eqn, label, tile, num_tiles, key)
+        np.testing.assert_array_equal(got.reshape(-1), (first ^ second).astype(dtype))
+    assert numbers.max() >= 2**32
+
+
+def contrastive(params, x, y):
+    """Each example against all: what mixes them is a product of examples by examples."""
+    a, b = (jnp.tanh(v @ params["up"]) @ params["down"] for v in (x, y))
+    scores = a.mean(1) @ b.mean(1).T
+    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(x))).mean()
+
+
+def packed(params, x, segments):
+    """Attention within documents, in a window."""
+    h = (x @ params["up"])[:, :, None]  # one head
+    near = jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)) < 9
+    mask = (segments[:, :, None] == segments[:, None, :]) & near
+    mixed = jax.nn.dot_product_attention(h, h, h, mask=mask[:, None])
+    return jnp.mean((jnp.tanh(mixed[:, :, 0]) @ params["down"]) ** 2)
+
+
+def translating(params, x, y):
+    """A decoder of y that attends to all of x."""
+    memory, h = jnp.tanh(x @ params["up"])[:, :, None], jnp.tanh(y @ params["up"])[:, :, None]
+    mixed = jax.nn.dot_product_attention(h, memory, memory)
+    return jnp.mean((mixed[:, :, 0] @ params["down"]) ** 2)
+
+
+def state_space(params, x, y):
+    """A recurrence over tokens between two products."""
+    x = jnp.tanh(x @ params["up"]) @ params["down"]
+    _, h = jax.lax.scan(lambda s, row: (0.9 * s + row, s * row), 0 * x[:, 0], x.swapaxes(0, 1))
+    h = jnp.tanh(h.swapaxes(0, 1) @ params["up"])
+    return jnp.mean((h @ params["down"] - y) ** 2)
+
+
+def normalised(params, x, y):
+    """Statistics of the whole batch between two products."""
+    h = x @ params["up"]
+    mean, var = h.mean((0, 1)), h.var((0, 1))
+    return jnp.mean((jnp.tanh((h - mean) / jnp.sqrt(var + 1e-3)) @ params["down"] - y) ** 2)
+
+
+LOSSES = [contrastive, packed, translating, state_space, normalised]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("num_tiles", [4])
+def test_losses_that_mix_tokens_or_examples(loss, num_tiles):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": jnp.asarray(rng.normal(size=(8, 96)) / 3, jnp.float32),
+        "down": jnp.asarray(rng.normal(size=(96, 8)) / 9, jnp.float32),
+    }  # fmt: skip
+    x, y = (jnp.asarray(rng.normal(size=(2, TOKENS, 8)), jnp.float32) for _ in range(2))
+    if loss is packed:
+        y = jnp.asarray(np.sort(rng.integers(0, 5, (2, TOKENS))))
+    args = params, x, y
+    jaxpr = flat_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)), *args)
+    assert check_same(jaxpr, num_tiles, jax.tree.leaves(args))
+    assert num_tiles in tile_counts(jaxpr)
+
+
+def test_counts_of_tiles_are_divisors():
+    def function(x, w):
+        return jnp.sort(jnp.tanh(x @ w)) @ w.T
+
+    def counts(tokens):
+        jaxpr = flat_jaxpr(function, jnp.ones((1, tokens, 4)), jnp.ones((4, 37)))
+        assert all(tiled(jaxpr, k) is not None for k in tile_counts(jaxpr))
+        return tile_counts(jaxpr)
+
+    assert counts(64) == (2, 4, 8, 16, 32, 64)
+    assert counts(24) == (2, 4, 6, 8, 12, 24)
+    assert counts(45) == (3, 9, 15, 45)
+    assert counts(37) == ()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.cumsum(x, 1), lambda x: 2 * jnp.sin(x), lambda x: x, lambda x: jnp.float32(1),
+        lambda x: jax.lax.while_loop(lambda s: s.sum() < 9, lambda s: s + 1, x),
+    ],
+)  # fmt: skip
+def test_nothing_is_divided_where_nothing_is_gained(function):
+    jaxpr = flat_jaxpr(function, jnp.ones((1, 64)))
+    assert tiled(jaxpr, 2) is None and tile_counts(jaxpr) == ()
+
+
+def test_effects_come_once_and_in_order():
+    seen = []
+
+    def function(x, w):
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum(), ordered=True)
+        h = jnp.sort(jnp.tanh(x @ w))
+        jax.debug.callback(lambda v: seen.append(float(v)), h.max(), ordered=True)
+        return h @ w.T
+
+    args = jnp.ones((64, 4)), jnp.ones((4, 50))
+    jaxpr = flat_jaxpr(function, *args)
+    division = tiled(jaxpr, 4)
+    assert division is not None
+    jax.block_until_ready(jax.jit(division)(*args))
+    jax.effects_barrier()
+    assert seen == [256.0, pytest.approx(np.tanh(4))]
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_devices_that_divide_examples_compute_tiles_of_their_own(num_devices):
+    """Each tile has as many examples of every device, so that none sends its examples away."""
+
+    def function(x, up, down):
+        return jnp.tanh(x @ up) @ down
+
+    x, up, down = jnp.ones((256, 4)), jnp.ones((4, 64)), jnp.ones((64, 4))
+    jaxpr = flat_jaxpr(function, x, up, down)
+    division = tiled(jaxpr, 4, num_devices=num_devices)
+    assert division is not None
+    assert tile_counts(jaxpr, num_devices=num_devices)[-1] == 256 // num_devices
+    mesh = Mesh(jax.devices()[:num_devices], "data")
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    compiled = jax.jit(division).lower(placed, up, down).compile()
+    for word in ("all-gather", "all-reduce", "collective-permute", "all-to-all"):
+        assert word not in str(compiled.as_text())
+    np.testing.assert_allclose(compiled(placed, up, down)[0], function(x, up, down), rtol=1e-6)

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             str(FINETUNE),
             *("--model", str(args.folder / "model"), "--data", str(args.folder / CHATS)),
             *("--out", str(out), "--steps", str(args.steps), "--batch", str(args.batch)),
-            *("--length", str(args.length), "--too-long", "cut", "--no-checkpoints"),
+            *("--length", str(args.length), "--too-long", "cut", "--checkpoints", "false"),
             *("--held-out", str(args.held_out), "--microbatches", str(args.microbatches)),
         ],
     )

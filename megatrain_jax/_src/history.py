@@ -3,7 +3,6 @@
 It holds Python floats only, so that keeping it never keeps device memory alive.
 """
 
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.report.curves import draw_curves, is_number
+from megatrain_jax._src.report.run_view import record_cells
+from megatrain_jax._src.report.table import (
+    aligned,
+    html_beside,
+    html_box,
+    html_figure,
+    html_table,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +34,17 @@ class History(list[dict[str, Any]]):
     metrics of the loss function, ``"grad_norm"``, ``"seconds"`` (wall-clock time until the next
     step began or, after the last one before an evaluation, a checkpoint or the end, until it was
     over) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
-    In a notebook it shows its loss curve.
+    At a prompt it shows itself as a table of the first and the last records, in a notebook with
+    the loss curve beside it.
 
     Examples:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])
         >>> [record["loss"] for record in history]
         [2.0, 1.5]
+        >>> history
+        step  loss
+        1        2
+        2      1.5
         >>> history.plot().savefig("loss.png")
     """
 
@@ -43,36 +56,67 @@ class History(list[dict[str, Any]]):
         ]
         Path(path).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
-    def plot(self) -> "Figure":
-        """Draws the loss, and the evaluation loss where there is one, over the steps.
+    def plot(
+        self,
+        metrics: str | Sequence[str] = "loss",
+        *,
+        log: bool = False,
+        smooth: int = 1,
+    ) -> "Figure":
+        """Draws metrics over the steps, each with the evaluation's of its name where there is one.
+
+        Args:
+            metrics: The name of a metric, or several, which are drawn one above the other.
+            log: Whether the vertical axes are logarithmic.
+            smooth: Number of steps, the last ones up to each, whose mean is drawn, before the
+                metric as it is, in a faint line. Evaluations are drawn as they are.
 
         Returns:
             A Matplotlib figure. It belongs to no window, so it works without a display, and
             ``figure.savefig(path)`` writes it.
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ValueError: If no record has such a metric, or `smooth` is less than 1.
+
+        Examples:
+            >>> history = History([{"step": s, "loss": 1 / s, "lr": 0.1} for s in range(1, 9)])
+            >>> figure = history.plot(["loss", "lr"], log=True, smooth=4)
         """
-        from matplotlib.figure import Figure  # a quarter of the time that the library imports
+        names = [metrics] if isinstance(metrics, str) else _names(metrics)
+        log, smooth = checks.boolean("log", log), checks.integer("smooth", smooth)
+        known = list(dict.fromkeys(n for r in self for n, v in r.items() if is_number(v)))
+        for name in names:
+            if self and name not in known:
+                raise ValueError(f"no record has the metric {name!r}; there are {', '.join(known)}")
+        return draw_curves(self, names, log=log, smooth=smooth)
 
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot()
-        for name, marker in (("loss", ""), ("eval_loss", "o")):
-            points = [(record["step"], record[name]) for record in self if name in record]
-            if points:
-                steps, values = zip(*points, strict=True)
-                # A line through one point would be invisible.
-                axes.plot(steps, values, label=name, marker=marker if len(points) > 1 else "o")
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-        return figure
+    def __repr__(self) -> str:
+        """Returns the first and the last records as a table of plain text."""
+        if not self:
+            return "History([])"
+        # The last column of a text is as it is: an empty one, so that numbers are to the right.
+        return aligned([[*row, ""] for row in record_cells(self)])
 
-    def _repr_png_(self) -> bytes | None:
+    def _repr_html_(self) -> str | None:
         if not self:
             return None
-        buffer = io.BytesIO()
-        self.plot().savefig(buffer, format="png", dpi=100)
-        return buffer.getvalue()
+        table = html_table(record_cells(self), header=True)
+        return html_box(html_beside(table, self.curve_html()))
+
+    def curve_html(self) -> str:
+        """The loss curve as an image in HTML; nothing where no record has a loss."""
+        if not any("loss" in record for record in self):
+            return ""
+        return html_figure(self.plot())
+
+
+def _names(metrics: Any) -> list[str]:
+    names = list(metrics) if isinstance(metrics, Sequence) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        allowed = "the name of a metric or a sequence of some"
+        raise TypeError(checks.refused("metrics", allowed, metrics))
+    return names
 
 
 def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:

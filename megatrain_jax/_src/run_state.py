@@ -17,12 +17,19 @@ from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.model_path import path_name
 from megatrain_jax._src.history import History, as_json
+from megatrain_jax._src.report.run_view import trainer_cells
+from megatrain_jax._src.report.table import aligned, html_box, html_table
+from megatrain_jax._src.runtime.by_hand import StepsByHand
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import Training
 from megatrain_jax._src.runtime.views import optimizer_state, parameters
 from megatrain_jax._src.start import group_bar
 from megatrain_jax._src.state.processes import Processes
+
+# How to change what can't be set.
+_PARAMETERS = ": pass `params=` to a new Trainer, or restore a checkpoint"
+_WAYS = {"params": _PARAMETERS, "model": _PARAMETERS, "opt_state": ": restore a checkpoint"}
 
 
 class RunState:
@@ -31,8 +38,7 @@ class RunState:
     Whatever reads it applies pending updates first and brings all of it to rest in pinned host
     memory.
 
-    Attributes:
-        history: One record a step; `fit` and `train` write it.
+    At a prompt and in a notebook it shows its model, how far it is and what it may take.
     """
 
     def __init__(self, spec: RunSpec, engine: Engine, progress: bool):
@@ -43,11 +49,50 @@ class RunState:
             engine: The engine that runs the steps; its store is filled.
             progress: Whether to show a progress bar while a checkpoint is restored.
         """
-        self.history = History()
+        self._history = History()
+        self._by_hand = StepsByHand(spec.optimizer.skips)
         self._spec, self._engine, self._store = spec, engine, engine.store
         self._training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
         self._progress = progress
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute that the class does not define itself.
+
+        Raises:
+            AttributeError: If it does: what a trainer tells of itself is read-only.
+        """
+        if not name.startswith("_") and hasattr(type(self), name):
+            way = _WAYS.get(name, "")
+            raise AttributeError(f"`{name}` of a {type(self).__name__} is read-only{way}")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Returns the model, the step and the budget as a table of plain text."""
+        return "Trainer\n" + aligned(self._cells())
+
+    def _repr_html_(self) -> str:
+        return html_box(html_table(self._cells()))
+
+    def _cells(self) -> list[list[str]]:
+        # The history as it is: to look at a trainer neither waits nor fails.
+        cells = trainer_cells(self._spec, self.num_steps, self._history, self.devices)
+        lost = self._training.lost
+        return [*cells, ["state", "lost", lost]] if lost else cells
+
+    @property
+    def history(self) -> History:
+        """One record a step, of those that `fit` and `train` make and of those made by hand.
+
+        Waits for the steps made by hand.
+        """
+        self._record()
+        return self._history
+
+    def _record(self, keep: int = 0) -> None:
+        """Records the steps made by hand, but for the newest `keep`."""
+        with deferred_interrupt():
+            self._history.extend(self._by_hand.records(keep))
 
     def flush(self) -> None:
         """Applies pending updates and brings all state to rest in pinned host memory.
@@ -210,7 +255,8 @@ class RunState:
             known = facts.get("arrays")
             load(path, known, self._spec, self._store, entries, others, bar.update)
             training.go_on_from(facts)
-            self.history = History(facts["history"])
+            self._by_hand.forget()
+            self._history = History(facts["history"])
         if others:
             forms = f"{len(others)} arrays in other dtypes or codes than `precision` asks for"
             warnings.warn(f"{path} holds {forms}; they were converted.", stacklevel=2)

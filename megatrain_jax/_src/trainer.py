@@ -1,6 +1,7 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Unpack
 
@@ -39,11 +40,7 @@ from megatrain_jax._src.state.placement import default_mesh, placed_on
 
 
 class Trainer(RunState):
-    """Trains one model whose parameters and optimizer state live in pinned host memory.
-
-    Attributes:
-        history: The records, one a step; `fit` and `train` write it.
-    """
+    """Trains one model whose parameters and optimizer state live in pinned host memory."""
 
     @shows(Options)
     def __init__(
@@ -133,7 +130,7 @@ class Trainer(RunState):
 
     @advised()
     def step(self, batch: Any) -> StepMetrics:
-        """Dispatches one training step.
+        """Dispatches one training step, of which the history gets a record.
 
         Args:
             batch: A batch like the sample; new shapes are traced and compiled once each.
@@ -147,6 +144,27 @@ class Trainer(RunState):
             ValueError: If the batch does not fit.
             FloatingPointError: If an earlier step met a number that is not finite.
         """
+        self._record(keep=1)  # what has been computed: one step is in flight at most
+        began = time.perf_counter()
+        return self._dispatch(batch, lambda metrics: self._by_hand.add(began, metrics))
+
+    @advised()
+    def dispatch(self, batch: Any) -> StepMetrics:
+        """Dispatches one training step as `step` does, and leaves its record to the caller.
+
+        Args:
+            batch: See `step`.
+
+        Returns:
+            See `step`.
+
+        Raises:
+            ValueError: See `step`.
+            FloatingPointError: See `step`.
+        """
+        return self._dispatch(batch, lambda metrics: None)
+
+    def _dispatch(self, batch: Any, note: Callable[[StepMetrics], None]) -> StepMetrics:
         self._training.check_whole()
         self.check_batch(batch)
         step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
@@ -155,7 +173,9 @@ class Trainer(RunState):
         with deferred_interrupt(), placement.outside_meshes():
             self._training.check_whole()
             placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
-            return self._training.dispatch(step, put_batch(batch, step, placement))
+            metrics = self._training.dispatch(step, put_batch(batch, step, placement))
+            note(metrics)
+        return metrics
 
     def check_batch(self, batch: Any) -> None:
         """Checks a batch as `step` does, best while it is on the host.
@@ -189,6 +209,7 @@ class Trainer(RunState):
             raise TypeError(checks.refused("metrics", "what `step` returned", metrics)) from error
         if isinstance(metrics, StepMetrics):
             is_finite = self._training.settle(metrics)
+            self._record(keep=self.num_steps - metrics.step)
             if self._spec.optimizer.skips:
                 values["skipped"] = float(not is_finite)
         return values

@@ -126,7 +126,7 @@ def check_trainer(trainer: Any) -> None:
         TypeError: If it is no trainer.
     """
     # Told by what it can do, since its class is above this file.
-    methods = ("step", "read", "evaluate", "flush")
+    methods = ("dispatch", "read", "evaluate", "flush")
     if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
         found = getattr(trainer, "trainer", None)
         hint = "pass result.trainer" if found is not None else "make one with Trainer(...)"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatrain_jax import __version__
+from megatrain_jax import CheckpointError, __version__
 from megatrain_jax._src.cli.errors import AskedWronglyError, checking
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
@@ -16,8 +16,9 @@ commands:
   finetune  train a checkpoint on conversations or texts, and export it for Transformers
 
 `megatrain-jax COMMAND --help` lists the options of a command."""
-# Exit statuses: asked wrongly, as by argparse; and 128 with the number of SIGINT, as by a shell.
-_WRONG, _INTERRUPTED = 2, 130
+# Exit statuses: training failed; asked wrongly, as by argparse; and 128 with the number of SIGINT,
+# as by a shell.
+_FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _plan(arguments) if name == "plan" else _finetune(arguments)
     except AskedWronglyError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
+    except (CheckpointError, FloatingPointError, MemoryError) as error:
+        _told(f"megatrain-jax {name}: {' '.join([str(error), *getattr(error, '__notes__', ())])}")
+        return _FAILED
     except SystemExit as end:  # of the parser, which has said why, or after SIGTERM
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
@@ -57,16 +61,18 @@ def _plan(arguments: Sequence[str]) -> int:
     with checking():
         from megatrain_jax._src.cli import plan
         from megatrain_jax._src.cli.parsing import parsed
+        from megatrain_jax._src.cli.planner import PlanSettings
 
-        return plan.run(parsed("plan", plan.PlanSettings, arguments, "model"))
+        return plan.run(parsed("plan", PlanSettings, arguments, "model"))
 
 
 def _finetune(arguments: Sequence[str]) -> int:
     with checking():
         from megatrain_jax._src.cli import finetune
+        from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
         from megatrain_jax._src.cli.parsing import parsed
 
-        settings = parsed("finetune", finetune.FinetuneSettings, arguments, "config")
+        settings = parsed("finetune", FinetuneSettings, arguments, "config")
     return finetune.run(settings)
 
 

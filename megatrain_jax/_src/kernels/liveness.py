@@ -16,22 +16,9 @@ from megatrain_jax._src.kernels.division import (
     makes_whole,
 )
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.primitives import (
-    ARG_REDUCTIONS,
-    CALLS,
-    CUMULATIVE,
-    ELEMENTWISE,
-    REDUCTIONS,
-)
+from megatrain_jax._src.program.primitives import CALLS, FREE, FUSED, FUSING
 
-# Primitives that only rename an array, or whose results are made anew wherever they are read.
-_FREE = frozenset(
-    """broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze
-    stop_gradient transpose""".split()
-)
-_FUSED = ELEMENTWISE | _FREE
 _ADDITIONS = ("add", "add_any")
-_FUSING = _FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate"}
 
 
 def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) -> int:
@@ -72,7 +59,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     added: set[Any] = set()  # the values that an addition reads
     for eqn in jaxpr.eqns:
         for v in dict.fromkeys(jx.variables(eqn.invars)):
-            readers.setdefault(v, []).append(_is_fused(eqn, _FUSING))
+            readers.setdefault(v, []).append(_is_fused(eqn, FUSING))
             if eqn.primitive.name in _ADDITIONS:
                 added.add(v)
     # The arrays of the function's own that each value is read from.
@@ -82,7 +69,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
         carried = _carried(eqn)
         for v in eqn.outvars:
             read = readers.get(v, [])
-            once = eqn.primitive.name in _FREE or (_is_fused(eqn, _FUSED) and len(read) == 1)
+            once = eqn.primitive.name in FREE or (_is_fused(eqn, FUSED) and len(read) == 1)
             summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
             fused = summed or once and (_renames(eqn) or all(read))
             # A loop writes its carry where that started, if nothing else reads the start.
@@ -136,7 +123,7 @@ def _carried(eqn: Any) -> dict[Any, Any]:
 
 def _renames(eqn: Any) -> bool:
     """Whether a result is the bytes of its operand: no product needs an array of its own for it."""
-    return eqn.primitive.name in _FREE and eqn.primitive.name not in (
+    return eqn.primitive.name in FREE and eqn.primitive.name not in (
         "convert_element_type",
         "broadcast_in_dim",
         "iota",

@@ -5,7 +5,8 @@ import math
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatrain_jax._src.common.hf_folder import existing_folder
 from megatrain_jax._src.models import companions
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 from megatrain_jax._src.models.names import (
     ParameterPath,
     ParameterTensors,
@@ -48,12 +50,12 @@ class _NamedTensor:
 
     Attributes:
         name: Its name in the file.
-        array: Its numbers, or where they lie.
+        array: Its numbers, or where they lie, or what they are computed from.
         code: Its dtype in the file, as the file calls it.
     """
 
     name: str
-    array: np.ndarray | Tensor
+    array: np.ndarray | MergedMatrix | Tensor
     code: str
 
     @property
@@ -71,6 +73,9 @@ def save_pretrained(
     source: str | PathLike[str] | None = None,
 ) -> Path:
     """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Where matrices have adapters (`models.lora`), their products are added to them, one matrix at a
+    time and in fp32, and rounded once; `save_lora` writes the adapters alone.
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
@@ -96,12 +101,10 @@ def save_pretrained(
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
         raise ValueError(checks.refused("dtype", f"None or one of {', '.join(_CODES)}", dtype))
     max_shard_bytes = checks.integer("max_shard_bytes", max_shard_bytes)
-    folder = Path(checks.path("folder", folder)).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"there is something at {folder} already, and `folder` must be new")
+    folder = new_folder(folder)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
-    model = _decoder(trainer)
+    model = decoder_of(trainer)
     config = model.config
     if config.original is None:
         raise ValueError(
@@ -116,21 +119,46 @@ def save_pretrained(
     tensors = [_NamedTensor(name=n, array=a, code=code) for n, a in arrays.items()]
     tensors += _kept(config, source)
     copied = _companions(source or config.source)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
-    try:
-        unfinished.chmod(0o755)  # mkdtemp lets nobody else in
-        _write_all(unfinished, tensors, max_shard_bytes)
-        _write_config(unfinished, config, dtype)
-        companions.copy(copied, unfinished)
-        unfinished.replace(folder)  # an empty folder gives way
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with unfinished(folder) as at:
+        _write_all(at, tensors, max_shard_bytes)
+        _write_config(at, config, dtype)
+        companions.copy(copied, at)
     return folder
 
 
-def _decoder(trainer: Trainer | Decoder) -> Decoder:
+def new_folder(folder: str | PathLike[str]) -> Path:
+    """Returns the path of a folder to be written.
+
+    Raises:
+        TypeError: If it is no path.
+        FileExistsError: If there is something.
+    """
+    path = Path(checks.path("folder", folder)).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"there is something at {path} already, and `folder` must be new")
+    return path
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write to, which gets its name when all is written, or is deleted."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    at = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
+    try:
+        at.chmod(0o755)  # mkdtemp lets nobody else in
+        yield at
+        at.replace(folder)  # an empty folder gives way
+    except BaseException:
+        shutil.rmtree(at, ignore_errors=True)
+        raise
+
+
+def decoder_of(trainer: Trainer | Decoder) -> Decoder:
+    """Returns a trainer's decoder, or the one given.
+
+    Raises:
+        TypeError: If it is neither, or the trainer trains another model.
+    """
     if isinstance(trainer, Decoder):
         return trainer
     if not isinstance(trainer, Trainer):
@@ -142,18 +170,21 @@ def _decoder(trainer: Trainer | Decoder) -> Decoder:
     return model
 
 
-def _arrays(model: Decoder) -> dict[str, np.ndarray]:
+def _arrays(model: Decoder) -> dict[str, np.ndarray | MergedMatrix]:
     """Returns the tensors of the decoder by name, as views of the parameters.
 
     Raises:
         ValueError: If the model's parameters aren't those of its family.
     """
-    arrays = {path: np.asarray(value) for path, value in leaves(model)}
+    adapted = {(*path, "weight"): module for path, module in adapted_modules(model)}
+    added = {(*path[:-1], name) for path in adapted for name in ("lora_A", "lora_B")}
+    arrays = {path: np.asarray(value) for path, value in leaves(model) if path not in added}
     wanted = parameter_tensors(model.config)
     _check_family(model, arrays, wanted)
     tensors = {}
     for parameter in wanted:
-        array = arrays[parameter.path]
+        module = adapted.get(parameter.path)
+        array = arrays[parameter.path] if module is None else MergedMatrix(module)
         parts = list(array) if parameter.stacked else [array]
         tensors |= dict(zip(parameter.names, parts, strict=True))
     return tensors
@@ -217,8 +248,8 @@ def _check_family(
     if found:
         raise ValueError(
             f"the decoder can't be saved as a {model.config.family}, whose parameters differ from "
-            f"its own. {'; '.join(found)}. What changes a weight, as LoRA does, has to be merged "
-            "into it first; `trainer.save` saves any model"
+            f"its own. {'; '.join(found)}. What changes a weight has to be merged into it first, "
+            "unless models.lora made it; `trainer.save` saves any model"
         )
 
 
@@ -268,7 +299,7 @@ def _write_file(path: Path, tensors: Sequence[_NamedTensor]) -> None:
             if isinstance(tensor.array, Tensor):
                 file.write(np.ascontiguousarray(tensor.array.read()).tobytes())
                 continue
-            flat = tensor.array.reshape(-1)
+            flat = np.asarray(tensor.array).reshape(-1)
             for at in range(0, flat.size, _CHUNK):
                 piece = flat[at : at + _CHUNK].astype(DTYPES[tensor.code], copy=False)
                 file.write(np.ascontiguousarray(piece).view(np.uint8).data)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
-from megatrain_jax._src.models.moe import Experts, mix, route, tally
+from megatrain_jax._src.models.moe import Experts, Matrix, mix, route, tally
 from megatrain_jax._src.models.rotary import CosSin, rotate
 
 if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these
@@ -192,6 +192,10 @@ class ExpertMatrix(nnx.Module):
         """Makes the matrices."""
         self.weight = make.weight(num, dim_out, dim_in)
 
+    def __call__(self) -> Matrix:
+        """Returns all experts' matrices."""
+        return self.weight[...]
+
 
 class ExpertMatrices(nnx.Module):
     """The three matrices of all experts of one layer."""
@@ -223,7 +227,7 @@ class MixtureOfExperts(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         chosen, shares, probabilities = route(self.gate(tokens), self.settings)
         e = self.experts
-        weights = e.gate_proj.weight[...], e.up_proj.weight[...], e.down_proj.weight[...]
+        weights = e.gate_proj(), e.up_proj(), e.down_proj()
         mixed = mix(tokens, chosen, shares, weights, self.activation)
         counted = None if segments is None else segments.reshape(-1) != 0
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)

@@ -7,6 +7,7 @@ that of the experts chosen, whatever their number.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,24 @@ from jaxtyping import Array, Bool, Float, Int
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.activations import Activation
 
-Weights = tuple[
-    Float[Array, "num inside width"],
-    Float[Array, "num inside width"],
-    Float[Array, "num width inside"],
-]
-"""The matrices of all experts of a layer: gate, up, down."""
+
+class LowRank(NamedTuple):
+    """Matrices with low-rank terms beside them: `weight + b @ a`, which is never computed.
+
+    Attributes:
+        weight: A matrix of each expert, or of one.
+        a: The factor that is applied first.
+        b: The factor that is applied second.
+    """
+
+    weight: Float[Array, "*num out in"]
+    a: Float[Array, "*num rank in"]
+    b: Float[Array, "*num out rank"]
+
+
+Matrix = Float[Array, "*num out in"] | LowRank
+Weights = tuple[Matrix, Matrix, Matrix]
+"""The matrices of all experts of a layer, or of one expert: gate, up, down."""
 
 _MAX_BLOCK = 1024
 
@@ -142,7 +155,7 @@ def mix(
         The dtype of `x`; shares and sums are in fp32.
     """
     tokens, per_token = chosen.shape
-    num = weights[0].shape[0]
+    num = jax.tree.leaves(weights)[0].shape[0]
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)
@@ -190,21 +203,24 @@ def _slots(
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 
-_Matrices = tuple[  # of one expert
-    Float[Array, "inside width"], Float[Array, "inside width"], Float[Array, "width inside"]
-]
+def _product(x: Float[Array, "rows in"], matrix: Matrix) -> Float[Array, "rows out"]:
+    if isinstance(matrix, LowRank):
+        return x @ matrix.weight.T + (x @ matrix.a.T) @ matrix.b.T
+    return x @ matrix.T
 
 
 def _mlp(
-    activation: Activation, x: Float[Array, "rows width"], matrices: _Matrices
+    activation: Activation, x: Float[Array, "rows width"], matrices: Weights
 ) -> Float[Array, "rows width"]:
     gate, up, down = matrices
-    return (activation(x @ gate.T) * (x @ up.T)) @ down.T
+    return _product(activation(_product(x, gate)) * _product(x, up), down)
 
 
-def _of(weights: Weights, expert: Int[Array, ""]) -> _Matrices:
-    gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in weights)
-    return gate, up, down
+def _of(weights: Weights, expert: Int[Array, ""]) -> Weights:
+    def slice_of(stack: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(stack, expert, keepdims=False)
+
+    return jax.tree.map(slice_of, weights)
 
 
 # The derivative that JAX finds for a loop would add a gradient of all experts for every block.
@@ -235,13 +251,12 @@ def _backward(activation, saved, cotangents):
         x, expert, cotangent = item
         _, transposed = jax.vjp(partial(_mlp, activation), x, _of(weights, expert))
         dx, dweights = transposed(cotangent)
-        add = [s.at[expert].add(d.astype(s.dtype)) for s, d in zip(sums, dweights, strict=True)]
-        return tuple(add), dx
+        return jax.tree.map(lambda s, d: s.at[expert].add(d.astype(s.dtype)), sums, dweights), dx
 
     # Several blocks of one expert add up: in fp32, as one long product would.
-    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in weights)
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     sums, dblocks = jax.lax.scan(step, zeros, (blocks, experts, cotangents))
-    dweights = tuple(s.astype(w.dtype) for s, w in zip(sums, weights, strict=True))
+    dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
     return dblocks, np.zeros(experts.shape, jax.dtypes.float0), dweights
 
 

@@ -63,6 +63,17 @@ LAYOUT = _names(
     "broadcast_in_dim dynamic_slice gather reshape rev slice split squeeze transpose unstack"
 )
 
+# What only renames an array, or is made anew wherever it is read; what a compiler makes one with
+# what reads it, so that its results are no arrays; and what can be one with what it reads.
+FREE = _names(
+    """
+    broadcast_in_dim convert_element_type copy expand_dims iota reshape slice squeeze stop_gradient
+    transpose
+    """
+)
+FUSED = ELEMENTWISE | FREE
+FUSING = FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate"}
+
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 
 # What makes random numbers or keys, beside all that is called `random_...`.

@@ -4,7 +4,7 @@ from typing import Literal
 
 from megatrain_jax._src.state.hardware import Hardware
 
-Bound = Literal["link", "host", "compute", "collectives", "neither"]
+Bound = Literal["link", "host", "compute", "collectives", "dispatch", "neither"]
 
 # Which share of the longest time another one has to take to be as long by all that can be foretold.
 _AS_LONG = 0.9
@@ -19,13 +19,15 @@ def find_bound(
     collective_bytes: int,
     flops: int,
     attention_flops: int = 0,
+    dispatch_seconds: float = 0.0,
 ) -> Bound:
     """Finds what takes longest in a step: arithmetic, the links, the host's memory, collectives.
 
     Each device computes and takes part in collectives, one after the other. Its link is full
     duplex, so its slower direction counts; the host's memory serves all links, both ways. Where
     only links connect devices, collectives take their time as well, and the memory's twice. They
-    are the bound where they are more than half of what takes longest.
+    are the bound where they are more than half of what takes longest. Python dispatches a step
+    while the one before it runs, which is what steps of toy models wait for.
 
     A worked example: four devices, each of which receives 20 bytes from the host, sends 16 there,
     receives 12 from the others and does a quarter of 400 operations; a second carries 10 bytes over
@@ -46,6 +48,7 @@ def find_bound(
         collective_bytes: Bytes that each device receives from the others.
         flops: Operations of all devices.
         attention_flops: Those of attention among them, which have a rate of their own.
+        dispatch_seconds: Seconds in which Python dispatches the step.
 
     Returns:
         The bound; "neither" if another one takes 90% as long, or more.
@@ -61,7 +64,7 @@ def find_bound(
         ("link", max(bytes_in, bytes_out) / link, over_links / link),
         ("host", num_devices * (bytes_in + bytes_out) / host, num_devices * 2 * over_links / host),
     )
-    longest: dict[Bound, float] = {}
+    longest: dict[Bound, float] = {"dispatch": dispatch_seconds}
     for name, own, collectives in shares:
         bound = "collectives" if collectives > own else name
         longest[bound] = max(longest.get(bound, 0.0), own + collectives)

@@ -15,7 +15,7 @@ from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
-from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.workload import Workload
 
 
@@ -68,8 +68,11 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         num_processes=num_processes,
         processes_per_host=processes_per_host,
         collective_bytes=_collective_bytes(step),
+        seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
+        workload=workload,
+        schedule=schedule,
     )
 
 
@@ -85,6 +88,11 @@ def moved_bytes(instructions: Iterable[Instruction], workload: Workload) -> tupl
         if instruction.op in moved and instruction.key is not None:
             moved[instruction.op] += workload.size(instruction.key)
     return moved[Op.FETCH], moved[Op.OFFLOAD]
+
+
+def _dispatches(instructions: Iterable[Instruction]) -> int:
+    """The number of instructions that the driver gives to device and link, as the clock counts."""
+    return sum(row.op not in WAITS and row.op is not Op.RELEASE for row in instructions)
 
 
 def _collective_bytes(step: BoundStep) -> int:

@@ -4,12 +4,21 @@ The figures come from shapes and from the schedule's own records, so a plan for 
 isn't here, or a model that fits none, costs seconds; it prints as a table.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from megatrain_jax._src.report.bound import Bound, find_bound
-from megatrain_jax._src.report.plan_table import as_html, as_text
+from megatrain_jax._src.report.plan_html import as_html
+from megatrain_jax._src.report.plan_table import as_text
+from megatrain_jax._src.report.timeline_figure import draw_timeline, title_of
+from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.timeline import timeline
+from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class TileRow:
     num_rows: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The memory, transfers and arithmetic that a run needs, and what bounds its step.
 
@@ -91,8 +100,11 @@ class Plan:
         processes_per_host: How many of them share a host and its memory.
         collective_bytes: Bytes that each device receives from the others in a step: gathered
             parameters, and gradients to be summed.
+        seconds_dispatch: Estimate of the seconds in which Python dispatches a step.
         warnings: Sentences on what could not be done well.
         hardware: The machine that times and limits refer to.
+        workload: What a step computes, on how many bytes and how fast: what it is scheduled by.
+        schedule: What moves when in a step; None, as the workload, of a plan made by hand.
     """
 
     num_parameters: int
@@ -123,8 +135,11 @@ class Plan:
     num_processes: int = 1
     processes_per_host: int = 1
     collective_bytes: int = 0
+    seconds_dispatch: float = 0.0
     warnings: tuple[str, ...] = ()
     hardware: Hardware | None = None
+    workload: Workload | None = field(default=None, compare=False)
+    schedule: Schedule | None = field(default=None, compare=False)
 
     @property
     def host_share_bytes(self) -> int:
@@ -190,8 +205,9 @@ class Plan:
         """The bound of a perfectly overlapped step: what it would wait for, by `find_bound`.
 
         "link" is each device's own link, "host" the host's memory, which all of them share,
-        "collectives" what devices send each other. "neither" if two of them are within 10% of each
-        other, or no hardware is given.
+        "collectives" what devices send each other, "dispatch" the Python that gives a step to them,
+        which toy models wait for. "neither" if two of them are within 10% of each other, or no
+        hardware is given.
         """
         if self.hardware is None:
             return "neither"
@@ -204,6 +220,7 @@ class Plan:
             collective_bytes=self.collective_bytes,
             flops=self.flops_per_step * own // of,
             attention_flops=self.attention_flops_per_step * own // of,
+            dispatch_seconds=self.seconds_dispatch,
         )
 
     def _seconds_computing(self, flops: int, attention: int) -> float | None:
@@ -231,7 +248,25 @@ class Plan:
         fits = _fits(self.device_bytes, self.hardware and self.hardware.usable_bytes)
         return None if fits and self.device_temporary_bytes is None else fits
 
-    def __str__(self) -> str:
+    def timeline(self) -> "Figure":
+        """Draws a steady step as the schedule's clock has it: copies in, computation, copies out.
+
+        It begins when the device is done with the step before, so copies that came early lie before
+        0. The times are estimates by the rates of `hardware`; without it, of an H200.
+
+        Returns:
+            A Matplotlib figure, which belongs to no window.
+
+        Raises:
+            ValueError: If the plan has no schedule.
+        """
+        if self.workload is None or self.schedule is None:
+            raise ValueError("this plan was made by hand: only those of `plan` have a schedule")
+        machine = (self.hardware or H200).name
+        title = title_of(self.schedule.seconds, machine)
+        return draw_timeline(timeline(self.workload, self.schedule), title)
+
+    def __repr__(self) -> str:
         """Returns the plan as a table of plain text."""
         return as_text(self)
 

@@ -1,14 +1,13 @@
-"""The table that a plan prints, as plain text and as HTML."""
+"""The table of a plan: its cells, and the plain text that it prints."""
 
 import functools
-import html
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.bound import Bound
-from megatrain_jax._src.report.table import aligned, html_row, seconds, short
+from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -17,38 +16,27 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 11
 # Share of a step's operations from which attention has a line of its own.
 _LARGE_SHARE = 0.05
-# Seconds that Python takes to dispatch even a small step.
-_SHORT_STEP = 1e-3
 _UNCOUNTED = "known where functions are compiled for a GPU"
-_BOUNDS: dict[Bound, str] = {
+BOUNDS: dict[Bound, str] = {
     "link": "the link",
     "host": "the host's memory",
     "compute": "arithmetic",
     "collectives": "what devices send each other",
+    "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
 
 
 def as_text(plan: "Plan") -> str:
     """The plan as a table of plain text."""
-    blocks = [aligned(_group_cells(plan)), aligned(_total_cells(plan))]
+    blocks = [aligned(group_cells(plan)), aligned(total_cells(plan))]
     if plan.warnings:
         blocks.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
-    return f"{_title(plan)}\n\n" + "\n\n".join(blocks)
+    return f"{title(plan)}\n\n" + "\n\n".join(blocks)
 
 
-def as_html(plan: "Plan") -> str:
-    """The plan as a table in HTML."""
-    warnings = "".join(f"<p>warning: {html.escape(text)}</p>" for text in plan.warnings)
-    header, *rows = _group_cells(plan)
-    return (
-        f"<p>{html.escape(_title(plan))}</p>"
-        f"<table>{html_row(header, 'th')}{''.join(map(html_row, rows))}</table>"
-        f"<table>{''.join(map(html_row, _total_cells(plan)))}</table>{warnings}"
-    )
-
-
-def _title(plan: "Plan") -> str:
+def title(plan: "Plan") -> str:
+    """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
     return (
@@ -57,7 +45,8 @@ def _title(plan: "Plan") -> str:
     )
 
 
-def _group_cells(plan: "Plan") -> list[list[str]]:
+def group_cells(plan: "Plan") -> list[list[str]]:
+    """The table of the groups, below a header; of many different ones the middle is left out."""
     size = _sizes(plan)
     cells = [["group", "count", "parameters", "host memory", "in all", "template"]]
     for row in plan.groups:
@@ -79,7 +68,8 @@ def _group_cells(plan: "Plan") -> list[list[str]]:
     return cells
 
 
-def _total_cells(plan: "Plan") -> list[list[str]]:
+def total_cells(plan: "Plan") -> list[list[str]]:
+    """The table of all that a run takes, holds and moves: a name, a number and a remark each."""
     machine, size = plan.hardware, _sizes(plan)
     share = ""
     if plan.num_devices > 1:
@@ -136,7 +126,7 @@ def _total_cells(plan: "Plan") -> list[list[str]]:
         cells += [
             ["a step, estimate", seconds(plan.seconds_per_step), ""],
             ["on", f"{number}{machine.name}", _rates(plan, machine)],
-            ["bound by", _bound(plan), ""],
+            ["bound by", BOUNDS[plan.bound], _dispatched(plan)],
         ]
     return cells
 
@@ -147,9 +137,9 @@ def _sizes(plan: "Plan") -> Callable[[int], str]:
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
 
-def _bound(plan: "Plan") -> str:
-    too_short = plan.seconds_per_step is not None and plan.seconds_per_step < _SHORT_STEP
-    return "nothing here: too short" if too_short else _BOUNDS[plan.bound]
+def _dispatched(plan: "Plan") -> str:
+    """The time of the bound that no other row has."""
+    return seconds(plan.seconds_dispatch) if plan.bound == "dispatch" else ""
 
 
 def _shared_cells(plan: "Plan") -> list[list[str]]:
@@ -224,4 +214,4 @@ def _device_verdict(plan: "Plan") -> str:
 
 
 def _verdict(fits: bool | None) -> str:
-    return "fits" if fits else "DOES NOT FIT"
+    return "fits" if fits else UNFIT

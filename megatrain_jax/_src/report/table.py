@@ -1,12 +1,26 @@
 """Tables as plain text and as HTML, and numbers as they are written there."""
 
+import base64
 import html
+import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+UNFIT = "DOES NOT FIT"
+RED = "#c62828"
 
 
 def seconds(value: float | None) -> str:
-    """A time; empty if unknown."""
-    return "" if value is None else f"{value:.3g} s"
+    """A time with three digits: `1.25 s`, `12.3 ms`, `45.6 µs`; empty if unknown."""
+    if value is None:
+        return ""
+    if value == 0 or value >= 0.1:
+        return f"{value:.3g} s"
+    # The next larger unit where three digits would round up to a thousand.
+    return f"{value * 1e3:.3g} ms" if value >= 0.9995e-3 else f"{value * 1e6:.3g} µs"
 
 
 def short(value: int, flops: bool = False) -> str:
@@ -30,5 +44,43 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
 
 
 def html_row(cells: Sequence[str], tag: str = "td") -> str:
-    """One row of a table in HTML."""
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    """One row of a table in HTML; what does not fit is red."""
+    return f"<tr>{''.join(f'<{tag}>{_html(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def html_table(cells: Sequence[Sequence[str]], *, header: bool = False) -> str:
+    """A table in HTML, whose first row may be a header."""
+    rows = [html_row(cells[0], "th"), *map(html_row, cells[1:])] if header else map(html_row, cells)
+    return f"<table>{''.join(rows)}</table>"
+
+
+def html_box(*parts: str) -> str:
+    """Parts one below the other, never wider than the cell of a notebook that they are shown in."""
+    return f'<div style="max-width:100%;overflow-x:auto">{"".join(parts)}</div>'
+
+
+def html_beside(left: str, right: str) -> str:
+    """Two parts side by side, or one below the other where there is no room for both."""
+    outer = "display:flex;flex-wrap:wrap;gap:16px 24px;align-items:flex-start;max-width:100%"
+    inner = "min-width:0;max-width:100%;overflow-x:auto"
+    return (
+        f'<div style="{outer}"><div style="flex:3 1 30em;{inner}">{left}</div>'
+        f'<div style="flex:1 1 16em;{inner}">{right}</div></div>'
+    )
+
+
+def html_figure(figure: "Figure") -> str:
+    """A figure as an image within HTML."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    source = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img style="max-width:100%" src="data:image/png;base64,{source}">'
+
+
+def html_red(text: str) -> str:
+    """A text in red, escaped."""
+    return f'<span style="color:{RED}">{html.escape(text)}</span>'
+
+
+def _html(cell: str) -> str:
+    return html_red(cell) if UNFIT in cell else html.escape(cell)

@@ -20,11 +20,10 @@ from megatrain_jax._src.build.options import LoopOptions
 from megatrain_jax._src.history import History
 from megatrain_jax._src.runtime.interrupt import Signals, deferred_interrupt
 from megatrain_jax._src.runtime.training import TooManySkippedError
+from megatrain_jax._src.train.result import FitResult
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch
 from megatrain_jax._src.trainer import Trainer
-
-Callback = Callable[[Trainer, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,32 @@ class Loop:
         self.options = options
         self.save = save
         self.callbacks = options.callbacks
+        self.begun: list[Any] = []
         self.bar = bar
         self.signals = signals
         self.pending: deque[_Pending] = deque()
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
+
+    def begin(self) -> None:
+        """Tells the callbacks that have a method `begin` that a run begins."""
+        for callback in self.callbacks:
+            self.begun.append(callback)
+            self._call(getattr(callback, "begin", None), self.trainer)
+
+    def end(self, result: FitResult) -> None:
+        """Tells the callbacks that were told of the begin, and have a method `end`, of the end.
+
+        Raises:
+            Exception: The first error of one; the others have been told nevertheless.
+        """
+        errors = []
+        for callback in self.begun:
+            try:
+                self._call(getattr(callback, "end", None), result)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def run(self, batches: Prefetch) -> None:
         """Trains until `batches` end, and completes every record.
@@ -137,7 +158,7 @@ class Loop:
             began = time.perf_counter()
             size, unit = batch_size(batch)
             with deferred_interrupt():
-                metrics = self.trainer.step(batch)
+                metrics = self.trainer.dispatch(batch)
                 step = self.trainer.num_steps
                 self.pending.append(
                     _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
@@ -221,14 +242,17 @@ class Loop:
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
             for callback in self.callbacks:
-                self._call(callback, record)
+                self._call(callback, self.trainer, record)
 
-    def _call(self, callback: Callback, record: dict[str, Any]) -> None:
+    def _call(self, function: Callable[..., None] | None, *arguments: Any) -> None:
+        """Calls what belongs to a callback, if there is any, which is not to move the trainer."""
+        if function is None:
+            return
         before = self.trainer.num_steps
         try:
             # One that stops the run does so again for the steps that were still in flight.
             with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
-                callback(self.trainer, record)
+                function(*arguments)
             if self.trainer.num_steps != before:
                 raise RuntimeError(
                     f"a callback has moved the trainer from step {before} to "

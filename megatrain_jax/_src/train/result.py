@@ -1,32 +1,59 @@
-"""The result of a training run, and the error that ends one whose data ran out."""
+"""The result of a training run, why it ended, and the error that ends one whose data ran out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatrain_jax._src.history import History
+from megatrain_jax._src.report.run_view import result_cells
+from megatrain_jax._src.report.table import aligned, html_beside, html_box, html_table
 from megatrain_jax._src.trainer import Trainer
 
 EMPTY = (
     "`data` gave no batch: it is empty, or an iterator that was used up before (a generator can "
     "be iterated over only once)"
 )
+Ended = Literal["done", "stopped", "interrupted", "failed"]
 
 
-@dataclass(frozen=True, kw_only=True)
+class StopTraining(KeyboardInterrupt):  # noqa: N818 (it is no error)
+    """Raised by a callback, ends the run in good order; its text is the reason.
+
+    The run ends as after Ctrl-C, its last step saved where there is a folder for it, but
+    `FitResult.ended` is "stopped". Training can go on with the result's trainer.
+
+    Examples:
+        >>> def enough(trainer, record):
+        ...     if record["loss"] < 0.1:
+        ...         raise StopTraining("the loss is small enough")
+    """
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FitResult:
-    """The result of a run: its trainer, model and history; in a notebook it shows its loss curve.
+    """The result of a run: its trainer, model and history.
+
+    At a prompt it shows steps, losses and why the run ended, in a notebook the loss curve, too.
 
     Attributes:
         trainer: The trainer, with all its state on the host. Go on with `train`.
         history: One record a step, over the trainer's life.
-        interrupted: Whether a signal came, or a callback raised `KeyboardInterrupt`.
+        ended: The kind of the run's end: "done" after all steps or at the end of the data,
+            "stopped" by a callback's `StopTraining`, "interrupted" by a signal or a
+            `KeyboardInterrupt`, "failed" with an error, whose attribute this result is then.
+        reason: The reason of the end, in words.
     """
 
     trainer: Trainer
     history: History
-    interrupted: bool
+    ended: Ended
+    reason: str
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal came, or a callback raised `KeyboardInterrupt`."""
+        return self.ended == "interrupted"
 
     @property
     def model(self) -> Any:
@@ -39,15 +66,44 @@ class FitResult:
         return self.trainer.params
 
     def __repr__(self) -> str:
-        """Says how far the run came, instead of printing every record."""
-        loss = f"{self.history[-1]['loss']:.6g}" if self.history else "none"
-        return (
-            f"FitResult(steps={self.trainer.num_steps}, loss={loss}, "
-            f"interrupted={self.interrupted})"
-        )
+        """Returns steps, losses and the reason of the end as a table of plain text."""
+        return "FitResult\n" + aligned(self._cells())
 
-    def _repr_png_(self) -> bytes | None:
-        return self.history._repr_png_()
+    def _repr_html_(self) -> str:
+        return html_box(html_beside(html_table(self._cells()), self.history.curve_html()))
+
+    def _cells(self) -> list[list[str]]:
+        reason = f"{self.ended}: {self.reason}"
+        return result_cells(self.trainer.num_steps, reason, self.history)
+
+
+def result_of(
+    trainer: Trainer, error: BaseException | None, signals: str = "", *, all_steps: bool = False
+) -> FitResult:
+    """The result of a run that has ended.
+
+    Args:
+        trainer: The run's trainer.
+        error: The error that ended it, if any.
+        signals: The signals that came, in words.
+        all_steps: Whether a number of steps was asked for, not the data's end.
+    """
+    ended, reason = _ending(error, signals, all_steps)
+    return FitResult(trainer=trainer, history=trainer.history, ended=ended, reason=reason)
+
+
+def _ending(error: BaseException | None, signals: str, all_steps: bool) -> tuple[Ended, str]:
+    if signals:
+        return "interrupted", f"by {signals}"
+    if error is None:
+        return "done", "all `steps`" if all_steps else "to the end of `data`"
+    if isinstance(error, StopTraining):
+        return "stopped", str(error) or "by a callback"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "by a KeyboardInterrupt"
+    if isinstance(error, Exception):
+        return "failed", f"{type(error).__name__}: {error}"
+    return "interrupted", f"by {type(error).__name__}"
 
 
 class DataRanOutError(ValueError):
@@ -67,11 +123,9 @@ def handed_over(trainer: Trainer) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(AttributeError, TypeError):  # an error may refuse attributes
-            error.result = FitResult(  # type: ignore[attr-defined]
-                trainer=trainer,
-                history=trainer.history,
-                interrupted=not isinstance(error, Exception),
-            )
+            # Of a process that SIGTERM ends the error is a SystemExit.
+            signals = "SIGTERM" if isinstance(error, SystemExit) else ""
+            error.result = result_of(trainer, error, signals)  # type: ignore[attr-defined]
             if isinstance(error, Exception) and not isinstance(error, DataRanOutError):
                 error.add_note(
                     f"This error's `.result` holds the trainer, after step {trainer.num_steps}, "

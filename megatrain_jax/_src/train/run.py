@@ -14,7 +14,7 @@ from megatrain_jax._src.runtime.interrupt import Signals
 from megatrain_jax._src.state.placement import on_several
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.train.loop import Loop, Save, is_unevaluated
-from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult
+from megatrain_jax._src.train.result import EMPTY, DataRanOutError, FitResult, result_of
 from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch, Source, is_state, joined_positions
 from megatrain_jax._src.trainer import Trainer
@@ -57,15 +57,14 @@ class Run:
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
-            return FitResult(trainer=trainer, history=trainer.history, interrupted=False)
+            return result_of(trainer, None, all_steps=True)
         error: BaseException | None = None
-        several = on_several(trainer.devices)
-        doing = f"training{several}" if several else None
-        shown = {"desc": doing, "unit": "step", "disable": not progress}
+        shown = {"desc": _doing(trainer), "unit": "step", "disable": not progress}
         with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
+                loop.begin()
                 loop.run(Prefetch(some, trainer.check_batch, processes))
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()
@@ -74,26 +73,14 @@ class Run:
             signals.ending = True
             insisted: KeyboardInterrupt | None = None
             try:
-                if processes.unreachable is None:
-                    error = _complete(loop, error, processes)
-                if processes.unreachable is None:
-                    if series is not None:
-                        bar.set_description("saving")
-                    error = _saved(save, error, trained=trainer.num_steps > before)
-                    bar.set_description(doing)
-                elif series is not None:
-                    _note(error, f"Nothing more could be saved in {series.folder}.")
+                error = self._wound_up(loop, error, before)
             except KeyboardInterrupt as third:
                 insisted = third
-        if interrupted := signals.came or isinstance(error, KeyboardInterrupt):
+        result = result_of(trainer, error, signals.names, all_steps=steps is not None)
+        if result.ended in ("stopped", "interrupted"):
             if progress or (signals.came and processes.is_first):
-                reason = f" by {signals.names}" if signals.came else ""
-                where = save.where if _is_quiet(error) and insisted is None else ""
-                tqdm.write(
-                    f"Interrupted{reason} after step {trainer.num_steps}{where}.", file=sys.stderr
-                )
-        elif error is None:
-            error = self._ran_out(steps, before)
+                saved = _is_quiet(error) and insisted is None
+                _say(result, signals.names, save.where if saved else "")
         if signals.terminates:
             raise SystemExit(_TERMINATED) from error
         if insisted is not None:
@@ -102,7 +89,35 @@ class Run:
             assert error is not None
             raise error
         signals.hand_on()
-        return FitResult(trainer=trainer, history=trainer.history, interrupted=interrupted)
+        return result
+
+    def _wound_up(
+        self, loop: Loop, error: BaseException | None, before: int
+    ) -> BaseException | None:
+        """Completes the steps in flight, saves the last one and tells the callbacks of the end.
+
+        Returns:
+            The error that the run ends with.
+        """
+        trainer, processes = self.trainer, self.trainer.processes
+        series, signals, steps = loop.save.series, loop.signals, loop.options.steps
+        if processes.unreachable is None:
+            error = _complete(loop, error, processes)
+        if processes.unreachable is None:
+            if series is not None:
+                loop.bar.set_description("saving")
+            error = _saved(loop.save, error, trained=trainer.num_steps > before)
+            loop.bar.set_description(_doing(trainer))
+        elif series is not None:
+            _note(error, f"Nothing more could be saved in {series.folder}.")
+        if error is None and not signals.came:
+            error = self._ran_out(steps, before)
+        result = result_of(trainer, error, signals.names, all_steps=steps is not None)
+        try:
+            loop.end(result)
+        except Exception as late:
+            error = _joined(error, late)
+        return error
 
     def _ran_out(self, steps: int | None, before: int) -> DataRanOutError | None:
         """The error of a run whose data ended too early; None if it didn't."""
@@ -123,6 +138,20 @@ class Run:
         position = joined_positions(position, self.trainer.processes)
         # Nobody knows the number of batches that were used before this call trains on.
         return None if self.counted_from and not is_state(position) else position
+
+
+def _doing(trainer: Trainer) -> str | None:
+    """The text before a progress bar; a run on one device has none."""
+    several = on_several(trainer.devices)
+    return f"training{several}" if several else None
+
+
+def _say(result: FitResult, signals: str, where: str) -> None:
+    """Says that a run was stopped or interrupted, after which step, and where that is saved."""
+    by = f" by {signals}" if signals else ""
+    reason = f": {result.reason}" if result.ended == "stopped" else ""
+    after = f"after step {result.trainer.num_steps}{where}{reason}"
+    tqdm.write(f"{result.ended.capitalize()}{by} {after}.", file=sys.stderr)
 
 
 def _known_to_all(error: BaseException, processes: Processes, signals: Signals) -> BaseException:

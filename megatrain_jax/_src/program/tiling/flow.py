@@ -122,23 +122,33 @@ class _Opening:
             return self.run(jx.opened(inner), jx.constants(inner), reads)
         if name in REMAT:
             if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
-                reads = [self._barrier(eqn, v) for v in reads]
+                reads = self._barriers(eqn, reads)
             inner = eqn.params["jaxpr"]
             return self.run(jx.opened(inner), jx.constants(inner), reads)
         # A barrier of several values is one of each: which of them have tiles differs.
         if name == BARRIER:
-            return [self._barrier(eqn, v) for v in reads]
+            return self._barriers(eqn, reads)
         makes = [self.value(v.aval) for v in eqn.outvars]
         self.ops.append(Op(eqn, tuple(reads), tuple(makes)))
         return makes
 
-    def _barrier(self, eqn: Any, value: int) -> int:
-        if value in self.constants:
-            return value
-        made = self.value(self.avals[value])
-        barrier = eqn.replace(primitive=_barrier_primitive(), params={}, effects=frozenset())
-        self.ops.append(Op(barrier, (value,), (made,)))
-        return made
+    def _barriers(self, eqn: Any, values: list[int]) -> list[int]:
+        """A barrier for each operand of an equation that is no constant."""
+        passed = []
+        for atom, value in zip(eqn.invars, values, strict=True):
+            if value not in self.constants:
+                barrier = eqn.replace(
+                    primitive=_barrier_primitive(),
+                    params={},
+                    effects=frozenset(),
+                    invars=[atom],
+                    outvars=[atom],
+                )
+                made = self.value(self.avals[value])
+                self.ops.append(Op(barrier, (value,), (made,)))
+                value = made
+            passed.append(value)
+        return passed
 
 
 @functools.cache

@@ -5,7 +5,7 @@ operation could be divided in several ways, as the scores of attention along que
 labels that its operands got before it decide, and for what is made of nothing, as a mask, those
 that its readers want.
 
-A worked example, the loss of `x` f32[4, 8, 6] (examples, tokens, width) divided along tokens::
+A worked example, `x` f32[4, 8, 6] (examples, tokens, width) in 2 tiles along tokens::
 
     q = x wq            x (1, 1, 4)    q (1, 1, 4), along tokens as x
     k = x wk                           k (1, 1, 4)
@@ -17,7 +17,7 @@ A worked example, the loss of `x` f32[4, 8, 6] (examples, tokens, width) divided
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from megatrain_jax._src.program.tiling.axes import Axes, Division, Label
 from megatrain_jax._src.program.tiling.flow import Flow
@@ -35,6 +35,11 @@ class Labels:
 
     divisions: Mapping[int, Division]
     made: Mapping[int, Label]
+
+    def all(self) -> Iterator[Label]:
+        """The labels of all operands and results."""
+        for way in self.divisions.values():
+            yield from (x for x in (*way.operands, *way.results) if x is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,13 +15,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.primitives import ELEMENTWISE, LAYOUT, REDUCTIONS
+from megatrain_jax._src.program.primitives import FREE, FUSED, FUSING
 from megatrain_jax._src.program.tiling.flow import BARRIER, Flow, Op
 from megatrain_jax._src.program.tiling.order import Loop
 
-_FUSED = (ELEMENTWISE | LAYOUT | {"iota", "expand_dims"}) - {"gather"}
-_FREE = _FUSED - ELEMENTWISE | {"convert_element_type", "copy", "stop_gradient", BARRIER}
-_FUSING = _FUSED | REDUCTIONS | {"concatenate", "pad"}
+# The same array under another name; a barrier is one to memory, if not to the compiler.
+_FREE = FREE | {BARRIER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +67,14 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
     readers: dict[int, list[bool]] = {}
     for event in events:
         for v in set(event.reads):
-            readers.setdefault(v, []).append(event.name in _FUSING)
+            readers.setdefault(v, []).append(event.name in FUSING)
     # The values in memory that each value is read from.
     roots: dict[int, frozenset[int]] = {}
     for event in events:
         behind = frozenset().union(*(roots.get(v, ()) for v in event.reads))
         for v in event.makes:
             read = readers.get(v, [])
-            free = event.name in _FREE or (event.name in _FUSED and len(read) <= 1)
+            free = event.name in _FREE or (event.name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
     last: dict[int, int] = {}
     for number, event in enumerate(events):

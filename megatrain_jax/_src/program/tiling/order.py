@@ -30,8 +30,10 @@ from megatrain_jax._src.program.tiling.flow import Flow, Op
 from megatrain_jax._src.program.tiling.labels import Labels
 from megatrain_jax._src.program.tiling.rules import MAPPED
 
-# What is not computed again to spare a value's bytes.
-_COSTLY = PRODUCTS | CUMULATIVE | {"sort", "top_k"}
+# What is not computed again to spare a value's bytes; a product is, if it is much larger than what
+# it is made of, as the scores of attention and the inside of an MLP are.
+_COSTLY = CUMULATIVE | {"sort", "top_k"}
+_MUCH_LARGER = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,7 +170,7 @@ def _cut(
         at = nodes[v] = 2 + 2 * len(nodes)
         edges[at, at + 1] = max(1, flow.num_bytes(v) // unit)
         maker = reads.maker[v]
-        if flow.ops[maker].name in _COSTLY:
+        if _is_costly(flow, labels, maker):
             edges[at + 1, sink] = endless
         todo += [u for u in reads.along[maker] if u not in stored]
     for v, at in nodes.items():
@@ -182,6 +184,15 @@ def _cut(
     rest.eliminate_zeros()
     reached = set(breadth_first_order(rest, source, return_predecessors=False))
     return {v for v, at in nodes.items() if at in reached and at + 1 not in reached}
+
+
+def _is_costly(flow: Flow, labels: Labels, number: int) -> bool:
+    op = flow.ops[number]
+    if op.name not in PRODUCTS:
+        return op.name in _COSTLY
+    pairs = zip(op.reads, labels.divisions[number].operands, strict=True)
+    read = sum(flow.num_bytes(v) for v, label in pairs if label is not None)
+    return flow.num_bytes(op.makes[0]) < _MUCH_LARGER * read
 
 
 def _loop(flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]) -> Loop:

@@ -55,6 +55,16 @@ def _elementwise(eqn: Any) -> Iterator[Together]:
         yield [*places, (count, axis)], MAPPED
 
 
+def _constrained(eqn: Any) -> Iterator[Together]:
+    """A constraint on how devices divide an array, along axes that it leaves whole."""
+    sharding = eqn.params["sharding"]
+    spec = () if sharding.is_fully_replicated else getattr(sharding, "spec", None)
+    if spec is not None:
+        for axis in range(len(shape_of(eqn, 0))):
+            if axis >= len(spec) or spec[axis] is None:
+                yield [(0, axis), (1, axis)], MAPPED
+
+
 def _along(name: str) -> Callable[[Any], Iterator[Together]]:
     """The rule of what goes along the axes in a parameter and leaves shapes' other axes alone."""
 
@@ -243,6 +253,7 @@ _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
     **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _windows),
     "rev": _along("dimensions"),
     **dict.fromkeys([*ADDING, "scatter", "scatter_mul", "scatter_min", "scatter_max"], _scatter),
+    "sharding_constraint": _constrained,
     "slice": _slice,
     "sort": _along("dimension"),
     "split": _along("axis"),

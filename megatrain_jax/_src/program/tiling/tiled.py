@@ -15,6 +15,7 @@ from megatrain_jax._src.program.tiling.order import Loop, ordered
 _SEEDS = 8  # shapes of values whose axes are tried: those of most bytes
 _TRIED = 3  # ways to divide that are compared by the memory they need
 _COMPARED = 64  # tiles in which they are compared, or in as many as they can have
+_FAR_LESS = 0.8  # share of another one's memory below which a way that reaches less is taken
 _MANY = 2**20  # tiles of which one takes next to nothing
 _WORTH = 0.9  # share of the whole's memory above which tiles are not worth their time
 _SMALL = 64  # a loop within which less than this part of the whole's memory lives is no loop
@@ -89,32 +90,47 @@ def tile_counts(jaxpr: Any, *, num_devices: int = 1) -> tuple[int, ...]:
 
 
 def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: int) -> Tiled | None:
-    """The division that needs the least memory, in many tiles: its axis depends on no number.
+    """The division that reaches the most bytes, or another one if that needs far less memory.
 
-    Of equal ones it is that which reaches the most. None if `at_least` tiles spare too little.
+    They are compared in many tiles, so that the axis does not depend on `num_tiles`. None if
+    `at_least` tiles spare too little.
     """
-    found, least = None, None
-    for carried in _candidates(flow, num_tiles, num_devices):
-        for last in (False, True):
-            labels = chosen(flow, carried, last=last)
-            steps = ordered(flow, labels)
-            rows = math.gcd(*(x.inner for x in labels.made.values())) * num_tiles * num_devices
-            peak = peak_bytes(flow, steps, min(rows, _COMPARED))
-            if least is None or peak < least:
-                found, least = (labels, steps, rows), peak
+    found, least = None, math.inf
+    for carried in candidates(flow, num_tiles, num_devices):
+        lasts = (False, True) if any(len(ways) > 1 for ways in carried.ways.values()) else (False,)
+        ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in lasts]
+        best = min(ways, key=lambda way: way.peak)
+        if best.peak < _FAR_LESS * least:
+            found, least = best, best.peak
     if found is None:
         return None
-    labels, steps, rows = found
     whole = peak_bytes(flow, flow.ops, num_tiles)
-    if peak_bytes(flow, steps, at_least) > _WORTH * whole:
+    if peak_bytes(flow, found.steps, at_least) >= _WORTH * whole:
         return None
-    labels, steps = _without_small_loops(flow, labels, steps, whole // _SMALL)
+    labels, steps = _without_small_loops(flow, found.labels, found.steps, whole // _SMALL)
+    if not any(isinstance(step, Loop) for step in steps):
+        return None
     return Tiled(
-        jaxpr=jaxpr, num_tiles=num_tiles, num_rows=rows, flow=flow, labels=labels, steps=steps
+        jaxpr=jaxpr,
+        num_tiles=num_tiles,
+        num_rows=found.num_rows,
+        flow=flow,
+        labels=labels,
+        steps=steps,
     )
 
 
-def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
+class _Way:
+    """A way to divide a flow: its labels, its steps and the memory it needs in many tiles."""
+
+    def __init__(self, flow: Flow, carried: Carried, num_parts: int, last: bool) -> None:
+        self.labels = chosen(flow, carried, last=last)
+        self.steps = ordered(flow, self.labels)
+        self.num_rows = math.gcd(*(x.inner for x in self.labels.all())) * num_parts
+        self.peak = peak_bytes(flow, self.steps, min(self.num_rows, _COMPARED))
+
+
+def candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
     """The ways to divide a flow that reach the most bytes."""
     carrier, found = Carrier(flow), []
     for v in _seeds(flow):

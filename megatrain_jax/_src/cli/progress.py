@@ -1,0 +1,62 @@
+"""The lines that a run prints while it trains, a record of `fit` each."""
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import optax
+from tqdm.auto import tqdm
+
+import megatrain_jax as mt
+
+# Steps whose mean time says how long the rest will take.
+_RECENT = 20
+
+
+@dataclass
+class Lines:
+    """A callback of `fit` that prints loss, learning rate, gradient norm, rate and time left.
+
+    Attributes:
+        steps: Number of steps of the run.
+        schedule: Learning rate of a step, counted from 0.
+        microbatches: Parts of a batch; the metric `tokens` is a mean over them.
+        every: Print a line after each step whose number this divides.
+    """
+
+    steps: int
+    schedule: optax.Schedule
+    microbatches: int
+    every: int
+    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        """Prints the line of a record, if it is due or has an evaluation in it."""
+        if not self._recent and record["step"] > 1:
+            _print(f"went on after step {record['step'] - 1}")
+        self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))
+        evaluated = "eval_loss" in record
+        if evaluated or record["step"] % self.every == 0 or record["step"] == self.steps:
+            _print(self.line(record))
+
+    def line(self, record: dict[str, Any]) -> str:
+        """Returns the line of a record; padding is not counted among its tokens."""
+        step = record["step"]
+        tokens, seconds = map(sum, zip(*self._recent, strict=True))
+        parts = [
+            f"step {step}/{self.steps}",
+            f"loss {record['loss']:.4g}",
+            f"learning rate {float(self.schedule(step - 1)):.3g}",
+            f"gradient norm {record['grad_norm']:.3g}",
+            f"{tokens / seconds:,.0f} tokens/s",
+        ]
+        if "eval_loss" in record:
+            parts.append(f"loss on what is held out {record['eval_loss']:.4g}")
+        left = (self.steps - step) * seconds / len(self._recent)
+        return ", ".join([*parts, f"{tqdm.format_interval(left)} left"])
+
+
+def _print(line: str) -> None:
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()

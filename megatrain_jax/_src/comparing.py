@@ -1,0 +1,126 @@
+"""`compare_plans`: the plans of several machines, optimizers or batches, side by side."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Unpack
+
+import optax
+
+from megatrain_jax._src.build.options import Options, RunArguments, shows
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.planning import plan
+from megatrain_jax._src.report.comparison import PlanComparison, compare
+from megatrain_jax._src.state.hardware import Hardware
+
+
+@shows(Options)
+def compare_plans(
+    model: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    sample_batch: Any = None,
+    *,
+    over: Mapping[str, Any],
+    **options: Unpack[RunArguments],
+) -> PlanComparison:
+    """Plans every combination of some arguments' values: what fits, how long, how many bytes.
+
+    Each takes as long as a `plan` does. A combination that `plan` refuses with a `ValueError` is a
+    row with the reason.
+
+    Args:
+        model: See `plan`; like all that follow, given here or in `over`.
+        loss_fn: See `plan`.
+        optimizer: See `plan`.
+        sample_batch: See `plan`.
+        over: The arguments that differ, by name, and the values of each: a mapping from the value's
+            name in the table to the value, or a sequence of machines, numbers or strings, which
+            are their own names.
+        microbatches: See `plan`.
+        precision: See `plan`.
+        device_budget: See `plan`.
+        trainable: See `plan`.
+        on_nonfinite: See `plan`.
+        max_skipped: See `plan`.
+        seed: See `plan`.
+        hardware: See `plan`.
+        mesh: See `plan`.
+
+    Returns:
+        The plans as a table, which is a sequence of its rows.
+
+    Raises:
+        TypeError: If an argument is of another type than it should be, or a value in `over` has no
+            name.
+        ValueError: If `over` is empty or names what is no argument of `plan`, an argument is given
+            here and there, or two values have one name.
+
+    Examples:
+        >>> import jax, optax
+        >>> def build():
+        ...     return {"layers": {str(i): {"w": jax.numpy.ones((512, 512))} for i in range(24)}}
+        >>> def loss_fn(model, batch):
+        ...     x = batch
+        ...     for layer in model["layers"].values():
+        ...         x = x @ layer["w"]
+        ...     return (x**2).mean()
+        >>> batch = jax.ShapeDtypeStruct((16, 512), jax.numpy.bfloat16)
+        >>> over = {"optimizer": {"adamw": optax.adamw(1e-3), "lion": optax.lion(1e-3)}}
+        >>> table = compare_plans(build, loss_fn, sample_batch=batch, over=over)
+        >>> [(row.names, row.plan.host_bytes // row.plan.num_parameters) for row in table]
+        [(('adamw',), 12), (('lion',), 8)]
+    """
+    parts = {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "sample_batch": sample_batch,
+    }
+    fixed: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    fixed |= options
+    axes = _axes(over)
+    for name in axes:
+        if name in fixed:
+            raise ValueError(f"`{name}` is given, and in `over`, too: leave one of them out")
+    for name in parts:
+        if name not in fixed and name not in axes:
+            raise TypeError(f"compare_plans() needs `{name}`, as an argument or in `over`")
+    return compare(axes, lambda **given: plan(**{**fixed, **given}))
+
+
+def _axes(over: Any) -> dict[str, dict[str, Any]]:
+    """The values of each argument by their names."""
+    if not isinstance(over, Mapping):
+        raise TypeError(checks.refused("over", "a mapping from arguments to their values", over))
+    known = list(inspect.signature(plan).parameters)
+    if not over:
+        raise ValueError(f"`over` is empty: name an argument that differs, of {', '.join(known)}")
+    for name in over:
+        if name not in known:
+            raise ValueError(f"`over` has {name!r}, but `plan` takes {', '.join(known)}")
+    return {name: _named(f"over[{name!r}]", values) for name, values in over.items()}
+
+
+def _named(argument: str, values: Any) -> dict[str, Any]:
+    allowed = "a mapping from names to values, or a sequence of machines, numbers or strings"
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(checks.refused(argument, allowed, values))
+    pairs = [*values.items()] if isinstance(values, Mapping) else [(_name(v), v) for v in values]
+    if not pairs:
+        raise ValueError(f"`{argument}` is empty")
+    named: dict[str, Any] = {}
+    for name, value in pairs:
+        if not isinstance(name, str):
+            raise TypeError(checks.refused(argument, allowed, value))
+        if name in named:
+            hint = "pass a mapping that gives each a name of its own"
+            raise ValueError(f"`{argument}` has two values called {name!r}; {hint}")
+        named[name] = value
+    return named
+
+
+def _name(value: Any) -> str | None:
+    """The name of a value that has one of its own; None if it hasn't."""
+    if isinstance(value, Hardware):
+        return value.name
+    return str(value) if value is None or isinstance(value, str | int) else None

@@ -1,0 +1,119 @@
+"""Writes a decoder's adapters as PEFT keeps them, to be loaded onto the base by whoever has it."""
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax import Trainer
+from megatrain_jax._src.common import checks
+from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.export import decoder_of, new_folder, unfinished
+from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules
+from megatrain_jax._src.models.names import ParameterTensors, parameter_tensors
+from megatrain_jax._src.models.tensors import DTYPES
+
+_DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
+
+
+def save_lora(
+    trainer: Trainer | Decoder,
+    folder: str | PathLike[str],
+    *,
+    dtype: str = "float32",
+) -> Path:
+    """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
+
+    It holds `adapter_config.json` and `adapter_model.safetensors`: the adapters that `models.lora`
+    made and nothing else, so that other parameters that were trained are left out. Adapters of
+    experts have the names of single experts, which PEFT puts together as the base's version of
+    Transformers has them.
+
+    Args:
+        trainer: A trainer of a `Decoder` with adapters, or the decoder itself.
+        folder: Folder to write, which must not exist, or be empty.
+        dtype: "float32", "float16" or "bfloat16".
+
+    Returns:
+        The folder.
+
+    Raises:
+        TypeError: If an argument has another type, or the trainer trains another model.
+        ValueError: If the decoder has no adapters, or the dtype is another.
+        FileExistsError: If there is something in `folder`.
+    """
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(checks.refused("dtype", f"one of {', '.join(_DTYPES)}", dtype))
+    folder = new_folder(folder)
+    model = decoder_of(trainer)
+    modules = dict(adapted_modules(model))
+    if not modules:
+        raise ValueError("`trainer` has no adapters to save; save_pretrained writes whole models")
+    weights = (p for p in parameter_tensors(model.config) if p.path[-1] == "weight")
+    named = {parameter.path[:-1]: parameter for parameter in weights}
+    tensors = {
+        f"base_model.model.{name}.{factor}.weight": array
+        for path, module in modules.items()
+        for factor in ("lora_A", "lora_B")
+        for name, array in _arrays(named[path], getattr(module, factor)[...], _DTYPES[dtype])
+    }
+    config = _config(model, modules, named)
+    # Imported where it is needed, as by `load_pretrained`: an extra of the library.
+    from safetensors.numpy import save_file
+
+    with unfinished(folder) as at:
+        save_file(tensors, at / "adapter_model.safetensors", metadata={"format": "pt"})
+        (at / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def _arrays(
+    parameter: ParameterTensors, value: Any, dtype: np.dtype
+) -> list[tuple[str, np.ndarray]]:
+    """The arrays of one factor with the names of their modules in PyTorch, one for each expert."""
+    array = np.ascontiguousarray(np.asarray(value).astype(dtype))
+    names = _module_names(parameter)
+    return list(zip(names, array if parameter.stacked else [array], strict=True))
+
+
+def _module_names(parameter: ParameterTensors) -> list[str]:
+    return [name.removesuffix(".weight") for name in parameter.names]
+
+
+def _config(
+    model: Decoder,
+    modules: dict[ModulePath, Any],
+    named: dict[ModulePath, ParameterTensors],
+) -> dict[str, Any]:
+    """The contents of adapter_config.json.
+
+    PEFT looks for modules by the ends of their names. `q_proj` stands for all modules of this name
+    if all have adapters; otherwise each has its whole name.
+    """
+    settings = next(iter(modules.values())).lora_settings
+
+    def last(path: ModulePath) -> str:
+        return _module_names(named[path])[0].rpartition(".")[2]
+
+    without = {last(path) for path in named if path not in modules}
+    targets = {
+        name
+        for path in modules
+        for name in ([last(path)] if last(path) not in without else _module_names(named[path]))
+    }
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config.source,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rslora,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

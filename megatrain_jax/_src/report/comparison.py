@@ -1,0 +1,114 @@
+"""Plans side by side: one row for each combination of arguments, refused ones with the reason."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.report.plan import Plan
+from megatrain_jax._src.report.plan_table import BOUNDS
+from megatrain_jax._src.report.table import UNFIT, aligned, html_box, html_table, seconds
+
+_MEASURES = ("fits", "a step", "bound by", "host", "device", "in, a step", "out, a step", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One combination of arguments, and its plan or the reason why there is none.
+
+    Attributes:
+        names: For each axis of the comparison, the name of the row's value.
+        plan: The plan; None if the combination is refused.
+        refused: The reason, in words; None if it is not refused.
+    """
+
+    names: tuple[str, ...]
+    plan: Plan | None
+    refused: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanComparison(Sequence[PlanRow]):
+    """Plans side by side, as a table at a prompt and in a notebook; a sequence of its rows.
+
+    Attributes:
+        axes: The names of the arguments that differ.
+        rows: One for each combination; the last argument changes first.
+    """
+
+    axes: tuple[str, ...]
+    rows: tuple[PlanRow, ...]
+
+    def __getitem__(self, index):
+        """Returns a row by its number, or several by a slice."""
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        """Iterates over the rows."""
+        return iter(self.rows)
+
+    def __repr__(self) -> str:
+        """Returns the comparison as a table of plain text."""
+        return aligned(self._cells())
+
+    def _repr_html_(self) -> str:
+        return html_box(html_table(self._cells(), header=True))
+
+    def _cells(self) -> list[list[str]]:
+        return [[*self.axes, *_MEASURES], *([*row.names, *_measured(row)] for row in self.rows)]
+
+
+def _measured(row: PlanRow) -> list[str]:
+    """The cells of a row after its names: whether it fits, how long a step takes, its bytes."""
+    plan = row.plan
+    if plan is None:
+        return ["refused", *[""] * (len(_MEASURES) - 2), row.refused or ""]
+    timed = plan.hardware is not None
+    host = plan.host_process_bytes or plan.host_peak_bytes
+    return [
+        _fits(plan),
+        seconds(plan.seconds_per_step),
+        BOUNDS[plan.bound] if timed else "",
+        sized(host),
+        sized(plan.device_bytes),
+        sized(plan.bytes_in),
+        sized(plan.bytes_out),
+        "; ".join(plan.warnings),
+    ]
+
+
+def _fits(plan: Plan) -> str:
+    """Whether host and device suffice; which of them doesn't."""
+    known = {"host": plan.fits_host, "device": plan.fits_device}
+    if unfit := [name for name, fits in known.items() if fits is False]:
+        return f"{UNFIT} the {' or the '.join(unfit)}"
+    return "unknown" if None in known.values() else "yes"
+
+
+def compare(axes: dict[str, dict[str, object]], make: Callable[..., Plan]) -> PlanComparison:
+    """Makes the plan of each combination of some arguments' values.
+
+    Args:
+        axes: The arguments' names, and their values by name.
+        make: Function that makes a plan from one value of each.
+    """
+    rows: list[tuple[tuple[str, ...], dict[str, object]]] = [((), {})]
+    for argument, values in axes.items():
+        rows = [
+            ((*names, name), {**given, argument: value})
+            for names, given in rows
+            for name, value in values.items()
+        ]
+    return PlanComparison(
+        axes=tuple(axes), rows=tuple(_row(names, given, make) for names, given in rows)
+    )
+
+
+def _row(names: tuple[str, ...], given: dict[str, object], make: Callable[..., Plan]) -> PlanRow:
+    try:
+        return PlanRow(names=names, plan=make(**given))
+    except ValueError as error:
+        return PlanRow(names=names, plan=None, refused=str(error))

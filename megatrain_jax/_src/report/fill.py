@@ -1,0 +1,65 @@
+"""The memories that a run fills, host's and device's: which parts take how much of how much."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.report.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """A memory and what fills it.
+
+    Attributes:
+        name: The memory's name.
+        parts: The parts by name, in bytes.
+        limit: The bytes that there are; None if unknown.
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    limit: int | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all parts."""
+        return sum(size for _, size in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is no less than what is needed, as far as is known."""
+        return self.limit is None or self.needed <= self.limit
+
+
+def fills(plan: "Plan") -> tuple[Fill, Fill]:
+    """The memory of one host and of one device, and what a plan puts there.
+
+    For example, 100 GiB at rest on four devices of two hosts, 120 GiB at the peak and 65 GiB in
+    each host's process: a host has 50 GiB of state, 10 GiB that wait or move and 5 GiB of others.
+    """
+    machine, own, of = plan.hardware, plan.devices_per_host, plan.num_devices
+    state, peak = (size * own // of for size in (plan.host_bytes, plan.host_peak_bytes))
+    host = [("masters and optimizer state", state), ("waiting and in flight", peak - state)]
+    if plan.host_process_bytes is not None:
+        taken = plan.host_process_bytes * plan.processes_per_host
+        host.append(("the process beside them", max(0, taken - peak)))
+    device = [
+        ("state and activations", plan.device_state_bytes),
+        ("other values", plan.device_other_bytes),
+    ]
+    if plan.device_temporary_bytes is not None:
+        device.append(("temporaries", plan.device_temporary_bytes))
+    each = "each " if of > 1 else ""
+    return (
+        Fill(
+            name=f"memory of {each if own < of else 'the '}host",
+            parts=tuple(host),
+            limit=machine and machine.assumed_host_bytes,
+        ),
+        Fill(
+            name=f"memory of {each or 'the '}device",
+            parts=tuple(device),
+            limit=machine and machine.usable_bytes,
+        ),
+    )

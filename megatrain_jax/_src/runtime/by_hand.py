@@ -1,0 +1,53 @@
+"""The steps made by hand, `Trainer.step` after `Trainer.step`, on their way into the history."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from megatrain_jax._src.runtime.training import StepMetrics
+
+
+class StepsByHand:
+    """Steps that were made by hand and have no record yet, in order.
+
+    Steps 7 and 8 were dispatched, and 9 is about to be. `records(keep=1)` gives the record of 7,
+    which has been computed, and doesn't wait for 8; `records()` waits for both.
+    """
+
+    def __init__(self, skips: bool):
+        """Starts without steps.
+
+        Args:
+            skips: Whether a step whose numbers are not finite is skipped and counted; of others
+                that end in an error there are no records.
+        """
+        self._skips = skips
+        self._waiting: deque[tuple[float, StepMetrics]] = deque()
+
+    def add(self, began: float, metrics: StepMetrics) -> None:
+        """Adds a step that began at a time of `time.perf_counter`."""
+        self._waiting.append((began, metrics))
+
+    def forget(self) -> None:
+        """Forgets all steps without a record."""
+        self._waiting.clear()
+
+    def records(self, keep: int = 0) -> Iterator[dict[str, Any]]:
+        """Gives the records of all but the newest `keep` steps, which are forgotten here.
+
+        A step took until the next one began; the newest until it was asked for.
+        """
+        while len(self._waiting) > keep:
+            began, metrics = self._waiting[0]
+            healthy, values = jax.device_get((metrics.healthy, dict(metrics)))
+            self._waiting.popleft()
+            if not (healthy or self._skips):
+                continue
+            after = self._waiting[0][0] if self._waiting else time.perf_counter()
+            values = {name: float(value) for name, value in values.items()}
+            if self._skips:
+                values["skipped"] = float(not healthy)
+            yield {"step": metrics.step, "loss": values["loss"], **values, "seconds": after - began}

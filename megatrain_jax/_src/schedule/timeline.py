@@ -1,0 +1,116 @@
+"""The timeline of a step: when the clock has each copy and each computation of a schedule happen.
+
+A schedule's lists are run once more on a clock, in the order in which they were laid down, and what
+each lane is busy with is written down. In the example of `clock.py`:
+
+    copies in    0 –  4  M0       4 –  8  M1      16 – 20  M2
+    compute      4 – 10  FORWARD 0      10 – 16  FORWARD 1
+    copies out  10 – 14  M0
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.schedule.clock import Clock
+from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.search import Schedule
+from megatrain_jax._src.schedule.tasks import Computation, Task, build_task_lists
+from megatrain_jax._src.schedule.workload import Workload
+
+Lane = Literal["copies in", "compute", "copies out"]
+LANES: tuple[Lane, ...] = ("copies in", "compute", "copies out")
+# Steady steps before the one that is shown: by then they are all alike.
+_STEADY_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A time in which a lane is busy.
+
+    Attributes:
+        lane: The lane.
+        what: The operation of a computation; the kind of the part that a copy moves; "exchange"
+            where devices send each other values over the link that a lane stands for.
+        of: The number of the stage or group; None if it has none.
+        start: Seconds from the beginning of the step.
+        end: Seconds from the beginning of the step.
+    """
+
+    lane: Lane
+    what: Op | Kind | Literal["exchange"]
+    of: int | None
+    start: float
+    end: float
+
+
+def timeline(workload: Workload, schedule: Schedule) -> tuple[Span, ...]:
+    """The spans of a steady step; it begins when the device is done with the step before.
+
+    Copies for the step that the one before it has fetched early began before 0.
+
+    Args:
+        workload: The workload that the schedule was found for.
+        schedule: The schedule.
+    """
+    lists = build_task_lists(replace(workload, kept=schedule.kept))
+    clock = Clock(costs=workload.costs)
+    spans = _run(clock, workload, schedule.cold, lists.cold)
+    began = 0.0
+    for _ in range(_STEADY_STEPS):
+        clock = clock.next_step(schedule.num_tasks)
+        began = clock.device
+        spans = _run(clock, workload, schedule.steady, lists.steady)
+    return tuple(replace(s, start=s.start - began, end=s.end - began) for s in spans)
+
+
+def _run(
+    clock: Clock, workload: Workload, instructions: Sequence[Instruction], tasks: Iterable[Task]
+) -> list[Span]:
+    """Runs one list of instructions on a clock, and returns what the lanes were busy with."""
+    computations = ((c, n) for n, task in enumerate(tasks) for c in task.computations)
+    spans: list[Span] = []
+    for instruction in instructions:
+        op, key, task = instruction.op, instruction.key, instruction.task
+        if op is Op.WAIT and task is not None:
+            clock.wait(task)
+        elif op is Op.LAND and task is not None and key is not None:
+            clock.land(task, key)
+        elif op in (Op.FETCH, Op.OFFLOAD) and task is not None and key is not None:
+            spans.append(_copied(clock, workload, op, key, task))
+        elif op is not Op.RELEASE:
+            computation, number = next(computations)
+            assert computation.instruction == instruction
+            spans.extend(_computed(clock, computation, number))
+    return spans
+
+
+def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Span:
+    """Copies a part on the clock."""
+    name, size = clock.costs.link_of(key).name, workload.size(key)
+    lane: Lane = "copies in" if op is Op.FETCH else "copies out"
+    times = clock.inward if op is Op.FETCH else clock.outward
+    free = times.get(name, 0.0)
+    if op is Op.FETCH:
+        clock.fetch(key, size)
+    else:
+        clock.offload(key, size, task)
+    start = max(free, clock.driver, clock.device)
+    return Span(lane=lane, what=key.kind, of=key.owner, start=start, end=times[name])
+
+
+def _computed(clock: Clock, computation: Computation, task: int) -> Iterator[Span]:
+    """Computes on the clock."""
+    row, seconds = computation.instruction, computation.seconds
+    clock.compute(computation.touches, seconds, task, computation.seconds_on_link)
+    end, of = clock.device, row.group if row.stage is None else row.stage
+    yield Span(lane="compute", what=row.op, of=of, start=end - seconds, end=end)
+    if computation.seconds_on_link:
+        name, length = clock.costs.link.name, computation.seconds_on_link
+        lanes: tuple[tuple[Lane, float], ...] = (
+            ("copies in", clock.inward[name]),
+            ("copies out", clock.outward[name]),
+        )
+        for lane, over in lanes:
+            yield Span(lane=lane, what="exchange", of=None, start=over - length, end=over)

@@ -1,0 +1,219 @@
+"""The command `megatrain-jax finetune`: trained, interrupted, gone on with, done, exported."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import transformers
+
+import megatrain_jax as mt
+from megatrain_jax import models
+from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.recipe import schedule_of
+
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+
+from families import VOCAB, make_torch, save  # noqa: E402
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "finetune.py"
+
+
+def make_checkpoint(folder):
+    """A Qwen3 of some thousand parameters with a tokenizer of words."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as tokenizer_models
+
+    words = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "count", "from", "to", "please"]
+    words += [str(number) for number in range(VOCAB - len(words) - 1)] + ["<unk>"]
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(words[:4])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>", unk_token="<unk>"
+    )
+    fast.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|> {% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+    )
+    save(make_torch("qwen3"), folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def conversation(first):
+    numbers = " ".join(str(first + k) for k in range(5))
+    turns = [("user", f"count from {first} to {first + 4} please"), ("assistant", numbers)]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A checkpoint, conversations, and a file of settings for them."""
+    folder = tmp_path_factory.mktemp("given")
+    make_checkpoint(folder / "tiny")
+    rows = [json.dumps(conversation(first)) + "\n" for first in range(40)]
+    (folder / "chats.jsonl").write_text("".join(rows))
+    settings = {
+        "model": str(folder / "tiny"),
+        "data": [str(folder / "chats.jsonl")],
+        "length": 32,
+        "batch": 4,
+        "microbatches": 2,
+        "epochs": 40,
+        "learning_rate": 3e-3,
+        "held_out": 0.2,
+        "checkpoint_every": 30,
+    }
+    (folder / "tune.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    return folder
+
+
+def tune(given, *options):
+    """Runs the command in this process, which has imported all that it needs."""
+    return main(["finetune", str(given / "tune.yaml"), *map(str, options)])
+
+
+def interrupted_at(step, command):
+    """Runs a command in a process of its own and sends SIGINT once it has printed a step."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(f"step {step}/"):
+                process.send_signal(signal.SIGINT)
+        return process.wait(), "".join(lines)
+
+
+def check_export(exported):
+    """Compares the logits of an exported model with those of Transformers."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    text = tokenizer.apply_chat_template(conversation(3)["messages"], tokenize=False)
+    tokens = np.asarray(tokenizer(text)["input_ids"], np.int32)[None]
+    again = models.load_pretrained(exported)
+    trainer = mt.Trainer(
+        again.model,
+        models.next_token_loss,
+        optax.sgd(0.0),
+        {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]},
+        params=again.params,
+        precision=mt.Precision(compute=jnp.float32),
+        progress=False,
+    )
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens[:, :-1]).long()).logits.numpy()
+    ours = jax.tree.map(jnp.asarray, trainer.model)(tokens[:, :-1])
+    np.testing.assert_allclose(ours, logits, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ["--out", str(out), "--steps", "100", "--eval-every", "50"]
+    command = [sys.executable, str(SCRIPT), str(given / "tune.yaml"), *options]
+    status, printed = interrupted_at(2, command)
+    assert status == 130 and "parameters in 4 groups" in printed and "training: 32 doc" in printed
+    assert not (out / "model").exists() and not (out / "report.json").exists()
+    before = max(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit())
+    assert f"interrupted after step {before} of 100: the same command goes on" in printed
+    assert 2 <= before < 100
+    # The same command again, and once more.
+    assert tune(given, *options) == 0
+    printed = capsys.readouterr().out
+    assert f"went on after step {before}\nstep {before + 1}/100, loss" in printed
+    last = [line for line in printed.splitlines() if line.startswith("step 100/100, loss ")]
+    assert len(last) == 1 and ", loss on what is held out " in last[0] and "00:00 left" in last[0]
+    report = json.loads((out / "report.json").read_text())
+    assert report["steps"] == 100 and report["last_loss"] < 0.7 * report["first_loss"]
+    assert report["eval_loss"] > 0 and len(report["history"]) == 100
+    assert 0 < report["tokens_per_second_without_padding"] < report["tokens_per_second"]
+    check_export(out / "model")
+    assert tune(given, *options) == 0
+    assert capsys.readouterr().out == f"{out} is done: 100 steps. See {out}\n"
+    assert tune(given, *options, "--learning-rate", "1e-4") == 2
+    assert (
+        "exists, of a run with other settings: learning_rate was 0.003" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.slow
+def test_a_part_of_the_parameters_is_trained(given, tmp_path, monkeypatch, capsys):
+    """By the script, which is the same command; and a run's last line is printed."""
+    trainable = ["--steps", "3", "--trainable", r"layers/.*/(q|v)_proj", "--checkpoint-every=null"]
+    words = [str(given / "tune.yaml"), "--out", str(tmp_path / "part"), *trainable]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 0
+    assert f"finished after 3 steps: {tmp_path / 'part'}" in capsys.readouterr().out
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).state_dict()
+        for f in (given / "tiny", tmp_path / "part" / "model")
+    )
+    # All others are as they were, to the bit.
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.split(".")[-2] in ("q_proj", "v_proj") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--master", "int8"], "--master: Does not validate"),
+        (["--state", "int3"], "--state: Expected a typing.Literal['float32', 'bfloat16', 'int8'"),
+        (
+            ["--model", "there/is/none"],
+            "`model` = there/is/none must be the folder of a checkpoint",
+        ),
+        (["--data", "there/is/none.jsonl"], "none.jsonl"),
+        (["--microbatches", "3"], "`microbatches`=3 must divide `batch`=4"),
+        (["--epochs", "null"], "`epochs`=null never ends: say `steps`"),
+        (["--steps", "1000"], "`steps`=1000 are more than the 160 batches of `epochs`=40"),
+        (["--warmup", "2"], "`warmup` must be a share from 0 to 1, but is 2"),
+        (["--trainable", "("], "`trainable`='(' is no regular expression"),
+        (["--chat-template", "{% if %}"], "`chat_template` is no valid Jinja"),
+        (["--learning-rate", "fast"], "--learning-rate: Expected a <class 'float'>"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(given, tmp_path, options, message, capfd):
+    assert tune(given, "--out", tmp_path / "out", *options) == 2
+    printed = capfd.readouterr().err.splitlines()[-1]
+    assert printed.startswith("megatrain-jax finetune: error: ")
+    assert message in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert tune(given, "--out", tmp_path) == 2
+    assert "exists and is of no run of this command" in capsys.readouterr().err
+    assert tune(given) == 2
+    assert "out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0.0, 0.25])
+def test_the_learning_rate_rises_and_falls(decay, warmup):
+    rates = [float(schedule_of(2.0, 40, warmup, decay, 0.1)(step)) for step in range(41)]
+    top = round(40 * warmup)
+    np.testing.assert_allclose(
+        rates[: top + 1], np.linspace(0, 2, top + 1) if top else [2.0], rtol=1e-6
+    )
+    share = np.arange(41 - top) / (40 - top)
+    falling = {
+        "cosine": 0.2 + 1.8 * 0.5 * (1 + np.cos(np.pi * share)),
+        "linear": 2 - 1.8 * share,
+        "constant": 2 + 0 * share,
+    }[decay]
+    np.testing.assert_allclose(rates[top:], falling, rtol=1e-5)

@@ -1,0 +1,326 @@
+"""Plans, trainers, histories and results show themselves, at a prompt and in a notebook."""
+
+import ast
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from IPython.core.formatters import DisplayFormatter
+
+import megatrain_jax as mt
+import small
+from megatrain_jax._src.report.curves import running_mean
+from megatrain_jax._src.report.fill import fills
+from test_plan_table import GIB, big_plan, small_plan
+
+pytestmark = pytest.mark.usefixtures("started_once")
+
+
+class Shown(HTMLParser):
+    """A page as a reader sees it: texts, tables as rows of cells, colours of texts, widths."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.texts: list[str] = []
+        self.rows: list[list[str]] = []
+        self.red: list[str] = []
+        self.open: list[tuple[str, dict[str, Any]]] = []
+        self.widths: list[tuple[str, float]] = []
+        self.images = 0
+        self.feed(page)
+        assert not self.open, "every tag is closed"
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        found = dict(attrs)
+        if tag == "img":
+            self.images += 1
+            return
+        self.open.append((tag, found))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        width = re.match(r"width:([\d.]+)%", found.get("style", ""))
+        if width:
+            self.widths.append((found["title"], float(width[1])))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if any(tag in ("td", "th") for tag, _ in self.open):
+            self.rows[-1][-1] += data
+        if any("color:#c62828" in found.get("style", "") for _, found in self.open):
+            self.red.append(data)
+
+
+def in_notebook(value: Any) -> Shown:
+    """What a notebook shows of a value; at a plain prompt that is its `repr`."""
+    data, _ = DisplayFormatter().format(value)
+    assert data["text/plain"] == repr(value)
+    return Shown(data["text/html"])
+
+
+def trained(steps: int = 2, **options: Any) -> mt.FitResult:
+    return small.fit(None, steps, **options)
+
+
+# Plans
+
+
+def test_a_plan_is_its_table_at_a_prompt():
+    plan = big_plan()
+    assert repr(plan) == str(plan)
+    assert repr(plan).startswith("10.2B parameters in 38 groups")
+
+
+def test_a_plan_in_a_notebook_has_its_table_and_bars():
+    shown = in_notebook(big_plan())
+    cells = [" ".join(row).split() for row in shown.rows]
+    for line in str(big_plan()).splitlines():
+        if line and not line.startswith(("10.2B", "warning")):
+            assert line.split() in cells
+    assert shown.red == ["warning: `while` holds 3 blocks", "warning: one large stage"]
+    assert "memory of the host: 116.90 GiB of 125.00 GiB" in shown.texts
+    assert "memory of the device: 17.00 GiB of 119.34 GiB" in shown.texts
+    widths = dict(shown.widths)
+    assert widths["masters and optimizer state: 114.00 GiB"] == pytest.approx(100 * 114 / 125, 1e-3)
+    assert sum(widths.values()) == pytest.approx(200, abs=0.1)
+
+
+def test_what_does_not_fit_is_red_and_shown_beside_its_limit():
+    machine = big_plan().hardware
+    assert machine is not None
+    page = big_plan(hardware=replace(machine, host_bytes=58 * GIB), warnings=())._repr_html_()
+    shown = Shown(page)
+    assert [text for text in shown.red if "NOT FIT" in text] == shown.red and len(shown.red) == 2
+    assert dict(shown.widths)["masters and optimizer state: 114.00 GiB"] == pytest.approx(97.5, 0.1)
+    # The limit's line is where 58 of 116.9 GiB are, and no part stands for what is free.
+    assert "left:49.6" in page
+    assert ("free: 0 B", 0.0) in shown.widths
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_bars_of_several_devices_are_one_hosts(processes: int):
+    plan = big_plan(num_devices=4, num_processes=processes, processes_per_host=1)
+    host, device = fills(plan)
+    assert host.needed == max(plan.host_process_bytes or 0, plan.host_peak_bytes // processes)
+    assert dict(host.parts)["masters and optimizer state"] == plan.host_bytes // processes
+    assert host.name == ("memory of the host" if processes == 1 else "memory of each host")
+    assert (device.name, device.needed) == ("memory of each device", plan.device_bytes)
+
+
+def test_without_hardware_bars_are_as_long_as_what_is_needed():
+    shown = Shown(small_plan()._repr_html_())
+    assert "memory of the device: 90 B" in shown.texts
+    assert sum(width for _, width in shown.widths) == pytest.approx(200, abs=0.1)
+    assert not [title for title, _ in shown.widths if title.startswith("free")]
+
+
+# Trainers, histories, results
+
+
+def test_a_trainer_shows_model_step_and_budget():
+    trainer = small.trainer(device_budget="least")
+    trainer.step(small.batch(0))
+    shown = in_notebook(trainer)
+    words = " ".join(repr(trainer).split())
+    least = trainer.schedule.smallest_bytes / 2**10
+    for part in ("8.19K in 2 groups", "step 1", f"{least:.2f} KiB the least", "devices 1"):
+        assert part in words
+    assert [" ".join(row).split() for row in shown.rows] == [
+        line.split() for line in repr(trainer).splitlines()[1:]
+    ]
+
+
+def test_what_a_trainer_tells_is_read_only():
+    trainer = small.trainer()
+    names = ("history", "params", "opt_state", "model", "num_steps", "plan", "schedule", "step")
+    for name in names:
+        with pytest.raises(AttributeError, match=f"`{name}` of a Trainer is read-only"):
+            setattr(trainer, name, None)
+    with pytest.raises(AttributeError, match="pass `params=` to a new Trainer"):
+        setattr(trainer, "params", None)  # noqa: B010 (a type checker would refuse it)
+    result = trained()
+    for record, name in ((result, "history"), (trainer.plan, "bytes_in")):
+        with pytest.raises(AttributeError, match="cannot assign to field"):
+            setattr(record, name, None)
+
+
+def test_steps_made_by_hand_have_the_records_that_fit_makes():
+    trainer, steps = small.trainer(), 7
+    for seed in range(steps):
+        metrics = trainer.step(small.batch(seed))
+        if seed in (2, 3):
+            values = trainer.read(metrics)
+            assert values == {k: v for k, v in trainer.history[-1].items() if k in values}
+    expected = trained(steps).history
+    assert [list(record) for record in trainer.history] == [list(record) for record in expected]
+    same = [{k: v for k, v in r.items() if k != "seconds"} for r in trainer.history]
+    assert same == [{k: v for k, v in r.items() if k != "seconds"} for r in expected]
+    assert all(record["seconds"] > 0 for record in trainer.history)
+
+
+def test_steps_by_hand_and_by_train_are_in_one_history(tmp_path: Any):
+    trainer = small.trainer()
+    trainer.step(small.batch(0))
+    seen = []
+    batches = [small.batch(seed) for seed in (1, 2)]
+
+    def callback(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        seen.append((record["step"], len(trainer.history)))
+
+    mt.train(trainer, batches, callbacks=[callback], progress=False)
+    assert seen == [(2, 2), (3, 3)], "a callback doesn't wait for the step that is under way"
+    trainer.step(small.batch(3))
+    trainer.save(tmp_path / "saved")
+    trainer.step(small.batch(4))
+    trainer.restore(tmp_path / "saved")
+    trainer.step(small.batch(4))
+    assert [record["loss"] for record in trainer.history] == small.expected(5)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_step_by_hand_that_is_not_finite_is_no_record_or_a_skipped_one(on_nonfinite: str):
+    trainer = small.trainer(on_nonfinite=on_nonfinite)
+    trainer.step(small.batch(0))
+    broken = {"x": np.full_like(small.batch(1)["x"], np.nan)}
+    metrics = trainer.step(broken)
+    if on_nonfinite == "raise":
+        assert [record["step"] for record in trainer.history] == [1]
+        with pytest.raises(FloatingPointError, match="loss of step 2"):
+            trainer.read(metrics)
+    trainer.step(small.batch(2))
+    steps = [(r["step"], r.get("skipped")) for r in trainer.history]
+    assert steps == (
+        [(1, None), (2, None)] if on_nonfinite == "raise" else [(1, 0), (2, 1), (3, 0)]
+    )
+    assert all(np.isfinite(r["loss"]) != bool(r.get("skipped")) for r in trainer.history)
+
+
+def test_a_history_is_a_table():
+    history = mt.History([{"step": n, "loss": 1 / n, "seconds": 2e-5 * n} for n in range(1, 31)])
+    history[-1]["eval_loss"] = 0.25
+    shown = in_notebook(history)
+    lines = repr(history).splitlines()
+    assert lines[0].split() == ["step", "loss", "seconds", "eval_loss"]
+    assert [line.split()[0] for line in lines[1:]] == [*"12345", "…", "26", "27", "28", "29", "30"]
+    assert lines[1].split() == ["1", "1", "20", "µs"]
+    assert lines[-1].split() == ["30", "0.0333333", "600", "µs", "0.25"]
+    assert len({line.rindex("s") for line in lines[1:6]}) == 1, "numbers are lined up"
+    assert [" ".join(row).split() for row in shown.rows] == [line.split() for line in lines]
+    assert shown.images == 1
+    assert repr(mt.History()) == "History([])"
+    assert in_plain_text(mt.History()) == {"text/plain": "History([])"}
+
+
+def in_plain_text(value: Any) -> dict[str, Any]:
+    return DisplayFormatter().format(value)[0]
+
+
+def test_a_history_draws_any_metrics():
+    history = mt.History(
+        [{"step": n, "loss": 1 / n, "rate": 0.1 * n, "note": "x"} for n in range(1, 9)]
+    )
+    history[3]["eval_loss"] = 0.5
+    loss, rate = history.plot(["loss", "rate"], log=True).axes
+    assert [line.get_label() for line in loss.lines] == ["loss", "eval_loss"]
+    np.testing.assert_allclose(np.asarray(rate.lines[0].get_ydata()), 0.1 * np.arange(1, 9))
+    assert {axes.get_yscale() for axes in (loss, rate)} == {"log"}
+    assert (loss.get_ylabel(), rate.get_xlabel()) == ("loss", "step")
+    (axes,) = history.plot(smooth=3).axes
+    faint, smooth, _ = axes.lines
+    assert faint.get_alpha() == 0.3 and smooth.get_label() == "loss, mean of 3"
+    expected = [np.mean([1 / m for m in range(max(1, n - 2), n + 1)]) for n in range(1, 9)]
+    np.testing.assert_allclose(np.asarray(smooth.get_ydata()), expected)
+    for metrics in ("los", ["loss", "note"]):
+        with pytest.raises(ValueError, match=r"has the metric '(los|note)'; there are step, loss"):
+            history.plot(metrics)
+    for metrics in ([], 3, [3]):
+        with pytest.raises(TypeError, match="`metrics` must be the name of a metric"):
+            history.plot(metrics)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`smooth` must be at least 1"):
+        history.plot(smooth=0)
+
+
+def test_running_means_leave_out_what_is_not_finite():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=50)
+    values[rng.random(50) < 0.3] = np.nan
+    for width in (1, 2, 7, 60):
+        windows = [values[max(0, i + 1 - width) : i + 1] for i in range(50)]
+        means = [w[np.isfinite(w)].mean() if np.isfinite(w).any() else np.nan for w in windows]
+        np.testing.assert_allclose(running_mean(values, width), means)
+
+
+def test_a_result_shows_steps_losses_and_why_it_ended():
+    result = trained(3, eval_data=[small.batch(9)])
+    losses, (first, *_, last) = small.losses(result), result.history
+    shown = in_notebook(result)
+    assert shown.images == 1
+    rows = {row[0]: row[1:] for row in shown.rows}
+    assert rows["steps"] == ["3", "done: all `steps`"]
+    assert rows["loss"][0] == f"{losses[-1]:.6g}"
+    assert f"{first['loss']:.6g} at step 1, least {min(losses):.6g}" in rows["loss"][1]
+    assert rows["eval_loss"][0] == f"{last['eval_loss']:.6g}"
+    words = " ".join(repr(result).split())
+    assert all(" ".join([name, *cells]) in words for name, cells in rows.items())
+
+
+@pytest.mark.parametrize(
+    ("error", "ended", "reason"),
+    [
+        (mt.StopTraining("good enough"), "stopped", "good enough"),
+        (mt.StopTraining(), "stopped", "by a callback"),
+        (KeyboardInterrupt(), "interrupted", "by a KeyboardInterrupt"),
+        (OSError("disk gone"), "failed", "OSError: disk gone"),
+        (None, "done", "to the end of `data`"),
+    ],
+)
+def test_a_result_tells_why_a_run_ended(error: Any, ended: str, reason: str, capfd: Any):
+    def callback(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        if error is not None and record["step"] == 2:
+            raise error
+
+    trainer = small.trainer()
+    batches = [small.batch(seed) for seed in range(3)]
+    if ended == "failed":
+        with pytest.raises(OSError, match="disk gone") as caught:
+            mt.train(trainer, batches, callbacks=[callback])
+        result = caught.value.result  # type: ignore[attr-defined]
+    else:
+        result = mt.train(trainer, batches, callbacks=[callback])
+    assert (result.ended, result.reason) == (ended, reason)
+    assert result.interrupted == (ended == "interrupted")
+    said = capfd.readouterr().err
+    assert ("Stopped after step 3: " + reason + "." in said) == (ended == "stopped")
+    again = mt.train(result.trainer, batches, steps=1, progress=False)
+    assert (again.ended, again.reason, again.trainer.num_steps) == ("done", "all `steps`", 4)
+
+
+def test_a_run_that_stopped_goes_on_from_its_folder(tmp_path: Any):
+    def stop(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+        if record["step"] == 2:
+            raise mt.StopTraining("here")
+
+    first = small.fit(tmp_path / "run", 6, callbacks=[stop])
+    assert (first.ended, first.trainer.num_steps) == ("stopped", 3)
+    again = small.fit(tmp_path / "run", 6)
+    assert again.ended == "done" and small.losses(again) == small.expected(6)
+
+
+def test_only_drawing_imports_matplotlib():
+    """It takes a quarter of the time that the library does; and few runs need callbacks."""
+    for path in Path(mt.__file__).parent.rglob("*.py"):
+        found = ast.parse(path.read_text(encoding="utf-8")).body
+        imports = " ".join(
+            ast.unparse(n) for n in found if isinstance(n, ast.Import | ast.ImportFrom)
+        )
+        assert "matplotlib" not in imports, path
+        inside = "callbacks" in path.relative_to(Path(mt.__file__).parent).as_posix()
+        assert inside or "megatrain_jax.callbacks" not in imports, path

@@ -1,0 +1,207 @@
+"""Adapters: exact beside merged matrices, small in a plan, and those of PEFT to its own numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import megatrain_jax as mt
+from inside import spec_of
+from megatrain_jax import models
+from megatrain_jax._src.common.keys import Kind
+from oracle import train_plain
+from runs import check_close, make_trainer, train
+from test_models_training import EXPERTS, SMALL, batch, packed_loss
+from zoo_case import Case
+
+TINY = dataclasses.replace(SMALL, num_layers=2)
+MIXED = dataclasses.replace(TINY, experts=dataclasses.replace(EXPERTS, layers=(1,)))
+
+
+class Attending(nnx.Module):
+    """A model of nothing but Flax's own modules, two of them in a stack."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.general = nnx.LinearGeneral((2, 8), (3, 4), axis=(0, -1), rngs=rngs)
+        split = nnx.split_rngs(splits=2)
+        make = split(nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs)))
+        self.stack = make(rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        x, _ = nnx.scan(lambda x, layer: (jnp.tanh(layer(x)), None), in_axes=(nnx.Carry, 0))(
+            x, self.stack
+        )
+        return self.general(x.reshape(2, -1, 8))
+
+
+def decoder(config=MIXED):
+    return models.Decoder(config, rngs=nnx.Rngs(0))
+
+
+def is_adapter(path, _):
+    return path[-1] in ("lora_A", "lora_B")
+
+
+def randomised(model, seed=0):
+    """Gives all adapters random numbers; fresh ones add nothing."""
+    rng = np.random.default_rng(seed)
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if is_adapter(path, variable):
+            variable.set_value(jnp.asarray(rng.normal(size=variable.shape), jnp.float32) * 0.3)
+    return model
+
+
+TOKENS = np.random.default_rng(1).integers(0, 40, (2, 9)).astype(np.int32)
+INPUTS = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
+MODELS = {
+    "decoder": (decoder, lambda m: m(TOKENS), r"layers/"),
+    "flax": (Attending, lambda m: m(INPUTS), r"kernel"),
+}
+
+
+def outputs(call, model):
+    """The outputs of a model, compiled in one go, which takes less time than one by one."""
+    graphdef, state = nnx.split(model)
+    return jax.jit(lambda state: call(nnx.merge(graphdef, state)))(state)
+
+
+@pytest.mark.parametrize(("name", "rslora"), [("decoder", False), ("flax", True)])
+def test_values_and_gradients_are_those_of_the_merged_matrices(name, rslora):
+    make, call, targets = MODELS[name]
+    base = make()
+    adapted = models.lora(base, targets=targets, rank=2, alpha=3.0, rslora=rslora)
+    expected = outputs(call, base)
+    np.testing.assert_array_equal(outputs(call, adapted.model), expected)  # fresh: no change
+    model = randomised(adapted.model)
+    merged = models.merge_lora(model)
+    np.testing.assert_array_equal(outputs(call, models.without_lora(model)), expected)
+    np.testing.assert_array_equal(outputs(call, base), expected)
+    values = outputs(call, model)
+    assert np.abs(values - expected).max() > 0.1
+    np.testing.assert_allclose(outputs(call, merged), values, rtol=2e-5, atol=2e-5)
+    scale = 3.0 / (2**0.5 if rslora else 2)
+    graphdef, adapters, others = nnx.split(model, is_adapter, ...)
+    plain = nnx.split(base)[0]
+
+    def loss(adapters):
+        return jnp.sum(jnp.sin(call(nnx.merge(graphdef, adapters, others))))
+
+    def of_merged(adapters):
+        factors, flat = dict(nnx.to_flat_state(adapters)), dict(nnx.to_flat_state(others))
+        for name in adapted.targets:
+            path = tuple(int(key) if key.isdigit() else key for key in name.split("/"))
+            a, b = (factors[*path[:-1], key][...] for key in ("lora_A", "lora_B"))
+            added = scale * (b @ a if path[-1] == "weight" else jnp.swapaxes(b @ a, -1, -2))
+            weight = flat[path][...]
+            flat[path] = flat[path].replace(weight + added.reshape(weight.shape))
+        return jnp.sum(jnp.sin(call(nnx.merge(plain, nnx.from_flat_state(flat)))))
+
+    found, wanted = (jax.jit(jax.grad(f))(adapters) for f in (loss, of_merged))
+    check_close(nnx.to_pure_dict(found), nnx.to_pure_dict(wanted), 5e-5, "gradient")
+
+
+def test_training_agrees_with_plain_jax_and_only_adapters_have_state():
+    adapted = models.lora(decoder, targets=r"layers/", rank=2, alpha=4.0, seed=3)
+    case = Case(
+        name="lora",
+        build=lambda: adapted.model,
+        loss_fn=packed_loss,
+        blocks=2,
+        templates=2,
+        batch=lambda seed: batch(seed, 12, 2),
+    )
+
+    def masked(params):
+        names = jax.tree_util.tree_map_with_path(lambda p, _: "lora_" in str(p), params)
+        frozen = jax.tree.map(lambda trains: not trains, names)
+        adam = optax.masked(optax.adamw(1e-2, eps=1e-4), names)
+        return optax.chain(adam, optax.masked(optax.set_to_zero(), frozen))
+
+    batches = [case.batch(seed) for seed in range(3)]
+    plain = train_plain(case, masked, batches)
+    trainer = make_trainer(case, lambda _: optax.adamw(1e-2, eps=1e-4), trainable=adapted.trainable)
+    run = train(trainer, batches, gradients=False)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+    check_close(run.params, plain.params, 2e-5, "parameter")
+    spec = spec_of(trainer)
+    sizes = [layout.sizes(None)[Kind.OPTIMIZER_STATE] for layout in spec.layouts]
+    assert {g for g, size in enumerate(sizes) if not size} == spec.grouping.frozen
+    adapters = sum(x.size for p, x in leaves_of(trainer.model) if p[-1].startswith("lora_"))
+    assert trainer.plan.num_parameters - trainer.plan.num_frozen == adapters
+
+
+def leaves_of(model):
+    return [(p, v[...]) for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+
+
+def test_dropout_is_drawn_anew_in_training_and_left_out_of_evaluations():
+    adapted = models.lora(lambda: decoder(TINY), targets=r"_proj", rank=2, dropout=0.5)
+    made = batch()
+    trainer = mt.Trainer(
+        adapted.model,
+        packed_loss,
+        optax.sgd(0.0),
+        made,
+        trainable=adapted.trainable,
+        params=jax.tree.map(
+            np.asarray, nnx.to_pure_dict(nnx.state(randomised(adapted.model()), nnx.Param))
+        ),
+        precision=mt.Precision(compute=jnp.float32),
+    )
+    first, second = (trainer.read(trainer.step(made))["loss"] for _ in range(2))
+    evaluated = [trainer.evaluate([made])["loss"] for _ in range(2)]
+    assert len({first, second, evaluated[0]}) == 3 and evaluated[0] == evaluated[1]
+    merged = jax.tree.map(jnp.asarray, models.merge_lora(trainer))
+    np.testing.assert_allclose(evaluated[0], packed_loss(merged, made), rtol=1e-5)
+    layers = [row for row in trainer.plan.groups if "frozen" not in row.name]
+    assert len({row.template for row in layers}) == 1
+
+
+def test_a_model_of_70b_is_planned_with_adapters_without_making_it():
+    config = dataclasses.replace(
+        SMALL, hidden_size=8192, intermediate_size=28672, num_heads=64, num_kv_heads=8, head_dim=128
+    )
+    config = dataclasses.replace(config, rope=models.Rope(dim=128), vocab_size=128_256)
+    adapted = models.lora(lambda: decoder(config), targets=r"layers/", rank=16)
+    frozen = {"precision": mt.Precision(frozen="bfloat16"), "trainable": adapted.trainable}
+    plan = mt.plan(adapted.model, packed_loss, optax.adamw(1e-4), batch(), **frozen)
+    trained = plan.num_parameters - plan.num_frozen
+    assert trained < 0.005 * plan.num_frozen
+    assert plan.frozen_bytes == pytest.approx(2 * plan.num_frozen, rel=1e-3)
+    assert len({row.template for row in plan.groups if row.name.startswith("layers.")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"targets": "nothing"}, ValueError, "chooses no matrix; there are layers/0/mlp"),
+        ({"targets": "embed"}, ValueError, "chooses embed_tokens/weight, which can't have"),
+        ({"targets": "lm_head"}, ValueError, "chooses lm_head/weight, which losses read"),
+        ({"targets": "("}, ValueError, "is no regular expression"),
+        ({"targets": 3}, TypeError, "`targets` must be a regular expression or a function"),
+        ({"targets": "layers", "dropout": 0.1}, ValueError, "`dropout` is not for adapters of ex"),
+        ({"targets": "layers", "dropout": 1.0}, ValueError, "`dropout` must be below 1"),
+        ({"targets": "layers", "rank": 0}, ValueError, "`rank` must be at least 1"),
+        ({"targets": "layers", "params": "folder"}, TypeError, "`params` must be nested dicts"),
+    ],
+)
+def test_mistakes_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        models.lora(decoder, **options)
+
+
+def test_a_model_has_adapters_once():
+    adapted = models.lora(decoder, targets="layers")
+    with pytest.raises(ValueError, match="has adapters already"):
+        models.lora(adapted.model, targets="layers")
+    with pytest.raises(ValueError, match="has no adapters"):
+        models.merge_lora(decoder())
+    with pytest.raises(TypeError, match="`model` must be an nnx.Module or a function"):
+        models.lora(3, targets="layers")  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""Adapters against PEFT's: trained side by side, and read from the files that it reads."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+import megatrain_jax as mt
+from megatrain_jax import models
+
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
+
+from families import make_torch, random_tokens, save  # noqa: E402
+
+STEPS = 20
+# PEFT calls what Transformers gives another name, and looks for the patterns of its own experts,
+# which are parameters, among modules.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning"),
+]
+
+
+def batches():
+    for seed in range(STEPS):
+        tokens = random_tokens(2, 13, seed)
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def make_trainer(folder, targets, **options):
+    pretrained = models.load_pretrained(folder)
+    adapted = models.lora(pretrained.model, targets=targets, params=pretrained.params, **options)
+    return mt.Trainer(
+        adapted.model,
+        models.next_token_loss,
+        optax.adamw(1e-2, eps=1e-3, weight_decay=0.01),
+        next(batches()),
+        params=adapted.params,
+        trainable=adapted.trainable,
+        precision=mt.Precision(compute=jnp.float32),
+    )
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens).long()).logits.numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "targets", "options"),
+    [
+        ("llama", r"self_attn/(q|v)_proj|mlp", {"alpha": 6.0}),
+        pytest.param("phi3", r"layers/1", {"rslora": True}, marks=pytest.mark.long),
+    ],
+)
+def test_training_is_that_of_peft(name, targets, options, tmp_path):
+    trainer = make_trainer(save(make_torch(name), tmp_path / "base"), targets, rank=4, **options)
+    models.save_lora(trainer, tmp_path / "fresh")
+    theirs = peft.PeftModel.from_pretrained(make_torch(name), tmp_path / "fresh", is_trainable=True)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == trainer.plan.num_parameters - trainer.plan.num_frozen
+    # Divided by less, rounding alone would decide where gradients are small.
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3, weight_decay=0.01)
+    curve, expected = [], []
+    for batch in batches():
+        logits = theirs(torch.tensor(batch["tokens"]).long()).logits
+        labels = torch.tensor(batch["labels"]).long()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+        curve.append(trainer.read(trainer.step(batch))["loss"])
+    np.testing.assert_allclose(curve, expected, rtol=4e-6)
+    # The files of both, name by name, and the model that both are merged into.
+    models.save_lora(trainer, tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, others = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("ours", "theirs")
+    )
+    assert set(ours) == set(others)
+    for key, array in others.items():
+        np.testing.assert_allclose(ours[key], array, atol=2e-5 * np.abs(array).max(), err_msg=key)
+    tokens = random_tokens()
+    exported = models.save_pretrained(trainer, tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    expected = logits_of(theirs.merge_and_unload(), tokens)
+    np.testing.assert_allclose(logits_of(merged, tokens), expected, atol=1e-4)
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("base", "merged"))
+    changed = {key for key in before if not np.array_equal(before[key], after[key])}
+    prefix, end = "base_model.model.", ".lora_A.weight"
+    assert changed == {
+        key.removeprefix(prefix).replace(end, ".weight") for key in ours if key.endswith(end)
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_adapters_of_experts_are_loaded_by_peft(name, tmp_path):
+    trainer = make_trainer(save(make_torch(name), tmp_path / "base"), r"_proj", rank=3)
+    for batch in list(batches())[:2]:
+        trainer.step(batch)
+    models.save_lora(trainer, tmp_path / "lora")
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert len(config["target_modules"]) == 7
+    tokens = random_tokens()
+    base = make_torch(name)
+    plain = logits_of(base, tokens)
+    theirs = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "lora"), tokens)
+    assert np.abs(theirs - plain).max() > 0.01
+    ours = jax.jit(lambda model: model(tokens))(jax.tree.map(jnp.asarray, trainer.model))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)

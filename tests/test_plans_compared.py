@@ -1,0 +1,162 @@
+"""Plans side by side, and a step's timeline: tables and figures against plans and schedules."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.report.make_plan import moved_bytes
+from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.search import find_schedule
+from megatrain_jax._src.schedule.timeline import LANES, timeline
+from test_looking import Shown
+from workloads import random_workload
+
+OPTIMIZERS = {"adamw": optax.adamw(1e-3), "clipped": optax.chain(optax.clip(1.0), optax.lion(1e-3))}
+
+
+def build():
+    return {"layers": {str(i): {"w": jnp.ones((64, 64))} for i in range(6)}}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for layer in model["layers"].values():
+        x = jnp.tanh(x @ layer["w"])
+    return (x**2).mean()
+
+
+def batch(rows: int) -> dict[str, Any]:
+    return {"x": jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)}
+
+
+OVER = {
+    "hardware": [mt.H200, mt.RTX_4090],
+    "optimizer": OPTIMIZERS,
+    "precision": {"fp32": mt.Precision(), "compact": mt.Precision.compact()},
+    "sample_batch": {"8 rows": batch(8), "9 rows": batch(9)},
+}
+
+
+def test_every_combination_is_a_row_with_the_figures_of_its_plan():
+    table = mt.compare_plans(build, loss_fn, over=OVER, microbatches=2)
+    assert table.axes == tuple(OVER) and len(table) == 16
+    names = [[mt.H200.name, mt.RTX_4090.name], *(list(OVER[axis]) for axis in list(OVER)[1:])]
+    assert [row.names for row in table] == list(itertools.product(*names))
+    cells = Shown(table._repr_html_()).rows[1:]
+    lines = repr(table).splitlines()[1:]
+    for row, shown, line in zip(table, cells, lines, strict=True):
+        assert " ".join(shown).split() == line.split()
+        if row.names[-1] == "9 rows":
+            assert row.plan is None and row.refused and "microbatches" in row.refused
+            assert shown[4] == "refused" and shown[-1] == row.refused
+            continue
+        machine = mt.H200 if row.names[0] == mt.H200.name else mt.RTX_4090
+        precision = OVER["precision"][row.names[2]]
+        optimizer = OPTIMIZERS[row.names[1]]
+        options: Any = {"hardware": machine, "precision": precision, "microbatches": 2}
+        assert row.plan == mt.plan(build, loss_fn, optimizer, batch(8), **options)
+        assert shown[4] == "yes" and shown[6] == "Python's dispatch"
+
+
+def test_what_does_not_fit_is_said_in_a_comparison():
+    tiny = [
+        mt.Hardware(
+            name=f"{host}-{device}",
+            host_bytes=host,
+            device_bytes=device,
+            link_bytes_per_s=1e9,
+            flops_per_s=1e12,
+        )
+        for host, device in ((10**12, 10**9), (10**3, 10**9), (10**3, 10**4))
+    ]
+    table = mt.compare_plans(
+        build, loss_fn, OPTIMIZERS["adamw"], batch(8), over={"hardware": tiny, "seed": [0]}
+    )
+    said = [cells[2] for cells in Shown(table._repr_html_()).rows[1:]]
+    assert said == ["yes", "DOES NOT FIT the host", "DOES NOT FIT the host or the device"]
+    assert len(Shown(table._repr_html_()).red) == 2
+    assert [row.plan.fits_host for row in table if row.plan] == [True, False, False]
+    assert table[-1].names == (tiny[-1].name, "0") and table[1:] == table.rows[1:]
+
+
+@pytest.mark.parametrize(
+    ("over", "given", "error", "message"),
+    [
+        ({}, {}, ValueError, "`over` is empty"),
+        ([1], {}, TypeError, "`over` must be a mapping"),
+        ({"speed": [1]}, {}, ValueError, "`over` has 'speed', but `plan` takes model, loss_fn"),
+        ({"seed": [1, 1]}, {}, ValueError, r"`over\['seed'\]` has two values called '1'"),
+        ({"seed": 3}, {}, TypeError, r"`over\['seed'\]` must be a mapping from names"),
+        ({"seed": []}, {}, ValueError, r"`over\['seed'\]` is empty"),
+        ({"precision": [mt.Precision()]}, {}, TypeError, r"`over\['precision'\]` must be"),
+        ({"seed": [1]}, {"seed": 2}, ValueError, "`seed` is given, and in `over`, too"),
+        ({"seed": [1]}, {"optimizer": None}, TypeError, "needs `optimizer`"),
+        ({"seed": [1]}, {"sped": 1}, TypeError, "unexpected keyword argument 'sped'"),
+        ({"seed": [1]}, {"microbatches": "a"}, TypeError, "`microbatches` must be an integer"),
+    ],
+)
+def test_misuses_of_comparisons_are_named(over: Any, given: Any, error: Any, message: str):
+    arguments = {"optimizer": OPTIMIZERS["adamw"], "sample_batch": batch(8), **given}
+    with pytest.raises(error, match=message):
+        mt.compare_plans(build, loss_fn, over=over, **arguments)
+
+
+# Timelines
+
+
+def overlapping(spans: Any, lane: str) -> list[Any]:
+    rows = sorted((s for s in spans if s.lane == lane), key=lambda s: (s.start, s.end))
+    pairs = zip(rows, rows[1:], strict=False)
+    return [(a, b) for a, b in pairs if b.start < a.end - 1e-9 * max(1.0, abs(a.end))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_timeline_is_the_step_that_the_schedule_foretells(seed: int):
+    workload = random_workload(seed)
+    schedule = find_schedule(workload, None)
+    spans = timeline(workload, schedule)
+    assert not [found for lane in LANES for found in overlapping(spans, lane)]
+    end = max(span.end for span in spans if span.lane == "compute")
+    np.testing.assert_allclose(end, schedule.seconds, rtol=1e-6)
+    # Every copy and every computation of the step is there, no longer and no shorter.
+    copies = [r for r in schedule.steady if r.op in (Op.FETCH, Op.OFFLOAD)]
+    assert sum(span.lane != "compute" and span.what != "exchange" for span in spans) == len(copies)
+    stages = [r.stage for r in schedule.steady if r.op is Op.FORWARD and r.stage is not None]
+    assert [s.of for s in spans if s.what is Op.FORWARD] == stages
+    forward = sum(s.end - s.start for s in spans if s.what is Op.FORWARD)
+    expected = sum(workload.costs.forward[stage] for stage in stages)
+    np.testing.assert_allclose(forward, expected, rtol=1e-6)
+
+
+def test_a_plan_draws_its_timeline():
+    plan = mt.plan(
+        build, loss_fn, OPTIMIZERS["adamw"], batch(8), device_budget="least", hardware=mt.H200
+    )
+    assert plan.workload is not None and plan.schedule is not None
+    spans = timeline(plan.workload, plan.schedule)
+    figure = plan.timeline()
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == list(LANES)
+    assert (
+        axes.get_title()
+        == f"a step of {plan.schedule.seconds * 1e3:.3g} ms, as scheduled for NVIDIA H200"
+    )
+    drawn = {bars.get_label(): bars for bars in axes.collections}
+    masters = [s for s in spans if s.what is Kind.MASTERS and s.lane == "copies in"]
+    boxes = [path.get_extents() for path in drawn["masters"].get_paths()]
+    assert len(boxes) == len(masters) > 0
+    for box, span in zip(boxes, masters, strict=True):
+        np.testing.assert_allclose([box.x0, box.x1], [1e3 * span.start, 1e3 * span.end])
+        assert round((box.y0 + box.y1) / 2) == LANES.index("copies in")
+    assert {"forward", "backward", "update", "optimizer state"} <= set(drawn)
+    moved = moved_bytes(plan.schedule.steady, plan.workload)
+    assert moved == (plan.bytes_in, plan.bytes_out)
+    with pytest.raises(ValueError, match="made by hand"):
+        mt.Plan(**{**vars(plan), "schedule": None}).timeline()
