@@ -1,7 +1,7 @@
 """Makes the tables of docs/what_fits.md: published models, hosts and GPUs, by `megatrain_jax.plan`.
 
     python experiments/what_fits.py             # anew, in a quarter of an hour, without a GPU
-    python experiments/what_fits.py --gpu H200  # one of them
+    python experiments/what_fits.py --gpu H100  # one of them
 
 A plan needs shapes only, so the models are built abstractly, from the sizes that the command line
 knows. A row is all that one GPU says of one model: how much host memory a process takes
@@ -23,7 +23,7 @@ from megatrain_jax import models
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
-GPUS = {"RTX 4090": mt.RTX_4090, "H100": mt.H100, "H200": mt.H200}
+GPUS = {"RTX 4090": mt.RTX_4090, "H100": mt.H100}
 HOSTS = {f"{gib} GiB": gib * 2**30 for gib in (64, 128, 256, 512)} | {"1 TiB": 2**40}
 FORMS = {"fp32": mt.Precision(), "compact": mt.Precision.compact()}
 # Sequences of a step, each a microbatch of its own, and their tokens.
