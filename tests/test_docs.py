@@ -16,10 +16,19 @@ from IPython.core.interactiveshell import InteractiveShell
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
 
 pytestmark = pytest.mark.filterwarnings("error")
-START = ROOT / "docs" / "index.md"
+START = ROOT / "docs" / "quickstart.md"
+TUTORIALS = ROOT / "docs" / "tutorials"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
-WITH_CHECKPOINT = {"README.md", "adapters.md", "finetuning.md", "models.md", "preferences.md"}
+WITH_CHECKPOINT = {
+    "README.md",
+    "adapters.md",
+    "chat.md",
+    "data.md",
+    "finetuning.md",
+    "models.md",
+    "preferences.md",
+}
 
 
 def short(path: Path) -> str:
@@ -32,7 +41,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "page"}
     parts = [(page, block) for block in blocks(page)]
-    if page.parent == START.parent and page != START:
+    if page.is_relative_to(START.parent) and page != START and page.parent != TUTORIALS:
         # Its model, loss and batches are those that other pages go on with.
         parts.insert(0, (START, blocks(START)[0]))
     if page.name in WITH_CHECKPOINT:
@@ -108,7 +117,8 @@ def test_links_lead_somewhere(page: Path):
 )
 def test_reference_has_every_public_name(package: str):
     public = importlib.import_module(package).__all__
-    listed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    pages = [ROOT / "docs" / "api.md", *(ROOT / "docs" / "api").glob("*.md")]
+    listed = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = [line for line in listed.splitlines() if line.startswith(f"::: {package}.")]
     assert set(public) <= {line.rpartition(".")[2] for line in lines}
 

@@ -8,7 +8,8 @@ as many names, with commas. A link to a section of a page repeats numbers of tha
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
 titles name the figures. What is measured and has no source is a mistake, and so is a row that
 doesn't say how it differs from the first one. What is no measurement is listed in a comment:
-`<!-- given: 24 GiB; 10 GiB -->`.
+`<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and
+`<!-- end of planned -->` was made by a script of plans, with which a test compares it.
 
 With `--write` it makes the list of all files in `experiments/results/README.md` anew.
 """
@@ -42,7 +43,9 @@ _MEASURED = re.compile(
     r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.\d+(?!\.?\d))"
 )
 _HIDDEN = re.compile(
-    r"^```.*?^```|`[^`\n]+`|<!-- files -->.*?<!-- end of files -->|<!--.*?-->", re.M | re.S
+    r"^```.*?^```|`[^`\n]+`|<!-- files -->.*?<!-- end of files -->|"
+    r"<!-- planned: .*?<!-- end of planned -->|<!--.*?-->",
+    re.M | re.S,
 )
 _GIVEN = re.compile(r"<!-- given: (.*?) -->", re.S)
 _SAID = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
@@ -79,7 +82,7 @@ def _target(folder: Path, link: str) -> Path:
 
 def pages() -> list[Page]:
     """Returns all pages that may show figures."""
-    found = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    found = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     found += sorted((ROOT / "experiments").rglob("README.md"))
     notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
     return [read_page(path) for path in [*found, *notebooks]]

@@ -9,6 +9,7 @@ from figures import Result, tokens_per_second
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 _COLOURS = {"immediate": "#4c72b0", "clipped": "#dd8452", "resident": "#555555"}
 _OURS, _OTHERS = "#4c72b0", "#a9a9a9"
@@ -52,14 +53,16 @@ def draw_memory(results: list[Result]) -> Figure:
         memory, rates, names = zip(*points, strict=True)
         axes.plot(memory, rates, "o-", color=_COLOURS[kind], label=label)
         for x, y, name in points:
-            # One curve's names below it, the other's above.
+            # One curve's names below it, the other's beside it, and no line through either.
             axes.annotate(
                 name,
                 (x, y),
-                xytext=(4, -12 if clipped else 6),
+                xytext=(4, -20) if clipped else (8, -3),
                 textcoords="offset points",
                 fontsize=8,
                 color="#444",
+                path_effects=[withStroke(linewidth=3, foreground="white")],
+                zorder=3,
             )
     for result in results:
         if result["device_budget"] == "all" and result["clip"] is None:

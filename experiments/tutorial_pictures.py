@@ -1,0 +1,75 @@
+"""Draws the pictures of docs/tutorials from runs of the tutorials' own code.
+
+    PYTHONPATH=tests python experiments/tutorial_pictures.py
+
+Each page's blocks of Python run in a folder of their own, as the tests run them.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from pages import ROOT, blocks, execute
+
+TUTORIALS, PICTURES = ROOT / "docs" / "tutorials", ROOT / "docs" / "pictures"
+
+
+def run(page: Path) -> dict[str, Any]:
+    """Runs a page's code and returns its names."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page):
+        print(execute(page, block, namespace), end="")
+    return namespace
+
+
+def draw_losses(names: dict[str, Any]) -> Figure:
+    """The loss of the language model."""
+    return names["result"].history.plot()
+
+
+def draw_digits(names: dict[str, Any]) -> Figure:
+    """Ten images held out, with what they are taken for and, if that is wrong, what they are."""
+    figure = Figure(figsize=(8, 1.4), layout="constrained")
+    shown = names["test"][:10]
+    for axes, row, guess in zip(figure.subplots(1, 10), shown, names["guesses"], strict=True):
+        label = names["labels"][row]
+        axes.imshow(names["images"][row], cmap="gray_r")
+        axes.set_title(f"{guess}" if guess == label else f"{guess}, is {label}", fontsize=9)
+        axes.set_axis_off()
+    return figure
+
+
+def draw_photograph(names: dict[str, Any]) -> Figure:
+    """The photograph beside the network's picture of it."""
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    pictures = {"photograph": names["photo"], "network": np.clip(names["drawn"], 0, 1)}
+    for axes, (title, picture) in zip(figure.subplots(1, 2), pictures.items(), strict=True):
+        axes.imshow(picture)
+        axes.set_title(title)
+        axes.set_axis_off()
+    return figure
+
+
+PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
+    "pretraining": ("pretraining", draw_losses),
+    "vision": ("digits", draw_digits),
+    "equinox": ("picture", draw_photograph),
+    "muon": ("muon", lambda names: names["figure"]),
+}
+
+
+def main() -> None:
+    """Runs the pages that have pictures and draws them."""
+    for page, (picture, draw) in PAGES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            draw(run(TUTORIALS / f"{page}.md")).savefig(PICTURES / f"{picture}.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
