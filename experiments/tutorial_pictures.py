@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/tutorials from runs of the tutorials' own code.
+"""Draws the pictures of the tutorials and of docs/long_sequences.md by the pages' own code.
 
     PYTHONPATH=tests python experiments/tutorial_pictures.py
 
@@ -16,13 +16,15 @@ from matplotlib.figure import Figure
 
 from pages import ROOT, blocks, execute
 
-TUTORIALS, PICTURES = ROOT / "docs" / "tutorials", ROOT / "docs" / "pictures"
+DOCS = ROOT / "docs"
 
 
 def run(page: Path) -> dict[str, Any]:
     """Runs a page's code and returns its names."""
     namespace: dict[str, Any] = {"__name__": "page"}
-    for block in blocks(page):
+    # Other pages go on with the quickstart's names.
+    before = [] if page.parent.name == "tutorials" else blocks(DOCS / "quickstart.md")[:1]
+    for block in [*before, *blocks(page)]:
         print(execute(page, block, namespace), end="")
     return namespace
 
@@ -56,10 +58,11 @@ def draw_photograph(names: dict[str, Any]) -> Figure:
 
 
 PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {
-    "pretraining": ("pretraining", draw_losses),
-    "vision": ("digits", draw_digits),
-    "equinox": ("picture", draw_photograph),
-    "muon": ("muon", lambda names: names["figure"]),
+    "tutorials/pretraining": ("pretraining", draw_losses),
+    "tutorials/vision": ("digits", draw_digits),
+    "tutorials/equinox": ("picture", draw_photograph),
+    "tutorials/muon": ("muon", lambda names: names["figure"]),
+    "long_sequences": ("long_sequences", lambda names: names["plan"].timeline()),
 }
 
 
@@ -68,7 +71,7 @@ def main() -> None:
     for page, (picture, draw) in PAGES.items():
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            draw(run(TUTORIALS / f"{page}.md")).savefig(PICTURES / f"{picture}.png", dpi=110)
+            draw(run(DOCS / f"{page}.md")).savefig(DOCS / "pictures" / f"{picture}.png", dpi=110)
 
 
 if __name__ == "__main__":

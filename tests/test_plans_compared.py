@@ -14,7 +14,7 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.report.make_plan import moved_bytes
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import find_schedule
-from megatrain_jax._src.schedule.timeline import LANES, timeline
+from megatrain_jax._src.schedule.timeline import LANES, memory, timeline
 from test_looking import Shown
 from workloads import random_workload
 
@@ -142,7 +142,7 @@ def test_a_plan_draws_its_timeline():
     assert plan.workload is not None and plan.schedule is not None
     spans = timeline(plan.workload, plan.schedule)
     figure = plan.timeline()
-    (axes,) = figure.axes
+    axes, below = figure.axes
     assert [text.get_text() for text in axes.get_yticklabels()] == list(LANES)
     assert (
         axes.get_title()
@@ -156,6 +156,11 @@ def test_a_plan_draws_its_timeline():
         np.testing.assert_allclose([box.x0, box.x1], [1e3 * span.start, 1e3 * span.end])
         assert round((box.y0 + box.y1) / 2) == LANES.index("copies in")
     assert {"forward", "backward", "update", "optimizer state"} <= set(drawn)
+    (line,) = below.lines
+    held = memory(plan.workload, plan.schedule)
+    np.testing.assert_allclose(line.get_xdata(), [1e3 * at for at, _ in held])
+    np.testing.assert_allclose(line.get_ydata(), [size / 2**20 for _, size in held])
+    assert [size for _, size in held] == list(plan.schedule.ledger["steady"])
     moved = moved_bytes(plan.schedule.steady, plan.workload)
     assert moved == (plan.bytes_in, plan.bytes_out)
     with pytest.raises(ValueError, match="made by hand"):

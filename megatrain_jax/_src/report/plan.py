@@ -12,7 +12,7 @@ from megatrain_jax._src.report.plan_html import as_html
 from megatrain_jax._src.report.plan_table import as_text
 from megatrain_jax._src.report.timeline_figure import draw_timeline, title_of
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.schedule.timeline import timeline
+from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
@@ -252,7 +252,7 @@ class Plan:
         return None if fits and self.device_temporary_bytes is None else fits
 
     def timeline(self) -> "Figure":
-        """Draws a steady step as the schedule's clock has it: copies in, computation, copies out.
+        """Draws a steady step as the schedule's clock has it: copies and computation, and memory.
 
         It begins when the device is done with the step before, so copies that came early lie before
         0. The times are estimates by the rates of `hardware`; without it, of an H200.
@@ -267,7 +267,8 @@ class Plan:
             raise ValueError("this plan was made by hand: only those of `plan` have a schedule")
         machine = (self.hardware or H200).name
         title = title_of(self.schedule.seconds, machine)
-        return draw_timeline(timeline(self.workload, self.schedule), title)
+        what = self.workload, self.schedule
+        return draw_timeline(timeline(*what), memory(*what), title)
 
     def __repr__(self) -> str:
         """Returns the plan as a table of plain text."""

@@ -1,6 +1,6 @@
-"""The timeline of a step as a figure: three lanes, copies in, computation, copies out."""
+"""The timeline of a step as a figure: copies in, computation, copies out, and the memory below."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megatrain_jax._src.common.keys import Kind
@@ -18,6 +18,7 @@ _NAMES = {
     Kind.OPTIMIZER_STATE: "optimizer state",
     Kind.GRADIENT: "gradients",
     Kind.ACTIVATION: "activations",
+    Kind.RESIDUALS: "residuals",
     "exchange": "between devices",
 }
 _COLOURS = {
@@ -28,12 +29,23 @@ _COLOURS = {
     "optimizer state": "#937860",
     "gradients": "#8172b3",
     "activations": "#64b5cd",
+    "residuals": "#ccb974",
     "between devices": "#8c8c8c",
 }
 
 
-def draw_timeline(spans: Iterable[Span], title: str) -> "Figure":
-    """Draws the spans of a step.
+_GIB, _MIB = 2**30, 2**20
+
+
+def draw_timeline(
+    spans: Iterable[Span], memory: Sequence[tuple[float, int]], title: str
+) -> "Figure":
+    """Draws the spans of a step, and the memory that the device gives to state and activations.
+
+    Args:
+        spans: The spans.
+        memory: Seconds from the beginning of the step, and bytes from then on.
+        title: Title of the figure.
 
     Returns:
         A figure that belongs to no window, so that it works without a display.
@@ -46,8 +58,8 @@ def draw_timeline(spans: Iterable[Span], title: str) -> "Figure":
         bars.setdefault((span.lane, name), []).append((span.start, span.end - span.start))
     last = max((start + length for rows in bars.values() for start, length in rows), default=0.0)
     scale, unit = (1.0, "s") if last >= 0.1 else (1e3, "ms") if last >= 1e-3 else (1e6, "µs")
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     labelled = set()
     for (lane, name), rows in bars.items():
         axes.broken_barh(
@@ -60,7 +72,17 @@ def draw_timeline(spans: Iterable[Span], title: str) -> "Figure":
         labelled.add(name)
     axes.set_yticks(range(len(LANES)), LANES)
     axes.invert_yaxis()
-    axes.set_xlabel(unit)
+    largest = max((size for _, size in memory), default=0)
+    part, name = (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+    below.step(
+        [scale * at for at, _ in memory],
+        [size / part for _, size in memory],
+        where="post",
+        color="#4c72b0",
+    )
+    below.set_ylim(bottom=0)
+    below.set_ylabel(f"{name} on the device")
+    below.set_xlabel(unit)
     axes.set_title(title, fontsize=10)
     if labelled:
         figure.legend(loc="outside right upper", frameon=False)

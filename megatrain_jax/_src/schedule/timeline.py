@@ -54,24 +54,50 @@ def timeline(workload: Workload, schedule: Schedule) -> tuple[Span, ...]:
         workload: The workload that the schedule was found for.
         schedule: The schedule.
     """
+    spans, _, began = _steady(workload, schedule)
+    return tuple(replace(s, start=s.start - began, end=s.end - began) for s in spans)
+
+
+def memory(workload: Workload, schedule: Schedule) -> tuple[tuple[float, int], ...]:
+    """The device memory of a steady step: seconds from its beginning, and bytes from then on.
+
+    The bytes are those of the schedule's ledger, which counts a part from when it is asked for; the
+    times those at which the device has computed what was asked for before.
+
+    Args:
+        workload: See `timeline`.
+        schedule: See `timeline`.
+    """
+    _, times, began = _steady(workload, schedule)
+    return tuple((t - began, n) for t, n in zip(times, schedule.ledger["steady"], strict=True))
+
+
+def _steady(workload: Workload, schedule: Schedule) -> tuple[list[Span], list[float], float]:
+    """Spans of a steady step, when the device is done before each instruction, and its start."""
     lists = build_task_lists(replace(workload, kept=schedule.kept))
     clock = Clock(costs=workload.costs)
-    spans = _run(clock, workload, schedule.cold, lists.cold)
+    spans, times = _run(clock, workload, schedule.cold, lists.cold)
     began = 0.0
     for _ in range(_STEADY_STEPS):
         clock = clock.next_step(schedule.num_tasks)
         began = clock.device
-        spans = _run(clock, workload, schedule.steady, lists.steady)
-    return tuple(replace(s, start=s.start - began, end=s.end - began) for s in spans)
+        spans, times = _run(clock, workload, schedule.steady, lists.steady)
+    return spans, times, began
 
 
 def _run(
     clock: Clock, workload: Workload, instructions: Sequence[Instruction], tasks: Iterable[Task]
-) -> list[Span]:
-    """Runs one list of instructions on a clock, and returns what the lanes were busy with."""
+) -> tuple[list[Span], list[float]]:
+    """Runs one list of instructions on a clock.
+
+    Returns:
+        What the lanes were busy with, and when the device is done before each instruction.
+    """
     computations = ((c, n) for n, task in enumerate(tasks) for c in task.computations)
     spans: list[Span] = []
+    times: list[float] = []
     for instruction in instructions:
+        times.append(clock.device)
         op, key, task = instruction.op, instruction.key, instruction.task
         if op is Op.WAIT and task is not None:
             clock.wait(task)
@@ -83,7 +109,7 @@ def _run(
             computation, number = next(computations)
             assert computation.instruction == instruction
             spans.extend(_computed(clock, computation, number))
-    return spans
+    return spans, times
 
 
 def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Span:
