@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,14 @@ from flax import nnx
 
 import megatrain_jax as mt
 from inside import divide, on_one_device, spec_of
+from megatrain_jax import models
 from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.build.step_kernels import compile_ahead
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.state import pool
 from optimizers import OPTIMIZERS
 from oracle import train_plain
+from pages import blocks
 from runs import NUM_STEPS, SLOW, check_close, check_same_bits, make_trainer, recording, train
 from workloads import all_resident_bytes
 from zoo import CASES
@@ -199,3 +203,32 @@ def test_what_a_callback_is_shown_is_never_in_tiles():
     trainer.read(trainer.step(make_batch(64)))
     jax.effects_barrier()
     assert set(seen) == {(1, 64, WIDTH)} and len(seen) == 3
+
+
+@pytest.mark.long
+def test_the_page_s_lengths_are_those_of_plans():
+    page = Path(__file__).parents[1] / "docs" / "long_sequences.md"
+    namespace: dict[str, Any] = {"mt": mt, "nnx": nnx, "jnp": jnp, "optax": optax}
+    exec(blocks(page)[0].code, namespace)
+    table = page.read_text().partition("tokens     host")[2].partition("```")[0]
+    rows = [line.split() for line in table.splitlines()[1:]]
+    assert len(rows) == 5
+    for length, gib, _, *rest in rows:
+        compact, said = rest[0] == "compact", rest[1] if rest[0] == "compact" else rest[0]
+        num_tokens = int(length.replace(",", ""))
+        tokens = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
+        plan = mt.plan(
+            lambda: models.Decoder(namespace["config"], rngs=nnx.Rngs(0)),
+            namespace["decoder_loss"],
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4)),
+            {"tokens": tokens, "labels": tokens},
+            hardware="H200",
+            host_gib=int(gib),
+            precision=mt.Precision.compact() if compact else mt.Precision(),
+        )
+        assert f"{num_tokens / plan.seconds_per_step:,.0f}" == said
+        assert plan.fits_host and plan.fits_device
+        words = " ".join(rest)
+        for what in ("forward", "backward"):
+            found = [str(row.num_tiles) for row in plan.tiles if row.what == what]
+            assert all(number in words for number in found)
