@@ -56,7 +56,8 @@ def values_on_device(trainer, step):
     avals = (plan.program.values[i] for i in plan.workload.activations)
     shapes = {(aval.shape, aval.dtype) for aval in avals}
     cotangents = {id(x) for row in step.cotangents for x in row.values()} if step else set()
-    residuals = {id(x): x for x in jax.tree.leaves(step.residuals)} if step else {}
+    held = store_of(trainer).on_device.items() if step else ()
+    residuals = {id(x): x for key, xs in held if key.kind is Kind.RESIDUALS for x in xs}
     return sum(x.nbytes for x in residuals.values()) + sum(
         x.nbytes
         for x in jax.live_arrays()

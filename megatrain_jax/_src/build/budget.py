@@ -13,8 +13,8 @@ A worked example, on a device with 100 GiB free, of which 5% stay free:
 
 With a batch 20 times as long, functions would need 120 GiB, other values 20, the least budget 10:
 
-    4. functions may take 95 - 2 - 20 - 10 = 63 GiB; in 2 tiles the estimate is 62 GiB, in 4
-       32 GiB, in 8 17 GiB
+    4. functions may take 100 - 20 - 10 = 70 GiB; in 2 tiles the estimate is 62 GiB, in 4 32 GiB,
+       in 8 17 GiB
     5. budgets of 11, 41 and 56 GiB would give steps of 9.0, 8.2 and 8.1 s: 4 tiles are taken, as
        8 are faster by no more than the estimates' uncertainty
     6. compiled, the functions need 30 GiB: the budget is 43 GiB
@@ -38,9 +38,9 @@ _RESERVED = 0.05
 _OVERESTIMATE = 2.0
 # Shares of what functions need that are tried instead, if it is more than this share of the device.
 _SHARES = (0.5, 0.25)
-_LARGE = 0.1
+_LARGE = 0.2
 # Part of a step's estimated seconds that smaller tiles have to save.
-_WORTH = 0.03
+_WORTH = 0.05
 # Times that tiles are made smaller because compiled functions need more than was estimated.
 _MAX_TURNS = 3
 
@@ -170,10 +170,7 @@ def _needed(spec: RunSpec) -> int:
 
 def _room(spec: RunSpec, device_bytes: int) -> int:
     """The most bytes that functions may take beside the state and values that a schedule counts."""
-    taken = other_bytes(spec.first) + spec.first.schedule.peak_bytes
-    if spec.options.device_budget is not None:
-        return device_bytes - taken
-    return int(device_bytes * (1 - _RESERVED)) - spec.largest_slab_bytes - taken
+    return device_bytes - other_bytes(spec.first) - spec.first.schedule.peak_bytes
 
 
 def _has_functions_of(schedule: Schedule, other: Schedule) -> bool:

@@ -21,6 +21,12 @@ from megatrain_jax._src.kernels.tiles import Divisible, Tiling
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.state.placement import Placement
 
+# Every tile reads and writes the sums of the parameters' gradients once more, and many small ones
+# take longer than what they are made of.
+_MOST_TILES = 64
+# Where nothing fits, more tiles have to bring the need to less than this share of what it was.
+_WORTH = 0.8
+
 
 class TileFinder:
     """Finds tiles for steps of one run, and remembers what kernels need."""
@@ -80,8 +86,10 @@ class TileFinder:
         if least <= room:
             return None
         for count in self._of(kernel).counts:
+            if count > _MOST_TILES:
+                break
             found = self._in_tiles(kernel, count)
-            if found is not None and found[1] < least:
+            if found is not None and (found[1] <= room or found[1] < _WORTH * least):
                 best, least = found
                 if least <= room:
                     break
