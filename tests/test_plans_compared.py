@@ -158,8 +158,8 @@ def test_a_plan_draws_its_timeline():
     assert {"forward", "backward", "update", "optimizer state"} <= set(drawn)
     (line,) = below.lines
     held = memory(plan.workload, plan.schedule)
-    np.testing.assert_allclose(line.get_xdata(), [1e3 * at for at, _ in held])
-    np.testing.assert_allclose(line.get_ydata(), [size / 2**20 for _, size in held])
+    np.testing.assert_allclose(np.asarray(line.get_xdata()), [1e3 * at for at, _ in held])
+    np.testing.assert_allclose(np.asarray(line.get_ydata()), [size / 2**20 for _, size in held])
     assert [size for _, size in held] == list(plan.schedule.ledger["steady"])
     moved = moved_bytes(plan.schedule.steady, plan.workload)
     assert moved == (plan.bytes_in, plan.bytes_out)
