@@ -83,7 +83,7 @@ def test_residuals_wait_in_the_host_where_that_saves_time():
         workload = replace(plain, costs=slow, residuals_travel=True)
         smallest = find_schedule(workload, None).smallest_bytes
         for budget in (smallest + 10, smallest * 5 // 4, smallest * 3 // 2):
-            schedule = find_schedule(workload, budget)
+            schedule = find_schedule(workload, budget, replace(workload, lean=True))
             run_everything(workload, schedule)
             moved = {i.key.kind for i in schedule.steady if i.op in COPIES and i.key}
             travelled += Kind.RESIDUALS in moved

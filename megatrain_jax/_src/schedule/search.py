@@ -90,7 +90,7 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
         budget: Bytes that parameters, optimizer state, gradients, residuals and activations may
             occupy on the device. None asks for the smallest schedule.
         lean: The same step with the costliest residuals of each stage alone, which is tried if
-            there is no room for all residuals of all stages.
+            there is no room for all residuals of all stages; these may wait in the host.
 
     Returns:
         The schedule: of several with more or fewer residents and residuals the one estimated to be
@@ -117,8 +117,9 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
         for kept in _kept_choices(kinds, budget):
             candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
     all_kept = any(len(c.kept) == num_keeping for c in candidates)
-    if workload.residuals_travel and budget > smallest and not all_kept:
-        lists = build_task_lists(_keeping_all(lean or workload))
+    # All residuals would fill the host for the little that each byte of them saves.
+    if workload.residuals_travel and lean is not None and budget > smallest and not all_kept:
+        lists = build_task_lists(_keeping_all(lean))
         if least_bytes(lists, frozenset()) <= budget:
             candidates.append(_with_residents(lists, budget, smallest, travels=True))
     return _best(workload, candidates)

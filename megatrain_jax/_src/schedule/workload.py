@@ -71,7 +71,7 @@ class Workload:
         reads: For each stage, the counted activations it reads.
         residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
             given.
-        residuals_travel: Whether residuals may wait in the host.
+        residuals_travel: Whether the costliest residuals may wait in the host.
         kept: The stages that keep residuals.
         again: The stages that are computed once more before their backward, so that what they make
             need not be held until then; see `order.py`.
