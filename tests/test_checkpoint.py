@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,13 +15,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 from inside import engine_of, spec_of, store_of
-from megatrain_jax._src.checkpoint import orbax, restore, save
-from megatrain_jax._src.checkpoint.contents import entries_of
+from megatrain_jax._src.checkpoint import chunks, restore
 from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.writing import Writer
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import check_same_bits, make_trainer
@@ -81,7 +79,6 @@ PLAIN = """
 import json, sys
 import jax, numpy as np
 from flax import linen, nnx
-from orbax.checkpoint import v1
 from zoo import CASES
 
 context = v1.Context()
@@ -167,7 +164,7 @@ def test_the_next_slab_is_read_while_one_is_stored(tmp_path, monkeypatch):
         return filled[-1]
 
     def watched_put(x, target):
-        stored = [id(array) for arrays in filled for array in arrays]
+        stored = [id(shard) for arrays in filled for array in arrays for shard in array.values()]
         if any(id(array) in stored for array in jax.tree.leaves(x)):
             with changed:
                 assert changed.wait_for(lambda: begun > min(len(filled), num_slabs - 1), 60)
@@ -342,16 +339,16 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="can't be written"):
         trainer.save(tmp_path / "file" / "1")
-    write, calls = v1.partial.save, []
+    write, calls = Writer.write, []
 
-    def full_disk(path, tree):
-        calls.append(path)
+    def full_disk(writer, rows):
+        calls.append(rows)
         if len(calls) > 2:
             raise OSError(28, "No space left on device")
-        write(path, tree)
+        write(writer, rows)
 
     monkeypatch.setattr("megatrain_jax._src.checkpoint.save.PART_BYTES", 0)
-    monkeypatch.setattr(v1.partial, "save", full_disk)
+    monkeypatch.setattr(Writer, "write", full_disk)
     saving = trainer.start_saving(tmp_path / "1")
     expected = losses(trainer, [case.batch(1)])
     with pytest.raises(CheckpointError, match="No space left on device"):
@@ -365,29 +362,35 @@ def test_what_cannot_be_written_harms_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("limit", [0, 3000, 10**9])
-def test_a_part_ends_where_too_much_would_be_copied(limit, num_devices, monkeypatch):
+def test_a_checkpoint_is_written_from_the_store_without_copies(num_devices, tmp_path, monkeypatch):
+    """Stacked parameters, too, and arrays that devices share; only tiny leaves would be joined."""
+    monkeypatch.setattr(chunks, "_LEAST_BYTES", 16)
     mesh = Mesh(jax.devices()[:num_devices], "data")
-    trainer = make_trainer(CASES["nnx_tied"], OPTIMIZERS["adamw_schedule"], mesh=mesh)
-    spec, entries = spec_of(trainer), entries_of(spec_of(trainer))
-    monkeypatch.setattr(orbax, "FILE_BYTES", 0)
-    monkeypatch.setattr(save, "_COPIED_BYTES", limit)
-    rows = [
-        (groups, [e for e, _ in part])
-        for groups, part in save._parts(spec, store_of(trainer), entries)
+    trainer = make_trainer(CASES["nnx_scan"], OPTIMIZERS["adamw_schedule"], mesh=mesh)
+    trainer.flush()
+    held = [
+        np.asarray(shard.data)
+        for slabs in store_of(trainer).host.values()
+        for slab in slabs
+        for shard in slab.addressable_shards
     ]
-    assert sorted(g for groups, _ in rows for g in groups) == list(range(len(spec.layouts)))
-    assert sorted(e.name for _, part in rows for e in part) == sorted(e.name for e in entries)
-    sizes = []
-    for groups, part in rows:
-        # Orbax copies some arrays; what devices have shares of, it is given copies of.
-        cut = [e for e in part if e.shape and e.shape[0] < max(e.shape)]
-        copied = part if num_devices > 1 and groups else cut
-        sizes.append(sum(4 * math.prod(e.shape) for e in copied))
-        assert sizes[-1] <= limit or len({e.groups for e in copied}) == 1
-    assert any(sizes), "the model has such arrays"
-    if limit == 10**9:
-        assert len(rows) == 2, "all groups in one part, beside what is in none"
+    write, written, copied = Writer._write, 0, []
+
+    def watched(writer, rows):
+        nonlocal written
+        for entry, _, chunk in rows:
+            if entry.groups:
+                written += chunk.nbytes
+                if not any(np.may_share_memory(chunk, array) for array in held):
+                    copied.append((entry.name, chunk.shape))
+        write(writer, rows)
+
+    monkeypatch.setattr(Writer, "_write", watched)
+    trainer.save(tmp_path / "0")
+    assert not copied
+    assert written == sum(
+        x.nbytes for x in jax.tree.leaves([trainer.params, trainer.opt_state[0][1:]])
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
@@ -396,15 +399,15 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
     case = CASES["nnx_tied"]
     trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
     losses(trainer, [case.batch(0)])
-    engine, write, events, computed_before = engine_of(trainer), v1.partial.save, [], []
+    engine, write, events, computed_before = engine_of(trainer), Writer.write, [], []
     gate = threading.Semaphore(0)
 
-    def slowly(path, tree):
+    def slowly(writer, rows):
         gate.acquire()
-        write(path, tree)
+        write(writer, rows)
 
     monkeypatch.setattr("megatrain_jax._src.checkpoint.save.PART_BYTES", 0)  # each group by itself
-    monkeypatch.setattr(v1.partial, "save", slowly)
+    monkeypatch.setattr(Writer, "write", slowly)
     saving = trainer.start_saving(tmp_path / "1")
     wait = saving.wait_for
 

@@ -4,18 +4,23 @@ import gc
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 import xxhash
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
 from megatrain_jax._src.checkpoint import manifest, orbax
+from megatrain_jax._src.checkpoint.chunks import Grid
+from megatrain_jax._src.checkpoint.contents import flat
+from megatrain_jax._src.checkpoint.reading import ChunkReader
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -65,20 +70,12 @@ def test_a_changed_byte_is_noticed_or_harmless(trainer, saved):
 
 def test_checksums_are_those_of_what_plain_orbax_reads(saved):
     known = json.loads((saved / "megatrain.json").read_text())["arrays"]
-    loaded = plain(saved)
-    seen = set()
-
-    def compare(tree, path):
-        if isinstance(tree, dict):
-            for key, value in tree.items():
-                compare(value, (*path, key))
-        else:
-            seen.add("/".join(path))
-            found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tree).tobytes())
-            assert found == known["/".join(path)]
-
-    compare(loaded, ())
-    assert seen == set(known)
+    for path, array in flat(plain(saved)).items():
+        facts = known.pop("/".join(path))
+        boxes = Grid(shape=array.shape, chunk=tuple(facts["chunk"])).boxes()
+        chunks = [np.ascontiguousarray(array[box]).tobytes() for _, box in boxes]
+        assert [*map(xxhash.xxh3_64_hexdigest, chunks)] == facts["checksums"]
+    assert not known
 
 
 def stacked_loss(params, batch):
@@ -94,23 +91,36 @@ def test_every_array_is_verified(tmp_path, monkeypatch):
     trainer = mt.Trainer(params, stacked_loss, small.OPTIMIZER, small.batch(0), **options)
     trainer.read(trainer.step(small.batch(0)))
     trainer.save(tmp_path / "1")
-    load, spoiled, names = orbax.load_arrays, [], []
+    load, read, spoiled, names = orbax.load_arrays, ChunkReader.read, [], []
 
     def spoiling(folder, wanted):
         found = {path: np.array(array) for path, array in load(folder, wanted).items()}
-        names.extend("/".join(path) for path in found)
-        for path in found.keys() & set(spoiled):
+        names.extend((path, 0) for path in found)
+        for path in found.keys() & {path for path, _ in spoiled}:
             found[path].reshape(-1).view(np.uint8)[-1] ^= 1
+        return found
+
+    def spoiling_chunks(reader, wanted):
+        found = [np.array(chunk) for chunk in read(reader, wanted)]
+        for (entry, cell), chunk in zip(wanted, found, strict=True):
+            names.append((entry.path, cell.number))
+            if names[-1] in spoiled:
+                chunk.view(np.uint8)[-1] ^= 1
         return found
 
     expected = small.state(trainer)
     with monkeypatch.context() as patch:
         patch.setattr(orbax, "load_arrays", spoiling)
+        patch.setattr(ChunkReader, "read", spoiling_chunks)
         trainer.restore(tmp_path / "1")
         every = [*dict.fromkeys(names)]
-        assert {"params/layers", "params/head", "opt_state/0/count", "run/step"} <= {*every}
-        for name in every:
-            spoiled[:] = [tuple(name.split("/"))]
+        layers = [number for path, number in every if path == ("params", "layers")]
+        assert layers == [0, 1, 2]
+        seen = {"/".join(path) for path, _ in every}
+        assert {"params/head", "opt_state/0/count", "run/step"} <= seen
+        for row in every:
+            spoiled[:] = [row]
+            name = "/".join(row[0])
             with pytest.raises(mt.CheckpointError, match=f"{name} is not what was written"):
                 trainer.restore(tmp_path / "1")
     trainer.restore(tmp_path / "1")
@@ -215,37 +225,52 @@ def test_a_broken_manifest_is_passed_over(tmp_path):
     assert small.losses(again) == small.expected(8)
 
 
-def test_checkpoints_from_before_there_were_checksums_are_restored(trainer, saved):
+def as_before(facts, number):
+    """A manifest of an earlier format, of the same arrays."""
+    facts = {**facts, "format": number}
+    facts.pop("checksum")
+    arrays = facts.pop("arrays")
+    if number == 1:
+        return facts
+    facts["arrays"] = {name: row["checksums"][0] for name, row in arrays.items()}
+    return {**facts, "checksum": xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_checkpoints_of_earlier_formats_are_restored(number, trainer, saved):
     expected, file = small.state(trainer), saved / "megatrain.json"
     facts = json.loads(file.read_text())
-    old = {k: v for k, v in facts.items() if k not in ("arrays", "checksum")}
-    file.write_text(json.dumps({**old, "format": 1}))
+    file.write_text(json.dumps(as_before(facts, number)))
     trainer.step(small.batch(5))
     trainer.restore(saved)
     check_same_bits(small.state(trainer), expected)
     check_same_bits(small.trainer(params=saved).params, trainer.params)
+    if number == 2:
+        shutil.copytree(saved, saved.with_name("whole"))
+        small.damage(saved, trainer.params[1]["w"])
+        with pytest.raises(mt.CheckpointError, match="params/1/w is not what was written"):
+            trainer.restore(saved)
+        trainer.restore(saved.with_name("whole"))
 
 
-def without_an_array(tree):
-    return {**tree, "params": {"0": tree["params"]["0"]}} if "params" in tree else tree
+ANOTHER = {"missing": None, "float32": (2, 2), "int32": (64, 64)}
 
 
-def with_another_shape(tree):
-    if "params" not in tree:
-        return tree
-    return {**tree, "params": {**tree["params"], "0": {"w": np.zeros((2, 2), np.float32)}}}
+@pytest.mark.parametrize("dtype", ANOTHER)
+def test_what_orbax_does_not_find_is_not_published(dtype, trainer, saved, monkeypatch):
+    join, shape, before = orbax.join, ANOTHER[dtype], small.tree(saved)
+    changed = ("params", "0", "w")
 
+    def changing(folder, paths):
+        if shape is None:
+            return join(folder, [path for path in paths if path != changed])
+        grid = Grid(shape=shape, chunk=shape)
+        spec = orbax.write_spec(folder, 0, changed, grid, dtype, ts.Context())
+        context = ts.Context({"cache_pool#ocdbt": {}})
+        ts.open(ts.Spec(spec), create=True, delete_existing=True, context=context).result()
+        join(folder, paths)
 
-def with_another_dtype(tree):
-    if "params" not in tree:
-        return tree
-    return {**tree, "params": {**tree["params"], "0": {"w": np.zeros((64, 64), np.int32)}}}
-
-
-@pytest.mark.parametrize("change", [without_an_array, with_another_shape, with_another_dtype])
-def test_what_orbax_did_not_write_is_not_published(change, trainer, saved, monkeypatch):
-    write, before = v1.partial.save, small.tree(saved)
-    monkeypatch.setattr(v1.partial, "save", lambda path, tree: write(path, change(tree)))
+    monkeypatch.setattr(orbax, "join", changing)
     with pytest.raises(mt.CheckpointError, match=r"not what was to be written:\n  params/"):
         trainer.save(saved.with_name("3"))
     assert os.listdir(saved.parent) == ["2"] and small.tree(saved) == before

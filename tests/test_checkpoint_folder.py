@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
 from inside import count_steps
+from megatrain_jax._src.checkpoint import orbax
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 from megatrain_jax._src.state.processes import Processes
@@ -164,7 +164,7 @@ from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 
 path = Path(sys.argv[1])
 workspace = Workspace(path / NAME, path)
-(workspace.path / "checkpoint.partial_save").mkdir()
+(workspace.path / "checkpoint").mkdir()
 if os.fork() == 0:  # as a worker that reads data, which outlives its parent
     os.close(1)
     time.sleep(600)
@@ -190,7 +190,7 @@ def test_a_folder_is_one_process_s_until_it_dies(trainer, tmp_path):
         with pytest.raises(mt.CheckpointError, match=f"process {pid}"):
             mt.train(trainer, [small.batch(0)], checkpoint_dir=tmp_path, progress=False)
         trainer.save(tmp_path / "by hand")
-        assert (tmp_path / NAME / "checkpoint.partial_save").exists()
+        assert (tmp_path / NAME / "checkpoint").exists()
         holder.kill()
         holder.wait()
         small.fit(tmp_path, 1)
@@ -212,19 +212,19 @@ def test_a_second_run_of_one_process_is_refused(trainer, tmp_path):
 
 
 def test_the_next_run_waits_for_what_the_last_one_still_writes(tmp_path, monkeypatch):
-    finalize, begun, gate = v1.partial.finalize, threading.Event(), threading.Event()
+    join, begun, gate = orbax.join, threading.Event(), threading.Event()
 
-    def held_up(path):
+    def held_up(path, arrays):
         begun.set()
         assert gate.wait(60)
-        finalize(path)
+        join(path, arrays)
 
     def cut_off(saving):
         begun.wait(60)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(v1.partial, "finalize", held_up)
+        patch.setattr(orbax, "join", held_up)
         patch.setattr(Saving, "wait", cut_off)
         with pytest.raises(KeyboardInterrupt):
             small.fit(tmp_path, 2)
@@ -238,7 +238,7 @@ def test_the_next_run_waits_for_what_the_last_one_still_writes(tmp_path, monkeyp
     monkeypatch.setattr(Workspace, "__init__", watched)
     with pytest.warns(UserWarning, match="Waiting for what is still being written"):
         result = small.fit(tmp_path, 3)
-    assert "checkpoint.partial_save" in names
+    assert "checkpoint" in names
     assert [record["step"] for record in result.history] == [1, 2, 3]
     assert small.losses(result) == small.expected(3)
     assert sorted(os.listdir(tmp_path)) == ["2", "3"]
@@ -273,11 +273,11 @@ def test_a_step_that_a_callback_saved_is_saved_again(tmp_path):
 
 
 def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
-    def full(path):
+    def full(path, arrays):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(v1.partial, "finalize", full)
+        patch.setattr(orbax, "join", full)
         with pytest.raises(mt.CheckpointError, match="No space left"):
             trainer.save(tmp_path / "1")
         saving = trainer.start_saving(tmp_path / "2")
@@ -310,15 +310,15 @@ def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, mo
 
 
 def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
-    finalize, calls = v1.partial.finalize, []
+    join, calls = orbax.join, []
 
-    def full_once(path):
+    def full_once(path, arrays):
         calls.append(path)
         if len(calls) == 1:
             raise OSError(28, "No space left on device")
-        finalize(path)
+        join(path, arrays)
 
-    monkeypatch.setattr(v1.partial, "finalize", full_once)
+    monkeypatch.setattr(orbax, "join", full_once)
     with Checkpoints(tmp_path, None, 1, Processes()) as series:
         trainer = small.trainer()
         series.save(trainer, {"batches": 0})

@@ -237,7 +237,7 @@ def test_shards_hold_shares_of_every_leaf(seed):
     assert slab.size == layout.size and not layout.size % (shards * ALIGNMENT)
     filled = np.zeros_like(slab)
     for i, leaf in enumerate(leaves):
-        write_part(layout, [filled], i, 0, leaf)
+        write_part(layout, [filled], i, 0, [(0, leaf.reshape(-1))])
     np.testing.assert_array_equal(filled, slab)
     order = rng.sample(range(len(shapes)), 4)
     gather = jax.jit(lambda slab: layout.unpack_whole(slab, order, "float32", lambda x: x))

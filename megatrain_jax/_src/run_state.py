@@ -222,6 +222,11 @@ class RunState:
         if self._saving is not None:
             self._saving.join()
 
+    def _settle_saving(self) -> None:
+        """Has the checkpoint of several processes published that all of them have written."""
+        if self._saving is not None:
+            self._saving.settle()
+
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Goes on from a checkpoint of the same model and optimizer.
 

@@ -173,6 +173,7 @@ class Trainer(RunState):
         with deferred_interrupt(), placement.outside_meshes():
             self._training.check_whole()
             placement.processes.agree(where, lambda: {"the shapes of a batch": batch_key(batch)})
+            self._settle_saving()
             metrics = self._training.dispatch(step, put_batch(batch, step, placement))
             note(metrics)
         return metrics

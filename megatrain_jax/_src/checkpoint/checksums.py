@@ -1,18 +1,26 @@
 """Checks of a checkpoint's arrays: their checksums, and that their numbers are finite.
 
-Each checksum is of an array's bytes, not of the files that they were written to: it holds from the
-store to the disk and back, whatever lies between. xxHash is several times as fast as a disk, and
-other threads run meanwhile.
+Each checksum is of the bytes of a chunk, not of the files that they were written to: it holds from
+the store to the disk and back, whatever lies between. xxHash is several times as fast as a disk,
+and other threads run meanwhile.
+
+The manifest has, for each array, the shape of its chunks and the checksums of all in a row::
+
+    "params/w": {"chunk": [150, 256], "checksums": ["93f1…", "5c02…"]}
+
+Format 2 of the manifest had one checksum of the whole array instead, format 1 none.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, pointer
+from megatrain_jax._src.checkpoint.chunks import Grid
+from megatrain_jax._src.checkpoint.contents import TreePath, pointer
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 
 # Elements tested at a time, so that the booleans of a large array take little memory.
@@ -22,11 +30,6 @@ _PIECE = 1 << 22
 def checksum(array: np.ndarray) -> str:
     """The 64 bits of XXH3, in hexadecimal, of an array's bytes."""
     return xxhash.xxh3_64(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def checksums(rows: Iterable[tuple[ArrayEntry, np.ndarray]]) -> dict[str, str]:
-    """The checksum of each array, by the pointer of its path."""
-    return {pointer(entry.path): checksum(array) for entry, array in rows}
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
@@ -46,22 +49,63 @@ def check_finite(name: str, array: np.ndarray) -> None:
         )
 
 
-def verify(
-    folder: Path, known: Mapping[str, str] | None, path: TreePath, array: np.ndarray
-) -> None:
-    """Compares an array that was read with the checksum of what was written.
+def as_facts(grid: Grid, found: Mapping[int, str]) -> dict[str, Any]:
+    """What the manifest has of an array, from the checksum of each of its chunks, by number."""
+    return {"chunk": list(grid.chunk), "checksums": [found[n] for n in range(grid.num_cells)]}
 
-    Args:
-        folder: Folder of the checkpoint, for the message.
-        known: The checkpoint's checksums by pointer; None if it was written without them.
-        path: Path of the array in the checkpoint.
-        array: The array that was read.
 
-    Raises:
-        CheckpointError: If its checksum differs.
-    """
-    if known is not None and known.get(pointer(path)) != checksum(array):
-        raise CheckpointError(
-            f"{folder} is damaged: {'/'.join(path)} is not what was written, though its files have "
-            "the sizes they had. Use another checkpoint, and mistrust the disk."
-        )
+class Checksums:
+    """The checksums of a checkpoint's arrays."""
+
+    def __init__(self, folder: Path, known: Mapping[str, Any] | None):
+        """Reads what the manifest has.
+
+        Args:
+            folder: Folder of the checkpoint, for messages.
+            known: The manifest's facts of each array, by pointer; None if it has none.
+        """
+        self._folder, self._known = folder, known
+
+    def grid(self, path: TreePath, shape: tuple[int, ...]) -> Grid | None:
+        """The chunks of an array; None if it was written and is compared as a whole.
+
+        Raises:
+            CheckpointError: If the manifest has other ones than this library makes.
+        """
+        facts = None if self._known is None else self._known.get(pointer(path))
+        if not isinstance(facts, Mapping):
+            return None
+        chunk = tuple(facts["chunk"])
+        found = Grid(shape=shape, chunk=chunk) if len(chunk) == len(shape) else None
+        if found is None or found.num_cells != len(facts["checksums"]):
+            raise CheckpointError(f"{self._folder}: the chunks of {'/'.join(path)} are not its own")
+        return found
+
+    def verify(self, path: TreePath, array: np.ndarray, number: int | None = None) -> None:
+        """Compares an array that was read, or one chunk of it, with what was written.
+
+        Args:
+            path: Path of the array in the checkpoint.
+            array: What was read.
+            number: Number of the chunk; None for the whole array.
+
+        Raises:
+            CheckpointError: If a checksum differs.
+        """
+        if self._known is None:
+            return
+        facts = self._known.get(pointer(path))
+        if not isinstance(facts, Mapping):
+            same = facts == checksum(array)
+        elif number is not None:
+            same = facts["checksums"][number] == checksum(array)
+        else:
+            grid = self.grid(path, array.shape)
+            assert grid is not None
+            expected = facts["checksums"]
+            same = all(checksum(array[box]) == expected[n] for n, box in grid.boxes())
+        if not same:
+            raise CheckpointError(
+                f"{self._folder} is damaged: {'/'.join(path)} is not what was written, though its "
+                "files have the sizes they had. Use another checkpoint, and mistrust the disk."
+            )

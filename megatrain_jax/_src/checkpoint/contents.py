@@ -6,7 +6,7 @@ without this library.
 
 import dataclasses
 import enum
-import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.checkpoint.chunks import Grid, grid_of
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.index import Index, joined, numbers, sliced_axes
+from megatrain_jax._src.program.index import Index, numbers, sliced_axes
 from megatrain_jax._src.runtime.store import Reader, Store
 from megatrain_jax._src.state.host_leaves import part_shape
 from megatrain_jax._src.state.layout import Layout
@@ -98,6 +99,10 @@ class ArrayEntry:
     def groups(self) -> frozenset[int]:
         """The numbers of the groups that hold the array or its slices."""
         return frozenset(place.group for place in self.places if place.group is not None)
+
+
+Row = tuple[ArrayEntry, Index, Reader]
+"""One slice of an array that the store keeps apart, or all of the array: its index and a reader."""
 
 
 def entries_of(spec: RunSpec) -> tuple[ArrayEntry, ...]:
@@ -192,22 +197,41 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     )
 
 
-def rows_of(store: Store, entries: Iterable[ArrayEntry]) -> list[tuple[ArrayEntry, list[Reader]]]:
-    """The readers of each entry's arrays, as the store has them now.
+def rows_of(store: Store, entries: Iterable[ArrayEntry], group: int | None = None) -> list[Row]:
+    """The slices of entries that are in a group, with readers of them as the store has them now.
 
     Args:
         store: The store; at rest.
         entries: The arrays' entries.
+        group: The group's number; None for arrays in no group, which the first process has.
     """
     # Arrays are taken now, and read later: steps replace the store's, but never change them.
-    small = small_arrays(store)
+    small = small_arrays(store) if group is None else {}
 
     def reader(place: StorePlace, part: int) -> Reader:
-        if isinstance(place.holder, Small):
-            return functools.partial(_as_data, small[place.holder][place.position])
-        return store.reader(place.holder, place.position, part)
+        if isinstance(place.holder, Key):
+            return store.reader(place.holder, place.position, part)
+        value = _as_data(small[place.holder][place.position]).reshape(-1)
+        return lambda: [(0, value)]
 
-    return [(entry, [reader(place, entry.part) for place in entry.places]) for entry in entries]
+    return [
+        (entry, index, reader(place, entry.part))
+        for entry in entries
+        for index, place in zip(entry.indices, entry.places, strict=True)
+        if place.group == group
+    ]
+
+
+def grids_of(spec: RunSpec, entries: Iterable[ArrayEntry]) -> dict[TreePath, Grid]:
+    """The chunks of each entry's array, as a run writes it."""
+    found = {}
+    for entry in entries:
+        share, itemsize = math.prod(entry.shape), jnp.dtype(entry.dtype).itemsize
+        if entry.groups:
+            layout, i = layout_at(spec, entry.places[0])
+            share = -(-layout.shares[i] // layout.parts(i)[entry.part].per)
+        found[entry.path] = grid_of(entry.shape, entry.indices[0], share, itemsize)
+    return found
 
 
 def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
@@ -224,25 +248,6 @@ def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> N
     store.variables = list(arrays[Small.VARIABLES])
     store.globals = list(arrays[Small.OPTIMIZER])
     store.key, store.step = arrays[Small.RUN]
-
-
-def whole_arrays(
-    rows: Iterable[tuple[ArrayEntry, list[Reader]]],
-) -> list[tuple[ArrayEntry, np.ndarray]]:
-    """Entries with their arrays; only those that lie layer by layer are copied."""
-    found = []
-    for entry, readers in rows:
-        slices = [(i, read()) for i, read in zip(entry.indices, readers, strict=True)]
-        found.append((entry, joined(slices, entry.shape)))
-    return found
-
-
-def tree_of(rows: Iterable[tuple[ArrayEntry, np.ndarray]]) -> dict[str, Any]:
-    """Entries' arrays as a nested dict."""
-    tree: dict[str, Any] = {}
-    for entry, array in rows:
-        put(tree, entry.path, array)
-    return tree
 
 
 def _as_data(x: jax.Array) -> np.ndarray:

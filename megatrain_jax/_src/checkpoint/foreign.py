@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax._src.checkpoint import manifest, orbax
-from megatrain_jax._src.checkpoint.checksums import verify
+from megatrain_jax._src.checkpoint.checksums import Checksums
 from megatrain_jax._src.checkpoint.contents import TreePath, pointer
 from megatrain_jax._src.checkpoint.folder import CheckpointError, has_manifest, local_path, steps
 from megatrain_jax._src.checkpoint.forms import decoded
@@ -25,14 +25,14 @@ class SavedArray:
         path: The array's path in the checkpoint.
         shape: The array's shape.
         dtype: The array's dtype.
-        checksums: Checksums of the checkpoint's arrays by pointer; None if nobody wrote any.
+        checksums: Checksums of the checkpoint's arrays.
     """
 
     folder: Path
     path: TreePath
     shape: tuple[int, ...]
     dtype: np.dtype
-    checksums: Mapping[str, str] | None
+    checksums: Checksums
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Loads the array.
@@ -42,7 +42,7 @@ class SavedArray:
         """
         with orbax.context():
             (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
-        verify(self.folder, self.checksums, self.path, array)
+        self.checksums.verify(self.path, array)
         return array if dtype is None else array.astype(dtype)
 
 
@@ -96,13 +96,14 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             f"{', '.join(str(where / str(step)) for step in found[-3:])}"
         )
     facts = manifest.facts_of(where) if has_manifest(where) else {}
+    checksums = Checksums(where, facts.get("arrays"))
     arrays = {
         path: SavedArray(
             folder=where,
             path=path,
             shape=tuple(found.shape),
             dtype=jnp.dtype(found.dtype),
-            checksums=facts.get("arrays"),
+            checksums=checksums,
         )
         for path, found in orbax.metadata(where).items()
         if hasattr(found, "shape")  # Python numbers have none

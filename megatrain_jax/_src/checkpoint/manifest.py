@@ -13,8 +13,8 @@ import xxhash
 
 from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError
 
-# Version of the manifest's format; 1 had no checksums.
-_FORMAT = 2
+# Version of the manifest's format; 1 had no checksums, 2 one of each whole array.
+_FORMAT = 3
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:
@@ -42,12 +42,12 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
     # In Python, True is 1 and 2.0 is 2; a format is an integer.
-    if (number := facts.get("format")) not in (1, _FORMAT) or not _is_count(number):
+    if (number := facts.get("format")) not in range(1, _FORMAT + 1) or not _is_count(number):
         raise CheckpointError(
             f"{path} has format {number!r:.40}, but this version of megatrain_jax reads formats up "
             f"to {_FORMAT}: it was written by a newer one, or is damaged"
         )
-    checks = _CHECKS if number == 1 else _CHECKS | _SINCE_2
+    checks = _CHECKS | ({} if number == 1 else _IN_2 if number == 2 else _IN_3)
     wrong = [name for name, is_right in checks.items() if not is_right(facts.get(name))]
     given = {name: is_right for name, is_right in _OPTIONAL.items() if name in facts}
     wrong += [name for name, is_right in given.items() if not is_right(facts[name])]
@@ -125,6 +125,13 @@ def _is_coding(value: Any) -> bool:
     return isinstance(value, dict) and names <= value.keys()
 
 
+def _is_chunked(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"chunk", "checksums"}:
+        return False
+    is_chunk = _each(list, lambda n: _is_count(n) and n > 0)
+    return is_chunk(value["chunk"]) and _each(list, _is_text)(value["checksums"])
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -144,10 +151,11 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "history": _each(list, lambda row: isinstance(row, dict)),
     "files": _each(dict, _is_count),
 }
-_SINCE_2: dict[str, Callable[[Any], bool]] = {
+_IN_2: dict[str, Callable[[Any], bool]] = {
     "arrays": _each(dict, _is_text),
     "checksum": _is_text,
 }
+_IN_3 = {**_IN_2, "arrays": _each(dict, _is_chunked)}
 _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "data": _is_position,
     "skipped_in_row": _is_count,

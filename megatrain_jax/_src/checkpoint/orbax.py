@@ -1,41 +1,129 @@
-"""The use of Orbax: its options, and paths that it would misread given to it safely."""
+"""The use of Orbax: its format and its options, and paths that it would misread given safely.
 
+Orbax's own `save` has all devices take part in it, which must not happen beside a step, and has one
+process write whatever is in host memory. So each process writes its chunks by itself, to the store
+that Orbax would have it write to, and the first one joins them and describes them as Orbax does.
+"""
+
+import asyncio
 import glob
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1
+from orbax.checkpoint import type_handlers, v1
 
+from megatrain_jax._src.checkpoint.chunks import MOST_BYTES, Grid
 from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, put
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.differences import described, listed
 
 # Bytes that Orbax may hold beside the arrays it reads.
 _CONCURRENT_BYTES = 512 << 20
-# Bytes of a file at the most; Orbax writes several side by side.
-FILE_BYTES = 512 << 20
+# Orbax's names: the folder of a checkpoint's arrays, the folder in it that a process writes to, and
+# files that describe them.
+_ARRAYS, _OF_PROCESS = "state", "ocdbt.process_{}"
+_DESCRIPTION, _TREE, _MARK = "_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"
+_HANDLER = (
+    "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler."
+    "StatefulCheckpointableHandler"
+)
+_DICT_KEY = 2  # the kind of a key that is one of a dict
 
 
 def context() -> v1.Context:
-    """Options with which Orbax copies little of what it writes and reads.
-
-    While it writes, it still copies arrays of several files whose longest axis is not the first.
-    Compression would need more time than it saves. Files of 2 GiB, which is what
-    Orbax makes unless told otherwise, are written one after the other; smaller ones side by side.
-    """
+    """Options with which Orbax copies little of what it reads, and asks no other process."""
     context = v1.Context()
-    context.array.saving.use_compression = False
-    context.array.saving.use_zarr3 = True  # the limit of a file's size needs it
-    context.array.saving.ocdbt_target_data_file_size = FILE_BYTES
-    context.memory.deepcopy_host_arrays = False
     context.memory.read_concurrent_bytes = _CONCURRENT_BYTES
     context.pytree.loading.partial_load = True
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
     return context
+
+
+def write_spec(
+    folder: Path, process: int, path: TreePath, grid: Grid, dtype: str, stores: Any
+) -> Any:
+    """TensorStore's description of an array that a process writes chunks of.
+
+    Compression would need more time than it saves. Files of 2 GiB, which is what Orbax makes unless
+    told otherwise, are written one after the other; smaller ones side by side.
+
+    Args:
+        folder: The checkpoint's folder.
+        process: Number of the process.
+        path: The array's path in the checkpoint.
+        grid: The array's chunks.
+        dtype: Name of its dtype.
+        stores: TensorStore's context.
+    """
+    info = _info(
+        folder, path, stores, use_compression=False, ocdbt_target_data_file_size=MOST_BYTES
+    )
+    return type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=True,
+        global_shape=grid.shape,
+        local_shape=grid.chunk,
+        dtype=jnp.dtype(dtype),
+        process_index=process,
+    )
+
+
+def read_spec(folder: Path, path: TreePath, stores: Any) -> Any:
+    """TensorStore's description of an array of a checkpoint that has its chunks in the manifest."""
+    return type_handlers.get_json_tspec_read(_info(folder, path, stores), use_ocdbt=True)
+
+
+def _info(folder: Path, path: TreePath, stores: Any, **options: Any) -> type_handlers.ParamInfo:
+    arrays: Any = folder / _ARRAYS  # Orbax's own kind of path has all that this one has
+    name = ".".join(path)
+    return type_handlers.ParamInfo(
+        name=name, parent_dir=arrays, use_zarr3=True, ts_context=stores, **options
+    )
+
+
+def folder_of(folder: Path, process: int) -> Path:
+    """The folder within a checkpoint's that a process writes to."""
+    return folder / _ARRAYS / _OF_PROCESS.format(process)
+
+
+def join(folder: Path, paths: Iterable[TreePath]) -> None:
+    """Makes a checkpoint of Orbax's of what processes have written.
+
+    Args:
+        folder: The checkpoint's folder.
+        paths: Paths of its arrays.
+    """
+    with plain_path(folder) as plain:
+        arrays: Any = plain / _ARRAYS
+        stores = type_handlers.get_ts_context(use_ocdbt=True)
+        asyncio.run(type_handlers.merge_ocdbt_per_process_files(arrays, stores, use_zarr3=True))
+    leaf = {"value_type": "np.ndarray", "skip_deserialize": False}
+    tree = {
+        str(path): {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in path],
+            "value_metadata": leaf,
+        }
+        for path in paths
+    }
+    about_tree = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    about = {"item_handlers": {_ARRAYS: _HANDLER}, "metrics": {}, "custom_metadata": {}}
+    (folder / _ARRAYS / _TREE).write_text(json.dumps(about_tree), encoding="utf-8")
+    (folder / _DESCRIPTION).write_text(json.dumps(about), encoding="utf-8")
+    (folder / _MARK).touch()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ old arrays make room for the new ones, so that a full pool is large enough.
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
-from megatrain_jax._src.checkpoint.checksums import verify
+from megatrain_jax._src.checkpoint.checksums import Checksums
+from megatrain_jax._src.checkpoint.chunks import Cell, Grid
 from megatrain_jax._src.checkpoint.contents import (
     ArrayEntry,
     Small,
@@ -29,10 +30,18 @@ from megatrain_jax._src.checkpoint.contents import (
 )
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.checkpoint.forms import OtherForm, coding_of, other_forms
+from megatrain_jax._src.checkpoint.reading import ChunkReader
 from megatrain_jax._src.common.keys import Key, Kind
-from megatrain_jax._src.program.index import selector
+from megatrain_jax._src.program.index import Index, selector
 from megatrain_jax._src.runtime.store import Store
-from megatrain_jax._src.state.host_leaves import encoded, read_part, write_part
+from megatrain_jax._src.state.host_leaves import (
+    Run,
+    cut,
+    encoded,
+    joined_run,
+    runs_of,
+    write_part,
+)
 from megatrain_jax._src.state.layout import Layout
 
 
@@ -64,7 +73,7 @@ def check(
 
 def load(
     path: Path,
-    known: Mapping[str, str] | None,
+    known: Mapping[str, Any] | None,
     spec: RunSpec,
     store: Store,
     entries: Sequence[ArrayEntry],
@@ -73,7 +82,8 @@ def load(
 ) -> None:
     """Fills a store that is at rest with a checkpoint that was checked.
 
-    Each array's checksum is computed while what comes next is read.
+    Each process reads the chunks that its devices have a part of; their checksums are computed
+    while what comes next is read.
 
     Args:
         path: The checkpoint's folder.
@@ -89,15 +99,22 @@ def load(
             store is then lost, until another checkpoint is loaded.
     """
     store.drop()
+    processes, own = store.placement.processes, None
     try:
         _Loading(path, known, spec, store, entries, others).fill(done)
     except Exception as error:
         # Frames of the error hold arrays; whoever keeps it would keep their memory from a retry.
         traceback.clear_frames(error.__traceback__)
+        own = error
+    words = own and f"{type(own).__name__}: {own}"
+    rows = processes.gather(f"the end of restoring {path.name}", words)
+    if words is None:
+        words = next((f"process {i}: {row}" for i, row in enumerate(rows) if row is not None), None)
+    if words is not None:
         raise CheckpointError(
-            f"{path} could not be read to its end ({type(error).__name__}: {error}). What was in "
-            "memory is lost: restore another checkpoint."
-        ) from error
+            f"{path} could not be read to its end ({words}). What was in memory is lost: restore "
+            "another checkpoint."
+        ) from own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +128,8 @@ class _Slab:
 
 _PartOf = tuple[StorePlace, int]
 """A part of a leaf, by the leaf's place in the store and the part's number."""
+_Arrays = Sequence[Mapping[int, np.ndarray]]
+"""The arrays at rest of a slab, each as this process's shards of it by their number."""
 
 
 class _Loading:
@@ -118,19 +137,26 @@ class _Loading:
 
     def __init__(self, path, known, spec, store, entries, others):
         """Sorts the entries; see `load`."""
-        self.path, self.known, self.spec, self.store = path, known, spec, store
+        self.path, self.spec, self.store = path, spec, store
+        self.sums = Checksums(path, known)
+        self.chunks = ChunkReader(path)
         self.small = [entry for entry in entries if not entry.groups]
         held = [entry for entry in entries if entry.groups]
         self.same = [entry for entry in held if entry.array not in others]
         self.others = {
             entry.array: (entry, others[entry.array]) for entry in held if entry.array in others
         }
-        self.by_part = {(place, e.part): e for e in self.same for place in e.places}
+        self.by_part = {
+            (place, e.part): (e, index)
+            for e in self.same
+            for place, index in zip(e.places, e.indices, strict=True)
+        }
+        self.grids = {e.path: self.sums.grid(e.path, e.shape) for e in self.same}
         self.other_at = {p: row for row in self.others.values() for p in row[0].places}
         self.slices: dict[_PartOf, jax.Array] = {}
 
     def fill(self, done: Callable[[], object]) -> None:
-        """Reads all arrays; what is stacked over layers first, since it comes as a whole."""
+        """Reads all arrays; what is stacked over layers and comes as a whole first."""
         with orbax.context(), ThreadPoolExecutor(1) as reader:
             self._read_stacked(reader)
             slabs = _slabs(self.spec)
@@ -140,7 +166,7 @@ class _Loading:
                 if after is not None:
                     # Not earlier: what this slab was made of would be a third beside the store.
                     coming = reader.submit(self._read, after)
-                resting = self.store.append(slab.key, arrays)
+                resting = self.store.append_shards(slab.key, arrays)
                 self._verify(slab, arrays)
                 del arrays
                 jax.block_until_ready(resting)
@@ -149,10 +175,10 @@ class _Loading:
             self._read_small()
 
     def _read_stacked(self, reader: ThreadPoolExecutor) -> None:
-        """Keeps the slices of arrays that are stacked over layers, in host memory."""
-        for entry in (entry for entry in self.same if entry.stacked):
+        """Keeps the slices of stacked arrays without chunks, or of another form, in host memory."""
+        for entry in (e for e in self.same if e.stacked and self.grids[e.path] is None):
             whole = self._load([entry])[entry.path]
-            checked = reader.submit(verify, self.path, self.known, entry.path, whole)
+            checked = reader.submit(self.sums.verify, entry.path, whole)
             for place, index in zip(entry.places, entry.indices, strict=True):
                 self._keep(place, entry.part, whole[selector(index)])
             jax.block_until_ready(list(self.slices.values()))
@@ -169,62 +195,110 @@ class _Loading:
     def _keep(self, place: StorePlace, part: int, array: np.ndarray) -> None:
         self.slices[place, part] = self.store.small(np.ascontiguousarray(array))
 
-    def _read(self, slab: _Slab) -> dict[_PartOf, np.ndarray]:
-        """The parts of a slab's leaves but those that were kept."""
-        parts = [(place, p) for i, place in enumerate(slab.places) for p in _numbers(slab, i)]
-        here = [part for part in parts if part in self.by_part and part not in self.slices]
+    def _read(self, slab: _Slab) -> dict[_PartOf, list[Run]]:
+        """Runs of the parts of a slab's leaves, but of those that were kept."""
+        empty, whole, found = self._empty(slab), [], {}
+        wanted: list[tuple[_PartOf, ArrayEntry, Cell]] = []
+        for i, p, part in _parts(slab):
+            if part in self.slices or part not in self.by_part:
+                continue
+            entry, index = self.by_part[part]
+            if self.grids[entry.path] is None:
+                whole.append((part, entry))
+                continue
+            own = runs_of(slab.layout, empty, i, p)
+            cells = self._cells(entry, index)
+            wanted += [(part, entry, cell) for cell in cells if cut(own, cell.start, cell.stop)]
+            found[part] = []
+        rows = self.chunks.read([(entry, cell) for _, entry, cell in wanted])
+        for (part, _, cell), chunk in zip(wanted, rows, strict=True):
+            found[part].append((cell.start, chunk))
         with orbax.context():  # Orbax's options are each thread's own
-            loaded = self._load([self.by_part[part] for part in here])
-            found = {part: loaded[self.by_part[part].path] for part in here}
+            loaded = self._load([entry for _, entry in whole])
+            found |= {part: [(0, loaded[entry.path].reshape(-1))] for part, entry in whole}
             for i, place in enumerate(slab.places):
                 if place in self.other_at and (place, 0) not in self.slices:
                     leaf = self._converted(self.other_at[place][1])
                     for p, part in enumerate(encoded(slab.layout, leaf, i)):
-                        found[place, p] = part
+                        found[place, p] = [(0, part.reshape(-1))]
         return found
 
-    def _filled(self, slab: _Slab, loaded: Mapping[_PartOf, np.ndarray]) -> list[np.ndarray]:
+    def _cells(self, entry: ArrayEntry, index: Index) -> Iterator[Cell]:
+        """The chunks of a slice of an array; one if it is compared as a whole."""
+        grid = self.grids[entry.path] or Grid(shape=entry.shape, chunk=entry.shape)
+        if not grid.divides(index):
+            raise CheckpointError(f"the chunks of {entry.name} are none that this library makes")
+        return grid.cells(index)
+
+    def _empty(self, slab: _Slab) -> list[dict[int, np.ndarray]]:
+        """Zeros for this process's shards of a slab's arrays at rest."""
+        numbers, num_shards = self.store.placement.shards_here, slab.layout.num_shards
+        return [
+            {n: np.zeros(aval.size // num_shards, aval.dtype) for n in numbers}
+            for aval in slab.layout.at_rest
+        ]
+
+    def _filled(self, slab: _Slab, loaded: Mapping[_PartOf, Sequence[Run]]) -> _Arrays:
         """A slab's arrays at rest, of what was loaded and of slices, which are dropped.
 
         Leaves without elements, which no checkpoint has, are zeros.
         """
-        arrays = [np.zeros(aval.shape, aval.dtype) for aval in slab.layout.at_rest]
-        for i, place in enumerate(slab.places):
-            for p in _numbers(slab, i):
-                if (place, p) in self.slices:
-                    part = np.asarray(self.slices.pop((place, p)))
-                elif (place, p) in loaded:
-                    part = loaded[place, p]
-                else:
-                    continue
-                write_part(slab.layout, arrays, i, p, part)
+        arrays = self._empty(slab)
+        for i, p, part in _parts(slab):
+            runs = loaded.get(part, ())
+            if part in self.slices:
+                runs = [(0, np.asarray(self.slices.pop(part)).reshape(-1))]
+            # Chunks of which other processes have a part are compared before that is dropped.
+            for entry, cell, own in self._known(slab, arrays, i, p, part):
+                if own is None:
+                    whole = joined_run(runs, cell.start, cell.stop)
+                    assert whole is not None
+                    self._compare(entry, whole, cell)
+            write_part(slab.layout, arrays, i, p, runs)
         return arrays
 
-    def _verify(self, slab: _Slab, arrays: Sequence[np.ndarray]) -> None:
-        """Compares arrays that came as they are held with their checksums, while they are stored.
+    def _verify(self, slab: _Slab, arrays: _Arrays) -> None:
+        """Compares chunks that came as they are held with their checksums, while they are stored.
 
-        Arrays of other forms, and stacked ones, were compared when they were loaded.
+        Arrays of other forms, and stacked ones without chunks, were compared when they were loaded.
         """
         # Read back from the slab rather than compared before: this covers its layout as well.
-        for i, place in enumerate(slab.places):
-            for p in _numbers(slab, i):
-                entry = self.by_part.get((place, p))
-                if entry is not None and not entry.stacked:
-                    part = read_part(slab.layout, arrays, i, p)
-                    verify(self.path, self.known, entry.path, part)
+        for i, p, part in _parts(slab):
+            for entry, cell, own in self._known(slab, arrays, i, p, part):
+                if own is not None:
+                    self._compare(entry, own, cell)
+
+    def _known(
+        self, slab: _Slab, arrays: _Arrays, i: int, p: int, part: _PartOf
+    ) -> Iterator[tuple[ArrayEntry, Cell, np.ndarray | None]]:
+        """The chunks of a part that have checksums and that this process has read.
+
+        With each its elements in the arrays; None if other processes have some of them.
+        """
+        entry, index = self.by_part.get(part, (None, ()))
+        if entry is None or (entry.stacked and self.grids[entry.path] is None):
+            return
+        runs = runs_of(slab.layout, arrays, i, p)
+        for cell in self._cells(entry, index):
+            if cut(runs, cell.start, cell.stop):
+                yield entry, cell, joined_run(runs, cell.start, cell.stop)
+
+    def _compare(self, entry: ArrayEntry, chunk: np.ndarray, cell: Cell) -> None:
+        number = None if self.grids[entry.path] is None else cell.number
+        self.sums.verify(entry.path, chunk, number)
 
     def _converted(self, other: OtherForm) -> np.ndarray:
         """An array that the checkpoint holds in another form, as numbers."""
         loaded = self._load(other.sources)
         for source in other.sources:
-            verify(self.path, self.known, source.path, loaded[source.path])
+            self.sums.verify(source.path, loaded[source.path])
         return other.numbers([loaded[source.path] for source in other.sources])
 
     def _read_small(self) -> None:
         arrays, loaded = small_arrays(self.store), self._load(self.small)
         for entry in self.small:
             (place,), value = entry.places, loaded[entry.path]
-            verify(self.path, self.known, entry.path, value)
+            self.sums.verify(entry.path, value)
             if entry.key is not None:
                 value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
             assert isinstance(place.holder, Small)
@@ -252,6 +326,8 @@ def _slabs(spec: RunSpec) -> list[_Slab]:
     return found
 
 
-def _numbers(slab: _Slab, i: int) -> range:
-    """The numbers of the parts that stand for leaf `i`."""
-    return range(len(slab.layout.parts(i)))
+def _parts(slab: _Slab) -> Iterator[tuple[int, int, _PartOf]]:
+    """The parts of a slab's leaves: the leaf's number, the part's, and both as a key."""
+    for i, place in enumerate(slab.places):
+        for p in range(len(slab.layout.parts(i))):
+            yield i, p, (place, p)

@@ -4,49 +4,45 @@ The arrays of a store at rest never change: steps write new ones. So a checkpoin
 the store itself, without a copy, and a step waits only before it replaces a group that is not on
 disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
 
-Several processes write together, each part gathered by all of them; training waits meanwhile.
+Of several processes each writes what its devices have, into one folder. At each step they tell each
+other whether they are done; once all are, the first one makes a checkpoint of what is there:
+
+    process 0                                   process 1
+    writes ocdbt.process_0, still               writes ocdbt.process_1, done
+    settle() before step 8: no, yes             settle() before step 8: no, yes
+    done
+    settle() before step 9: yes, yes            settle() before step 9: yes, yes
+    joins, describes, syncs, renames            goes on
+    wait(): how did it end?                     wait(): how did it end?
 """
 
-import math
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from orbax.checkpoint import v1
-
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
-from megatrain_jax._src.checkpoint.checksums import check_finite, checksums
-from megatrain_jax._src.checkpoint.contents import (
-    PARAMS,
-    ArrayEntry,
-    rows_of,
-    tree_of,
-    whole_arrays,
-)
+from megatrain_jax._src.checkpoint.contents import PARAMS, ArrayEntry, Row, grids_of, rows_of
 from megatrain_jax._src.checkpoint.folder import CheckpointError, sync, sync_tree
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
+from megatrain_jax._src.checkpoint.writing import Writer
 from megatrain_jax._src.common.keys import LASTING
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
-from megatrain_jax._src.runtime.store import Reader, Store
+from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.state.processes import PeerEndedError
 
-# Bytes of a part, which Orbax gets at a time, at least: one part's end is not written beside the
-# next one's beginning, which costs up to a second each time.
+# Bytes of a part, all of which is written side by side, at least: one part's end is not written
+# beside the next one's beginning.
 PART_BYTES = 8 << 30
-# Bytes of a part that may be copied; a part of which more would be ends earlier.
-_COPIED_BYTES = 1 << 30
 # Name of the unfinished checkpoint in the workspace, where only one is written at a time.
 _WRITTEN = "checkpoint"
 
-_Part = tuple[tuple[int, ...], list[tuple[ArrayEntry, list[Reader]]]]
+_Part = tuple[tuple[int, ...], list[Row]]
 
 
 class Saving:
@@ -85,10 +81,12 @@ class Saving:
         self.path = path
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        self._is_written, self._is_agreed = threading.Event(), threading.Event()
+        self._is_known = False
         if params_only:
             entries = [entry for entry in entries if entry.path[0] == PARAMS]
         self._entries, self._replaces = list(entries), workspace is not None
-        self._frozen = frozenset(spec.grouping.frozen)
+        self._processes = processes = store.placement.processes
         self._parts = _parts(spec, store, entries)
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
@@ -100,26 +98,21 @@ class Saving:
             if workspace is None:
                 # Whether anything can be written shows here, before training goes on.
                 name = f"{path.name}.{NAME}"
-                workspace = claimed(path.with_name(name), path, store.placement.processes)
+                workspace = claimed(path.with_name(name), path, processes)
             else:
                 workspace.share()
             self._workspace = workspace
+            self._writer = Writer(
+                workspace.path,
+                _WRITTEN,
+                processes.index,
+                self._entries,
+                grids_of(spec, entries),
+                finite=self._replaces,
+                frozen=frozenset(spec.grouping.frozen),
+            )
             store.before_replacing = self.wait_for
-            self._processes = store.placement.processes
             self._thread.start()
-            if self._processes.count > 1:
-                self._finish_together()
-
-    def _finish_together(self) -> None:
-        """Waits for all processes' parts.
-
-        Messages that the processes exchange while Orbax writes must not cross with a step's.
-        """
-        self.join()
-        where = f"the end of saving {self.path.name}"
-        rows = self._processes.gather(where, self._error and _words(self._error))
-        if self._error is None and (errors := [row for row in rows if row is not None]):
-            self._error = CheckpointError(f"process {rows.index(errors[0])}: {errors[0]}")
 
     def wait_for(self, group: int) -> None:
         """Waits until a group is on disk, or will never be."""
@@ -127,10 +120,46 @@ class Saving:
             while self._left[group]:
                 self._changed.wait(SECONDS_AT_A_TIME)
 
+    def settle(self) -> None:
+        """Has the checkpoint published if all processes have written their parts.
+
+        All of them have to call this, at the same point of the run.
+
+        Raises:
+            PeerEndedError: If another process has ended, or can't be reached.
+        """
+        if self._processes.count == 1 or self._is_agreed.is_set():
+            return
+        where = f"the saving of {self.path.name}"
+        try:
+            done = self._is_written.is_set()
+            rows = self._processes.gather(where, (done, self._error and _words(self._error)))
+        except BaseException as error:
+            self._error = self._error or error
+            self._is_agreed.set()
+            raise
+        if all(done for done, _ in rows):
+            self._adopt([words for _, words in rows])
+            self._is_agreed.set()
+
+    def _adopt(self, rows: Sequence[str | None]) -> None:
+        """Takes over an error that another process met, from what each process has to say."""
+        if self._error is None and (errors := [row for row in rows if row is not None]):
+            self._error = CheckpointError(f"process {rows.index(errors[0])}: {errors[0]}")
+
     def join(self) -> None:
         """Waits until nothing is being written any more, and leaves errors to `wait`."""
+        while not self._is_written.wait(SECONDS_AT_A_TIME):
+            pass
+        with suppress(PeerEndedError):
+            self.settle()
         while self._thread.is_alive():
             self._thread.join(SECONDS_AT_A_TIME)
+        if self._processes.count > 1 and not self._is_known:
+            self._is_known = True
+            with suppress(PeerEndedError):
+                where = f"the end of saving {self.path.name}"
+                self._adopt(self._processes.gather(where, self._error and _words(self._error)))
 
     def wait(self) -> None:
         """Waits until the checkpoint has its name.
@@ -147,54 +176,50 @@ class Saving:
             ) from error
 
     def _write(self, facts: dict[str, Any]) -> None:
-        written = self._workspace.path / _WRITTEN
+        workspace, several = self._workspace, self._processes.count > 1
         try:
-            # In this order a checkpoint is whole or has no name, whenever the process dies: arrays,
-            # the manifest that lists their files, all of it on the disk, and only then the rename.
-            facts["arrays"] = self._write_arrays(written)
-            if isinstance(self._workspace, Workspace):
-                orbax.check_arrays(written, self._entries, "not what was to be written")
-                manifest.write(written, facts)
-                sync_tree(written)
-                self._publish(self._workspace, written)
+            self._write_parts()
         except BaseException as error:
             self._error = error
-            with suppress(OSError):
-                self._workspace.clear()
         finally:
             # Also after an error: a step must not wait for groups that nobody will write.
             self._parts.clear()
             self._release(list(self._left.elements()))
-            self._workspace.release(run=not self._replaces)
+            self._is_written.set()
+        while several and not self._is_agreed.wait(SECONDS_AT_A_TIME):
+            if self._processes.unreachable is not None:
+                self._error = self._error or PeerEndedError(self._processes.unreachable)
+                break
+        try:
+            if self._error is None and isinstance(workspace, Workspace):
+                self._finish(workspace, facts)
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._error is not None:
+                with suppress(OSError):
+                    workspace.clear()
+            workspace.release(run=not self._replaces)
 
-    def _write_arrays(self, written: Path) -> dict[str, str]:
-        """Has Orbax write all parts, and returns the checksums of their arrays."""
-        found: dict[str, str] = {}
-        with (
-            orbax.context(),
-            orbax.plain_path(written.parent) as parent,
-            ThreadPoolExecutor(1, "checksums", initializer=_give_way) as beside,
-        ):
-            while self._parts:
-                groups, rows = self._parts.pop(0)
-                arrays = whole_arrays(rows)
-                coming = beside.submit(self._inspected, arrays)
-                v1.partial.save(str(parent / written.name), tree_of(arrays))
-                # Nothing may hold the part's arrays when a step is told to replace them, as the
-                # host has room for no second copy; checksums are still reading until `result`.
-                del rows, arrays
-                found |= coming.result()
-                self._release(groups)
-            v1.partial.finalize(str(parent / written.name))
-        return found
+    def _write_parts(self) -> None:
+        while self._parts:
+            groups, rows = self._parts.pop(0)
+            self._writer.write(rows)
+            # Nothing may hold the part's arrays when a step is told to replace them, as the host
+            # has room for no second copy.
+            del rows
+            self._release(groups)
+        self._writer.finish()
 
-    def _inspected(self, rows: Sequence[tuple[ArrayEntry, np.ndarray]]) -> dict[str, str]:
-        """The checksums of arrays, of which a run's trained parameters have to be finite."""
-        if self._replaces:
-            for entry, array in rows:
-                if entry.path[0] == PARAMS and not entry.groups & self._frozen:
-                    check_finite(entry.name, array)
-        return checksums(rows)
+    def _finish(self, workspace: Workspace, facts: dict[str, Any]) -> None:
+        # In this order a checkpoint is whole or has no name, whenever the process dies: arrays, the
+        # manifest that lists their files, all of it on the disk, and only then the rename.
+        written = workspace.path / _WRITTEN
+        facts["arrays"] = self._writer.join(self._processes.count)
+        orbax.check_arrays(written, self._entries, "not what was to be written")
+        manifest.write(written, facts)
+        sync_tree(written)
+        self._publish(workspace, written)
 
     def _publish(self, workspace: Workspace, written: Path) -> None:
         """Renames the checkpoint that was written to its own path."""
@@ -218,45 +243,21 @@ class Saving:
 def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_Part]:
     """The parts of a checkpoint, written one at a time in the order that steps replace groups in.
 
-    Small arrays are first, then whole groups, some to a part, then arrays stacked over layers.
+    Small arrays, which the first process writes, are first, then groups, some to a part.
     """
-    small = rows_of(store, [entry for entry in entries if not entry.groups])
+    small = rows_of(store, entries) if store.placement.processes.is_first else []
     parts: list[_Part] = [((), small)] if small else []
     offloaded = (r.key for r in spec.first.schedule.cold if r.op is Op.OFFLOAD)
     replaced = [key.owner for key in offloaded if key is not None and key.kind in LASTING]
-    size, copied = PART_BYTES, 0  # so that the first group begins a part
+    size = PART_BYTES  # so that the first group begins a part
     for g in dict.fromkeys([*replaced, *range(len(spec.layouts))]):
-        whole = [entry for entry in entries if entry.groups == {g} and not entry.stacked]
-        if whole:
-            copies = sum(_copied_bytes(entry, store.placement.num_devices) for entry in whole)
-            if size >= PART_BYTES or (copies and copied + copies > _COPIED_BYTES):
-                parts.append(((), []))
-                size, copied = 0, 0
-            groups, rows = parts[-1]
-            parts[-1] = (*groups, g), rows + rows_of(store, whole)
-            size += sum(slab.num_bytes for slab in spec.layouts[g].slabs)
-            copied += copies
-    # One at a time, since each of them becomes a copy.
-    for entry in entries:
-        if entry.groups and entry.stacked:
-            parts.append((tuple(entry.groups), rows_of(store, [entry])))
+        if size >= PART_BYTES:
+            parts.append(((), []))
+            size = 0
+        groups, rows = parts[-1]
+        parts[-1] = (*groups, g), rows + rows_of(store, entries, g)
+        size += sum(slab.num_bytes for slab in spec.layouts[g].slabs)
     return parts
-
-
-def _copied_bytes(entry: ArrayEntry, num_devices: int) -> int:
-    """Bytes of an array that are copied: by Orbax, or to join what several devices have of it.
-
-    Orbax copies the chunks of its files, which are cut across an array's longest axis.
-    """
-    num_bytes = math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
-    cut = num_bytes > orbax.FILE_BYTES and entry.shape[0] < max(entry.shape)
-    return num_bytes if cut or num_devices > 1 else 0
-
-
-def _give_way() -> None:
-    """Lets all other threads go first: the disk has to be fed, checksums only be there in time."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _words(error: BaseException) -> str:

@@ -14,7 +14,7 @@ Arrays in the host never change: what is replaced is the entry. So whoever reads
 checkpoint being written, keeps reading what it was given.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,12 @@ import numpy as np
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.host_leaves import read_leaves, read_part
+from megatrain_jax._src.state.host_leaves import Run, read_leaves, runs_of
 from megatrain_jax._src.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]
-Reader = Callable[[], np.ndarray]
-"""Reads an array of the store as it was when the reader was made, whatever has replaced it."""
+Reader = Callable[[], list[Run]]
+"""Reads what this process has of an array, as it was when the reader was made."""
 
 
 class Store:
@@ -81,9 +81,17 @@ class Store:
         Returns:
             The arrays at rest, which may still be on their way.
         """
-        resting = tuple(self.placement.put(list(arrays), self.placement.slabs_at_rest))
-        self.host[key] = (*self.host.get(key, ()), *resting)
-        return resting
+        return self._append(key, self.placement.put(list(arrays), self.placement.slabs_at_rest))
+
+    def append_shards(self, key: Key, arrays: Sequence[Mapping[int, np.ndarray]]) -> Slabs:
+        """Adds arrays as `append` does, of which this process gives its devices' shards."""
+        placement = self.placement
+        return self._append(key, placement.put_shards(arrays, placement.slabs_at_rest))
+
+    def _append(self, key: Key, resting: Iterable[jax.Array]) -> Slabs:
+        added = tuple(resting)
+        self.host[key] = (*self.host.get(key, ()), *added)
+        return added
 
     def small(self, value: Any) -> Any:
         """A copy at rest of a small array, or a pytree of them, which the store doesn't keep."""
@@ -104,12 +112,12 @@ class Store:
         return read_leaves(own, arrays)
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
-        """A function that reads one part of a leaf as it is held; it holds the leaf's slab."""
+        """A function that reads this process's runs of one part of a leaf; it holds its slab."""
         layout, arrays = self.layouts[key.owner], self.host[key]
         own, i = layout.leaf(key.kind, position)
         if key.kind is Kind.OPTIMIZER_STATE:
             arrays = layout.state.by_slab(arrays)[layout.state.places[position][0]]
-        return lambda: read_part(own, self._readable(arrays), i, part)
+        return lambda: runs_of(own, arrays, i, part)
 
     def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
         """Arrays at rest that this process can read all of; of copies, the last ones are kept."""

@@ -7,11 +7,13 @@ A worked example, the first moment of a (6, 50) matrix, its first leaf's, as 8-b
     read_part(…, 0, 1)          scales, float32[3]
     read_leaf(…, 0)             what they stand for, float32[6, 50]
 
-Over several devices each of these is joined from every device's share.
+Over several devices each of these is joined from every device's share. A process alone has the
+shares of its own devices, as runs of the flat part: with two processes, the second one's of the
+codes above is `[(150, int8[150])]`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,11 @@ import numpy as np
 from megatrain_jax._src.state.codec import Array
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.mixed_layout import MixedLayout
+
+Run = tuple[int, np.ndarray]
+"""Elements of a flat array that lie together: the number of the first one, and all of them."""
+Held = Array | Mapping[int, np.ndarray]
+"""An array at rest, whole or as those of its shards that a process has, by their number."""
 
 
 def read_leaves(layout: Layout | MixedLayout, arrays: Sequence[Array]) -> list[np.ndarray]:
@@ -35,7 +42,7 @@ def read_leaf(layout: Layout, arrays: Sequence[Array], i: int) -> np.ndarray:
     # No block of codes reaches from one shard into the next, so each share is decoded by itself.
     codec = layout.segment_of(i)[0].codec
     dtype = jnp.dtype(codec.read_dtype(layout.dtype))
-    pieces = [_pieces(layout, arrays, i, p) for p in range(len(layout.parts(i)))]
+    pieces = [_pieces(layout, arrays, i, p).values() for p in range(len(layout.parts(i)))]
     shares = [codec.decode(share, dtype) for share in zip(*pieces, strict=True)]
     return _joined(shares, layout.shapes[i])
 
@@ -46,20 +53,45 @@ def part_shape(layout: Layout, i: int, p: int) -> tuple[int, ...]:
     return shape if per == 1 else (-(-math.prod(shape) // per),)
 
 
-def read_part(layout: Layout, arrays: Sequence[Array], i: int, p: int) -> np.ndarray:
+def read_part(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> np.ndarray:
     """Part `p` of leaf `i`, as it is held."""
-    return _joined(_pieces(layout, arrays, i, p), part_shape(layout, i, p))
+    return _joined(list(_pieces(layout, arrays, i, p).values()), part_shape(layout, i, p))
 
 
-def write_part(
-    layout: Layout, arrays: Sequence[np.ndarray], i: int, p: int, part: np.ndarray
-) -> None:
-    """Writes part `p` of leaf `i` into NumPy's arrays, which are shaped as those at rest."""
-    at, flat = 0, part.reshape(-1)
-    for piece in _pieces(layout, arrays, i, p):
-        own = flat[at : at + piece.size]
-        piece[: own.size] = own
-        at += piece.size
+def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]:
+    """What this process has of part `p` of leaf `i`: a run, as a view, for each of its shards."""
+    size = math.prod(part_shape(layout, i, p))
+    share = -(-layout.shares[i] // layout.parts(i)[p].per)
+    pieces = _pieces(layout, arrays, i, p).items()
+    runs = [(n * share, piece[: max(size - n * share, 0)]) for n, piece in pieces]
+    return [run for run in runs if run[1].size]
+
+
+def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """What runs have of the elements from `start` to `stop`, as views."""
+    found = [(max(at, start), run[max(start - at, 0) : max(stop - at, 0)]) for at, run in runs]
+    return [run for run in found if run[1].size]
+
+
+def joined_run(runs: Sequence[Run], start: int, stop: int) -> np.ndarray | None:
+    """The elements from `start` to `stop`, as a view if one run has all; None if some are missing.
+
+    Args:
+        runs: Runs in ascending order.
+        start: Number of the first element.
+        stop: Number of the element after the last.
+    """
+    pieces = [piece for _, piece in cut(runs, start, stop)]
+    if sum(piece.size for piece in pieces) < stop - start:
+        return None
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def write_part(layout: Layout, arrays: Sequence[Held], i: int, p: int, runs: Sequence[Run]) -> None:
+    """Writes runs of part `p` of leaf `i` into NumPy's arrays, as far as they are in them."""
+    for at, own in runs_of(layout, arrays, i, p):
+        for start, piece in cut(runs, at, at + own.size):
+            own[start - at : start - at + piece.size] = piece
 
 
 def encoded(layout: Layout, leaf: np.ndarray, i: int) -> tuple[np.ndarray, ...]:
@@ -71,7 +103,7 @@ def encoded(layout: Layout, leaf: np.ndarray, i: int) -> tuple[np.ndarray, ...]:
     return tuple(_joined([x], shape) for x, shape in zip(parts, shapes, strict=True))
 
 
-def _pieces(layout: Layout, arrays: Sequence[Array], i: int, p: int) -> list[np.ndarray]:
+def _pieces(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> dict[int, np.ndarray]:
     """Part `p` of leaf `i`: its elements in each shard of arrays at rest, as views."""
     # Offsets are multiples of a block, so they divide by `per` without a rest.
     segment, number = layout.segment_of(i)
@@ -79,7 +111,7 @@ def _pieces(layout: Layout, arrays: Sequence[Array], i: int, p: int) -> list[np.
     start = (layout.offsets[i] - segment.start) // per
     stop = start + -(-layout.shares[i] // per)
     shards = _shards_of(layout.by_segment(arrays)[number][p], layout.num_shards)
-    return [shard[start:stop] for shard in shards]
+    return {n: shard[start:stop] for n, shard in shards.items()}
 
 
 def _joined(pieces: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -88,9 +120,12 @@ def _joined(pieces: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     return flat[: math.prod(shape)].reshape(shape)
 
 
-def _shards_of(array: Array, num_shards: int) -> list[np.ndarray]:
+def _shards_of(array: Held, num_shards: int) -> dict[int, np.ndarray]:
     """The shards of an array in host memory, in the order of devices and without copies."""
+    if isinstance(array, Mapping):
+        return dict(sorted(array.items()))
     if isinstance(array, np.ndarray) or num_shards == 1:
-        return list(np.asarray(array).reshape(num_shards, -1))
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [np.asarray(shard.data) for shard in shards]
+        return dict(enumerate(np.asarray(array).reshape(num_shards, -1)))
+    size = array.size // num_shards
+    shards = {(s.index[0].start or 0) // size: s.data for s in array.addressable_shards}
+    return {n: np.asarray(shards[n]) for n in sorted(shards)}

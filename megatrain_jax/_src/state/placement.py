@@ -6,7 +6,7 @@ Nothing else asks JAX which devices there are.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -127,6 +127,32 @@ class Placement:
                 x.shape, sharding, list(islice(copies, len(self.local_devices)))
             )
             for x in arrays
+        ]
+
+    @property
+    def shards_here(self) -> tuple[int, ...]:
+        """The numbers of the shards that this process's devices have of a slab."""
+        if not self.devices:
+            return (0,)
+        return tuple(self.devices.index(device) for device in self.local_devices)
+
+    def put_shards(
+        self, arrays: Sequence[Mapping[int, np.ndarray]], sharding: Sharding
+    ) -> list[jax.Array]:
+        """Flat arrays, of which each process gives the shards of its devices, by their numbers."""
+        if self.num_devices == 1:
+            return jax.device_put([shards[0] for shards in arrays], sharding)
+        numbers, kind = self.shards_here, sharding.memory_kind
+        targets = [_on_one(device, kind) for device in self.local_devices] * len(arrays)
+        rows = [shards[n] for shards in arrays for n in numbers]
+        copies = iter(jax.device_put(rows, targets))
+        return [
+            jax.make_array_from_single_device_arrays(
+                (self.num_devices * shards[numbers[0]].size,),
+                sharding,
+                list(islice(copies, len(numbers))),
+            )
+            for shards in arrays
         ]
 
     def put_parts(self, part: np.ndarray, sharding: Sharding) -> jax.Array:

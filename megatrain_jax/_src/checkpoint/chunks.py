@@ -1,0 +1,163 @@
+"""Chunks: the pieces in which an array of a checkpoint is written, compared and read.
+
+Each chunk is a run of elements that lie together in memory, also where the array is stacked over
+layers that the store keeps apart. So a process writes and reads what its devices have as views,
+without the rest of the array, and any other number of devices finds its shares in other chunks.
+
+A worked example: float32[4, 300, 256], stacked over its first axis, each layer over two devices::
+
+    chunk_of((300, 256), share=150 * 256, itemsize=4)      (150, 256)
+    grid = Grid(shape=(4, 300, 256), chunk=(1, 150, 256))
+    [(c.number, c.start, c.stop) for c in grid.cells((2,))]    [(4, 0, 38400), (5, 38400, 76800)]
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatrain_jax._src.program.index import Index, remaining, sliced_axes
+
+# Bytes of a chunk at the most; several are written side by side.
+MOST_BYTES = 512 << 20
+# Smaller chunks than this take longer than their bytes. A leaf whose shares are smaller, or are no
+# whole rows, has chunks of about this many bytes, which don't heed where shares end.
+_LEAST_BYTES, _ODD_BYTES = 64 << 10, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One chunk of an array, as a part of a slice.
+
+    Attributes:
+        number: Number of the chunk among all of the array, row by row.
+        start: Its first element in the flat slice.
+        stop: The element after its last.
+        box: Subscript of the array that takes it.
+    """
+
+    number: int
+    start: int
+    stop: int
+    box: tuple[int | slice, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The chunks of an array.
+
+    Attributes:
+        shape: The array's shape.
+        chunk: Shape of a chunk; the last ones may be cut off.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of chunks along each axis."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def num_cells(self) -> int:
+        """The number of all chunks."""
+        return math.prod(self.counts)
+
+    def cell(self, number: int) -> Cell:
+        """A chunk by its number; its run begins at 0."""
+        at = np.unravel_index(number, self.counts) if self.counts else ()
+        box = self._box(tuple(map(int, at)))
+        size = math.prod(part.stop - part.start for part in box)
+        return Cell(number=number, start=0, stop=size, box=box)
+
+    def boxes(self) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        """All chunks: their numbers, and the subscripts of the array that take them."""
+        return enumerate(self._box(at) for at in itertools.product(*map(range, self.counts)))
+
+    def divides(self, index: Index) -> bool:
+        """Whether each chunk is a run of elements of the slice at an index, or has none of it."""
+        sliced = sliced_axes(index)
+        if any(self.chunk[axis] != 1 for axis in sliced):
+            return False
+        shape, chunk = remaining(self.shape, sliced), remaining(self.chunk, sliced)
+        # Before an axis that is divided, a run has one number of each.
+        last = max((a for a, n in enumerate(shape) if chunk[a] < n), default=0)
+        return all(c == 1 for c in chunk[:last])
+
+    def cells(self, index: Index) -> Iterator[Cell]:
+        """The chunks of the slice at an index, which `divides` it, in the order of their runs."""
+        rows: list[Sequence[int]] = [range(count) for count in self.counts]
+        for axis, i in enumerate(index):
+            if i is not None:
+                rows[axis] = (i,)
+        sliced, start = sliced_axes(index), 0
+        for at in itertools.product(*rows):
+            box = self._box(at)
+            size = math.prod(part.stop - part.start for part in box)
+            number = int(np.ravel_multi_index(at, self.counts)) if at else 0
+            of_slice = tuple(at[a] if a in sliced else part for a, part in enumerate(box))
+            yield Cell(number=number, start=start, stop=start + size, box=of_slice)
+            start += size
+
+    def _box(self, at: Sequence[int]) -> tuple[slice, ...]:
+        """The subscript of the chunk at a position among the chunks."""
+        rows = zip(at, self.shape, self.chunk, strict=True)
+        return tuple(slice(k * c, min((k + 1) * c, n)) for k, n, c in rows)
+
+
+def grid_of(shape: tuple[int, ...], index: Index, share: int, itemsize: int) -> Grid:
+    """The chunks that an array is written in.
+
+    Args:
+        shape: The array's shape.
+        index: Index of one of its slices that the store keeps apart; they are all alike.
+        share: Elements of a slice that a device has.
+        itemsize: Bytes of an element.
+    """
+    sliced = sliced_axes(index)
+    of_slice = iter(chunk_of(remaining(shape, sliced), share, itemsize))
+    chunk = tuple(1 if axis in sliced else next(of_slice) for axis in range(len(shape)))
+    return Grid(shape=tuple(shape), chunk=chunk)
+
+
+def chunk_of(shape: tuple[int, ...], share: int, itemsize: int) -> tuple[int, ...]:
+    """The shape of chunks that end where shares do, if that makes them neither small nor large.
+
+    Args:
+        shape: Shape of what the store keeps as one leaf.
+        share: Elements of it that a device has.
+        itemsize: Bytes of an element.
+    """
+    size, most = math.prod(shape), MOST_BYTES // itemsize
+    inner = size
+    for axis, n in enumerate(shape):
+        inner //= n
+        if inner <= most and share % inner == 0:
+            rows = min(n, share // inner) if axis == 0 else math.gcd(n, share // inner)
+            count = _divided(rows, most // inner)
+            if count * inner * itemsize >= min(_LEAST_BYTES, size * itemsize):
+                return (*(1 for _ in shape[:axis]), count, *shape[axis + 1 :])
+            break
+    return _of_bytes(shape, min(_ODD_BYTES, MOST_BYTES) // itemsize)
+
+
+def _divided(rows: int, limit: int) -> int:
+    """The largest divisor of so many rows up to a limit; the limit if that is far smaller."""
+    pieces = -(-rows // limit)
+    for count in range(pieces, 2 * pieces + 1):
+        if rows % count == 0:
+            return rows // count
+    return limit
+
+
+def _of_bytes(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """The shape of chunks of up to so many elements, wherever shares end."""
+    inner = math.prod(shape)
+    for axis, n in enumerate(shape):
+        inner //= n
+        if inner <= limit:
+            return (*(1 for _ in shape[:axis]), min(n, limit // inner), *shape[axis + 1 :])
+    return ()
