@@ -11,14 +11,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import optax
 
 import megatrain_jax as mt
+from megatrain_jax._src.checkpoint.writing import Writer
 from optimizers import OPTIMIZERS
 from oracle import train_plain
+from processes_state import states
 from runs import check_close, make_trainer, recording, train, variables_of
 from zoo import CASES
 
@@ -157,12 +160,23 @@ def completed(folder: str) -> dict[str, Any]:
 
 
 def signalled(folder: str, name: str) -> dict[str, Any]:
-    """A run of which the second process gets a signal."""
+    """A run of which the second process gets a signal: at a step, or while it writes step 4."""
 
     def send() -> None:
         os.kill(os.getpid(), signal.Signals[name])
 
-    return training(folder, checkpoint_every=2, callbacks=[at_step_three(send)])
+    if name != "SIGKILL":
+        return training(folder, checkpoint_every=2, callbacks=[at_step_three(send)])
+    write = Writer.finish
+
+    def finish(writer: Writer) -> None:
+        # What the first process has written, and a part of what this one has, is there by now.
+        if jax.process_index() == 1 and (Path(folder) / "2").exists():
+            send()
+        write(writer)
+
+    with mock.patch.object(Writer, "finish", finish):
+        return training(folder, checkpoint_every=2)
 
 
 def main() -> None:
@@ -170,7 +184,7 @@ def main() -> None:
     jax.distributed.initialize(
         f"localhost:{port}", int(count), int(index), heartbeat_timeout_seconds=10
     )
-    scenarios = (equivalence, endings, completed, signalled)
+    scenarios = (equivalence, endings, completed, signalled, states)
     found = {function.__name__: function for function in scenarios}[scenario]
     result = found(*arguments)
     Path(os.environ["RESULT"]).write_text(json.dumps(result))

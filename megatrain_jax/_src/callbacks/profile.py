@@ -14,7 +14,8 @@ class Profile(Callback):
     """Traces some of a run's steps by `jax.profiler`, for TensorBoard, XProf or Perfetto.
 
     The trace begins before the first of them is dispatched, so the one before it may be there in
-    part, and ends when the last of them has been computed.
+    part, and ends when the last of them has been computed. Of several processes the first alone
+    is traced, with its own devices.
     """
 
     def __init__(self, folder: str | PathLike[str], first: int = 3, last: int | None = None):
@@ -38,23 +39,24 @@ class Profile(Callback):
 
     def begin(self, trainer: Trainer) -> None:
         """Begins the trace if the run's first step is one to trace."""
-        self._go_on(trainer.num_steps)
+        self._go_on(trainer)
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Begins the trace before the first step, ends it after the last one."""
         if self._tracing and record["step"] >= self._last:
             self._stop()
         elif not self._tracing:
-            self._go_on(trainer.num_steps)
+            self._go_on(trainer)
 
     def end(self, result: FitResult) -> None:
         """Ends the trace of a run that has ended before."""
         if self._tracing:
             self._stop()
 
-    def _go_on(self, num_steps: int) -> None:
+    def _go_on(self, trainer: Trainer) -> None:
         """Begins the trace if the next step is one to trace."""
-        if self._first <= num_steps + 1 <= self._last:
+        is_next = self._first <= trainer.num_steps + 1 <= self._last
+        if is_next and trainer.processes.is_first:
             jax.profiler.start_trace(self._folder)
             self._tracing = True
 

@@ -130,14 +130,9 @@ class Saving:
         """
         if self._processes.count == 1 or self._is_agreed.is_set():
             return
-        where = f"the saving of {self.path.name}"
-        try:
-            done = self._is_written.is_set()
-            rows = self._processes.gather(where, (done, self._error and _words(self._error)))
-        except BaseException as error:
-            self._error = self._error or error
-            self._is_agreed.set()
-            raise
+        done = self._is_written.is_set()
+        row = done, self._error and _words(self._error)
+        rows = self._processes.gather(f"the parts of {self.path.name}", row)
         if all(done for done, _ in rows):
             self._adopt([words for _, words in rows])
             self._is_agreed.set()
@@ -148,18 +143,28 @@ class Saving:
             self._error = CheckpointError(f"process {rows.index(errors[0])}: {errors[0]}")
 
     def join(self) -> None:
-        """Waits until nothing is being written any more, and leaves errors to `wait`."""
+        """Waits until nothing is being written any more, and leaves errors to `wait`.
+
+        Raises:
+            PeerEndedError: If another process has to end first; this can be called again then.
+        """
         while not self._is_written.wait(SECONDS_AT_A_TIME):
             pass
-        with suppress(PeerEndedError):
+        try:
             self.settle()
-        while self._thread.is_alive():
-            self._thread.join(SECONDS_AT_A_TIME)
-        if self._processes.count > 1 and not self._is_known:
-            self._is_known = True
-            with suppress(PeerEndedError):
+            self._wait_for_thread()
+            if self._processes.count > 1 and not self._is_known:
                 where = f"the end of saving {self.path.name}"
                 self._adopt(self._processes.gather(where, self._error and _words(self._error)))
+                self._is_known = True
+        except PeerEndedError:
+            if self._processes.unreachable is None:
+                raise
+            self._wait_for_thread()
+
+    def _wait_for_thread(self) -> None:
+        while self._thread.is_alive():
+            self._thread.join(SECONDS_AT_A_TIME)
 
     def wait(self) -> None:
         """Waits until the checkpoint has its name.

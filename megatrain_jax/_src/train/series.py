@@ -12,7 +12,7 @@ from megatrain_jax._src.checkpoint import folder, manifest
 from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace, claimed
-from megatrain_jax._src.state.processes import Processes
+from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
 
 
@@ -162,7 +162,7 @@ class Checkpoints:
 
     def finish_quietly(self, trainer: Trainer) -> None:
         """Waits for a save as `finish` does, but drops its error: another is on its way."""
-        with suppress(CheckpointError, OSError):
+        with suppress(CheckpointError, OSError, PeerEndedError):
             self.finish(trainer)
 
     def _restore(self, trainer: Trainer, step: int) -> dict[str, Any]:
