@@ -28,31 +28,47 @@ SAMPLE = random.Random(1).sample(PAIRS, 3)
 REST = [pair for pair in PAIRS if pair not in SAMPLE]
 
 
-def started(folder: Path, scenario: str, *arguments: str) -> tuple[list[Any], list[int], list[str]]:
-    """Two processes' results (None where there is none), exit statuses and what they printed."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def in_both(
+    command: list[str],
+    arguments: list[list[str]],
+    cwd: Path | None = None,
+    **variables: list[str],
+) -> tuple[list[int], list[str]]:
+    """Exit statuses of two processes, each called with its number, and what they printed."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
-    files = [folder / f"result-{i}.json" for i in range(2)]
     running = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(i), "2", str(port), scenario, *arguments],
-            env={**os.environ, "XLA_FLAGS": flags, "RESULT": str(file)},
+            [sys.executable, *command, str(i), *own],
+            env={**os.environ, "XLA_FLAGS": flags, **{k: v[i] for k, v in variables.items()}},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            cwd=cwd,
         )
-        for i, file in enumerate(files)
+        for i, own in enumerate(arguments)
     ]
     try:
         printed = [process.communicate(timeout=SECONDS)[0] for process in running]
     finally:
         for process in running:
             process.kill()
+    return [process.returncode for process in running], printed
+
+
+def started(folder: Path, scenario: str, *arguments: str) -> tuple[list[Any], list[int], list[str]]:
+    """Two processes' results (None where there is none), exit statuses and what they printed."""
+    files = [folder / f"result-{i}.json" for i in range(2)]
+    rows = [["2", str(free_port()), scenario, *arguments]] * 2
+    statuses, printed = in_both([str(SCRIPT)], rows, RESULT=[*map(str, files)])
     results = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    return results, [process.returncode for process in running], printed
+    return results, statuses, printed
 
 
 @pytest.mark.parametrize(
@@ -206,3 +222,17 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(tmp
     assert not (tmp_path / "1").exists(), "only the first process writes"
     assert [path.name for path in (tmp_path / "best").iterdir()] == [logged[0]["best"]]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"4", "5", "6"}
+
+
+def test_the_page_s_script_runs_in_two_processes(tmp_path):
+    page = Path(__file__).parents[1] / "docs" / "several_gpus.md"
+    section = page.read_text().split("### Two processes of one host")[1]
+    script = section.split("```py\n")[1].split("```")[0]
+    text = script.replace("localhost:12345", f"localhost:{free_port()}")
+    assert text != script
+    (tmp_path / "train.py").write_text(text)
+    statuses, printed = in_both(["train.py"], [[], []], cwd=tmp_path)
+    assert statuses == [0, 0], printed
+    assert {path.name for path in (tmp_path / "runs" / "two").iterdir()} == {"10", "20"}
+    records = json.loads((tmp_path / "runs" / "two.json").read_text())
+    assert [record["step"] for record in records] == list(range(1, 21))
