@@ -79,6 +79,7 @@ PLAIN = """
 import json, sys
 import jax, numpy as np
 from flax import linen, nnx
+from orbax.checkpoint import v1
 from zoo import CASES
 
 context = v1.Context()

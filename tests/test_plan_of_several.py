@@ -16,6 +16,7 @@ from inside import spec_of
 from megatrain_jax._src.build.costs import find_costs
 from megatrain_jax._src.build.step_kernels import estimate_ahead, stage_kernel, step_kernels
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.division import divided_axes
 from megatrain_jax._src.kernels.liveness import temporary_bytes
@@ -273,6 +274,8 @@ def test_progress_bars_name_several_devices(capfd):
         result = mt.fit(case.build(), case.loss_fn, batches, optax.sgd(0.1), mesh=mesh)
         assert result.trainer.devices == tuple(mesh.devices.flat)
         shown = capfd.readouterr().err
+        share = sized(result.trainer.plan.host_bytes // num_devices)
+        assert (f"training on 2 CPUs, {share} each" in shown) == (num_devices > 1)
         assert (
             ("training on 2 CPUs" in shown) == ("compiling on 2 CPUs" in shown) == (num_devices > 1)
         )

@@ -48,6 +48,21 @@ H100 = replace(
     sustained_attention=530 / 778,
     source="measured, but for a link as an H200's",
 )
+# Eight of them in a server: NVIDIA DGX H100 and DGX H200 data sheets: two sockets, 2 TiB. Each socket
+# has memory of its own, counted as what was measured of one; each card's share of the state has to
+# lie next to it for that, as with a process a socket.
+HGX_H200 = replace(
+    H200,
+    name="NVIDIA H200 of eight, two sockets",
+    host_bytes_per_s=2 * 156 * _GIB,
+    source="measured, but for the second socket",
+)
+HGX_H100 = replace(
+    H100,
+    name="NVIDIA H100 80GB of eight, two sockets",
+    host_bytes_per_s=2 * 156 * _GIB,
+    source="measured, but for a link as an H200's and the second socket",
+)
 # The cards below: dense bfloat16 products with fp32 accumulation, and PCIe 4.0 x16, which
 # carries 16 GT/s x 16 lanes x 128/130 = 31.5 GB/s each way. A host that has several of them: AMD
 # EPYC 7003 (128 lanes of PCIe 4.0), 8 channels x 8 bytes x 3200 MT/s = 204.8 GB/s a socket.
@@ -171,6 +186,8 @@ _BY_NAME = {
     "GH200": GH200,
     "H100": H100,
     "H200": H200,
+    "HGX H100": HGX_H100,
+    "HGX H200": HGX_H200,
     "L40S": L40S,
     "RTX 3080": RTX_3080,
     "RTX 3090": RTX_3090,

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.options import LoopOptions
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.runtime.interrupt import Signals
 from megatrain_jax._src.state.placement import on_several
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
@@ -59,7 +60,7 @@ class Run:
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
             return result_of(trainer, None, all_steps=True)
         error: BaseException | None = None
-        shown = {"desc": _doing(trainer), "unit": "step", "disable": not progress}
+        shown = {"desc": _doing(trainer, progress), "unit": "step", "disable": not progress}
         with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
@@ -107,7 +108,7 @@ class Run:
             if series is not None:
                 loop.bar.set_description("saving")
             error = _saved(loop.save, error, trained=trainer.num_steps > before)
-            loop.bar.set_description(_doing(trainer))
+            loop.bar.set_description(_doing(trainer, not loop.bar.disable))
         elif series is not None:
             _note(error, f"Nothing more could be saved in {series.folder}.")
         if error is None and not signals.came:
@@ -140,10 +141,14 @@ class Run:
         return None if self.counted_from and not is_state(position) else position
 
 
-def _doing(trainer: Trainer) -> str | None:
-    """The text before a progress bar; a run on one device has none."""
-    several = on_several(trainer.devices)
-    return f"training{several}" if several else None
+def _doing(trainer: Trainer, shown: bool) -> str | None:
+    """The text before a progress bar: how many devices, and what each has of the state.
+
+    A run on one device has none, nor has a bar that isn't shown.
+    """
+    if not shown or not (several := on_several(trainer.devices)):
+        return None
+    return f"training{several}, {sized(trainer.plan.host_share_bytes)} each"
 
 
 def _say(result: FitResult, signals: str, where: str) -> None:
