@@ -73,7 +73,7 @@ def test_schedules_need_nothing_but_the_standard_library():
 
 @pytest.mark.parametrize("room", ["data", "models", "callbacks", "cli"])
 def test_what_is_built_on_the_library_uses_its_public_names(room: str):
-    for path in (SOURCES / room).glob("*.py"):
+    for path in (SOURCES / room).rglob("*.py"):
         rooms = {room_of(file) for file in imported(path)}
         assert rooms <= {room, "common", "losses"}, path
 
@@ -99,3 +99,14 @@ def test_files_and_functions_stay_small(path: Path):
             body = node.body[bool(ast.get_docstring(node)) :] or node.body
             lines = (body[-1].end_lineno or 0) - body[0].lineno + 1
             assert lines <= MOST_LINES_OF_A_FUNCTION, node.name
+
+
+def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
+    """The others read public views, or test a part by itself."""
+    parts = {"_engine", "_spec", "_steps", "_store", "_training"}
+    found = set()
+    for path in Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in parts:
+                found.add(path.name)
+    assert found == {"inside.py"}
