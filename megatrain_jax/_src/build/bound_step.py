@@ -188,6 +188,8 @@ def bind_step(
     if training and span is not None:
         workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
     lean = None
+    # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
+    # or the costliest of many.
     if any(kept := [b.lean for b in bound]):
         costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
         lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)

@@ -60,6 +60,7 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     if mesh is None:
         return
     owned = Counter(device.process_index for device in mesh.devices.flat)
+    # A run of one process alone, whatever others there are.
     if owned[jax.process_index()] == mesh.size:
         return
     if len(owned) != jax.process_count() or len(set(owned.values())) > 1:

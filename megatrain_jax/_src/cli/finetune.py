@@ -68,6 +68,7 @@ def run(settings: FinetuneSettings) -> int:
         print(_plan(settings, pretrained, options), flush=True)
         clock.lap("plan")
         batches = read(settings)
+        # Only now: what was asked wrongly leaves no folder behind.
         folder.begin(settings)
     clock.lap("data")
     result = _train(settings, folder, pretrained, options, batches)

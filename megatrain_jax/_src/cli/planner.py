@@ -180,6 +180,7 @@ def config_of(model: str) -> models.DecoderConfig:
     """
     path = Path(model).expanduser()
     if path.exists():
+        # A configuration may have any name, as one that was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         if (file := regular_file(folder, name)) is None:
             raise FileNotFoundError(f"there is no config.json in {path}")

@@ -97,6 +97,8 @@ class BoundStage:
     @functools.cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """The stage's leaves by slab and dtype, as their positions: those that travel together."""
+        # Equations may take leaves of one slab in several dtypes, as norms in fp32 beside products
+        # in bf16.
         rows: dict[Hashable, list[int]] = {}
         pairs = zip(self.binding.slots, self.stage.leaf_dtypes, strict=True)
         for i, (slot, dtype) in enumerate(pairs):

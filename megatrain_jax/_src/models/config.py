@@ -127,6 +127,7 @@ class DecoderConfig:
                 raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
+        # Ascending numbers: the last is the largest.
         sparse = self.experts.layers if self.experts else ()
         for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
             if layers and layers[-1] >= self.num_layers:

@@ -123,6 +123,7 @@ def microbatch_work(step: BoundStep) -> Work:
     total, last = Work(flops=0, attention=0), len(step.stages) - 1
     forwards = forward_work([bound.stage for bound in step.stages])
     for s, (bound, forward) in enumerate(zip(step.keeping, forwards, strict=True)):
+        # The fused last stage computes its forward within its backward, which counts it.
         if not (step.workload.fused_last and s == last):
             total = total.plus(forward)
         if step.workload.backward[s]:
@@ -137,6 +138,7 @@ def microbatch_work(step: BoundStep) -> Work:
 def _optimizer_flops(cut: OptimizerCut) -> int:
     """Counts the operations of one update of all groups."""
     parts = (*cut.reduce, *cut.apply)
+    # Counted once for each key: equal blocks have equal fragments.
     flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
     return sum(flops[part.key] for part in parts)
 
@@ -148,6 +150,7 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
     for bound in step.stages:
         number = numbers.setdefault(bound.key, len(numbers))
         for g in bound.groups:
+            # A tied group is read by several stages: the row shows the first one's.
             of_group.setdefault(g, number)
     return [of_group.get(g, "-") for g in range(len(step.workload.sizes))], len(numbers)
 
@@ -160,6 +163,8 @@ def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
         plain = "forward", "backward"
         own = keeping_names(step.schedule.lean) if s in step.schedule.kept else plain
         for what, kernel in zip(plain, own, strict=True):
+            # A stage may have tiles for both, whether it keeps residuals or not; the schedule says
+            # which of its kernels run.
             if kernel in bound.tiles:
                 alike.setdefault((bound.key, what, bound.tiles[kernel]), []).append(name)
     return tuple(

@@ -214,6 +214,8 @@ class Plan:
         """
         if self.hardware is None:
             return "neither"
+        # Of one host: its memory and its links are what bounds a step; other hosts do the same
+        # beside.
         own, of = self.devices_per_host, self.num_devices
         return find_bound(
             hardware=self.hardware,
@@ -238,6 +240,7 @@ class Plan:
     @property
     def fits_host(self) -> bool | None:
         """Whether a host's memory suffices for its processes; `None` if it isn't known."""
+        # Without a GPU there is no pool, and a process takes what its arrays do.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
         needed = process * self.processes_per_host
         return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)

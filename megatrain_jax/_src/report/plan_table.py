@@ -62,6 +62,7 @@ def group_cells(plan: "Plan") -> list[list[str]]:
         )
     hidden = len(plan.groups) - _SHOWN_ROWS
     if hidden > 0:
+        # Row 0 is the header; one of the rows shown is that of the dots.
         middle = 1 + (_SHOWN_ROWS + 1) // 2
         count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
         cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]

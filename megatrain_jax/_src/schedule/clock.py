@@ -72,9 +72,12 @@ class Clock:
         self._dispatch()
         self.device = self.computed[task] = over = self.over(touches, seconds)
         if on_link:
+            # Collectives through the host take both ways and the memory: copies wait until they are
+            # over.
             for lane in (self.inward, self.outward, self.shared):
                 name = self.costs.link.name
                 lane[name] = max(lane.get(name, 0.0), over - seconds) + on_link
+        # Once computed with, a part is there: later computations need not ask again.
         for key in touches:
             self.arrived.pop(key, None)
 
@@ -115,6 +118,8 @@ class Clock:
     def _carry(self, link: Link, lane: dict[str, float], seconds: float, size: int) -> float:
         """Copies a part over one lane of a link; returns when that is done."""
         ready = max(self.driver, self.device)
+        # The copy is done when both its lane and the shared memory have carried it; whichever is
+        # slower holds the lane.
         self.shared[link.name] = max(ready, self.shared.get(link.name, 0.0)) + size * link.shared
         own = max(ready, lane.get(link.name, 0.0)) + seconds
         lane[link.name] = max(own, self.shared[link.name])

@@ -107,6 +107,8 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
             uses[i].append(s)
     members: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(leaves):
+        # A block travels whole, whichever stages read it; outside of blocks, what the same stages
+        # read.
         place = (leaf.block,) if leaf.block else (None, *uses[i])
         members.setdefault((leaf.is_trainable, *place), []).append(i)
 

@@ -54,6 +54,7 @@ class Run:
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
         processes.agree("the beginning of training", lambda: options.rhythm)
+        # A resumed `fit` counts from 0, so steps before the checkpoint are done already.
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):

@@ -123,6 +123,7 @@ def trace_optimizer(
     state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
+    # Optax keeps state in trees like the parameters', so a path's end says whose it is.
     owners = {tuple(path): i for path, i in params}
     return TracedOptimizer(
         update=jx.without_dead_code(traced),

@@ -71,6 +71,8 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
         behind = frozenset().union(*(roots.get(v, ()) for v in event.reads))
         for v in event.makes:
             read = readers.get(v, [])
+            # Fused into its only reader, a result is never written; with two readers a compiler may
+            # compute it twice or keep it, and this counts it as kept.
             free = event.name in FREE or (event.name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
     last: dict[int, int] = {}
@@ -85,6 +87,7 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
                 live += sizes.get(v, 0)
                 end = last.get(v, number)
                 ends[end] = ends.get(end, 0) + sizes.get(v, 0)
+        # A step's results and its operands are there at once: operands end after the step.
         most = max(most, live + event.within)
         live -= ends.pop(number, 0)
     return most

@@ -99,11 +99,14 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
     for carried in _candidates(flow, num_tiles, num_devices):
         lasts = (False, True) if any(len(ways) > 1 for ways in carried.ways.values()) else (False,)
         ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in lasts]
+        # Candidates come with the most bytes reached first. A later one has to be far better to be
+        # taken: memory estimates are rough, and reaching more means fewer whole arrays in between.
         best = min(ways, key=lambda way: way.peak)
         if best.peak < _FAR_LESS * least:
             found, least = best, best.peak
     if found is None:
         return None
+    # Without any loop the number of tiles doesn't count.
     whole = peak_bytes(flow, flow.ops, num_tiles)
     labels, steps = _without_small_loops(flow, found.labels, found.steps, whole // _SMALL)
     if peak_bytes(flow, steps, at_least) >= _WORTH * whole:
@@ -133,6 +136,8 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
     carrier, found = Carrier(flow), []
     for v in _seeds(flow):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
+            # `outer` is the number of devices, so that a tile has rows of each device's part, and
+            # no device waits while another one computes its own.
             label = Label(axis, num_devices, size // (num_tiles * num_devices))
             if size % (num_tiles * num_devices) or any((v, label) in x.labels for x in found):
                 continue
@@ -164,6 +169,7 @@ def _without_small_loops(
     whole = {op for loop in small for op, _ in loop.ops} - kept
     if not whole:
         return labels, steps
+    # Who reads them may have to wait for all of them now, so loops are found anew.
     makes = {v for op in whole for v in op.makes}
     fewer = Labels(
         divisions={n: d for n, d in labels.divisions.items() if flow.ops[n] not in whole},
