@@ -36,6 +36,7 @@ def result_cells(
     for name in ("loss", EVALUATED + "loss"):
         numbers, values = points(records, name)
         if len(values):
+            # What is not a number comes last, as nothing is less than it.
             best = min(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
             first = f"{values[0]:.6g} at step {numbers[0]:.0f}"
             least = f"least {values[best]:.6g} at step {numbers[best]:.0f}"
