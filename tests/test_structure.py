@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: which room imports which, and that all stays small."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,27 @@ def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
             if isinstance(node, ast.Attribute) and node.attr in parts:
                 found.add(path.name)
     assert found == {"inside.py"}
+
+
+def test_no_two_classes_have_one_name():
+    """A word is for one thing."""
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, count in names.items() if count > 1}
+
+
+def test_docstrings_begin_with_the_noun():
+    """What a thing is comes first: `Bytes of a value`, not `How many bytes it has`."""
+    riddles = ("What ", "How ", "Where ", "When ", "Which ", "Who ", "Of ", "By ", "For ")
+    found = [
+        f"{short(path)}:{getattr(node, 'lineno', 1)}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and (ast.get_docstring(node) or "").startswith(riddles)
+    ]
+    assert not found

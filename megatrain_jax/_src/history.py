@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.report.curves import draw_curves, is_number
+from megatrain_jax._src.common.records import is_number
+from megatrain_jax._src.report.curves import draw_curves
 from megatrain_jax._src.report.run_view import record_cells
 from megatrain_jax._src.report.table import (
     aligned,

@@ -20,7 +20,7 @@ from megatrain_jax._src.common.sharing import num_sharing
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """The options of `next_token` that are fixed when it is traced."""
 
     chunk: int
@@ -87,7 +87,7 @@ def next_token(
         count = array_of("count", count, "real numbers", *REAL)
         if count.shape:
             raise ValueError(f"`count` must be a scalar, but has shape {count.shape}")
-    options = Options(
+    options = LossOptions(
         checks.integer("chunk", chunk),
         checks.number("z_loss", z_loss, least=0),
         None if softcap is None else checks.number("softcap", softcap, above=0),
@@ -175,7 +175,7 @@ def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    options: Options,
+    options: LossOptions,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocabulary width"],
     labels: Integer[Array, " tokens"],
@@ -193,7 +193,7 @@ def _sum(
     return of_parts(options.parts, sum_part, hidden, labels, weights).sum()
 
 
-def sum_and_gradients(options: Options, hidden, head, labels, weights):
+def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
     """The forward of `_sum`: its result, and the gradients by `hidden` and `head`.
 
     A chunk's logits are made once, and read while they are there:
@@ -240,7 +240,7 @@ def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "t
     return jax.vmap(function)(*(x.reshape(parts, -1, *x.shape[1:]) for x in arrays))
 
 
-def _backward(_: Options, gradients, cotangent):
+def _backward(_: LossOptions, gradients, cotangent):
     """The backward of `_sum`: scales the gradients that its forward has taken."""
     hidden, head, labels = gradients
     scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
@@ -284,7 +284,7 @@ class LabelLogits(NamedTuple):
 
 
 def label_logits(
-    options: Options,
+    options: LossOptions,
     head: Float[Array, "vocabulary width"],
     hidden: Float[Array, "chunk width"],
     labels: Integer[Array, " chunk"],
@@ -302,7 +302,7 @@ def label_logits(
 
 
 def _chunk(
-    options: Options,
+    options: LossOptions,
     head: Float[Array, "vocabulary width"],
     hidden: Float[Array, "chunk width"],
     labels: Integer[Array, " chunk"],

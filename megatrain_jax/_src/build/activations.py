@@ -81,7 +81,7 @@ def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> fr
 def last_read_by_task(
     instructions: Sequence[Instruction], stages: Sequence[Stage], program: Program
 ) -> dict[int, tuple[int, ...]]:
-    """By task with a stage, ids of the values that nothing reads after its stage."""
+    """Ids of the values that nothing reads after a stage, by the task that the stage is in."""
     computing = [
         (i.task, i.op, stages[i.stage])
         for i in instructions

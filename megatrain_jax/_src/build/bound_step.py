@@ -72,7 +72,7 @@ class BoundStep:
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
-        """By group, the dtype of its gradient; fp32 for zeros, where no backward computes one."""
+        """Dtype of each group's gradient; fp32 for zeros, where no backward computes one."""
         dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
         for bound in self.stages:
             if bound.mode is not None:
@@ -105,7 +105,7 @@ class BoundStep:
 
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
-        """By number of a variable of the model, the id of its new value, if a stage computes it.
+        """Ids of new values that stages compute, by the number of the model's variable.
 
         The others' new values are known after the prologue.
         """

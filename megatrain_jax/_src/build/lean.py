@@ -56,7 +56,7 @@ def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) ->
 def seconds_per_byte(
     stage: Stage, every: Residuals, hardware: Hardware
 ) -> dict[Hashable, tuple[float, bool]]:
-    """For each kind of result that a stage keeps, what a byte saves, and whether that is much.
+    """Seconds that a byte of each kind of result saves, and whether that is much.
 
     Results are of one kind if one primitive makes them of operands of the same shapes and dtypes.
     """

@@ -57,7 +57,6 @@ def check(
     own, coded = coding_of(spec, entries), facts.get("coded", {})
     others = other_forms(entries, own, orbax.metadata(path), coded)
     wanted = [entry for entry in entries if entry.array not in others]
-    # Arrays of another form are held against what the checkpoint says it has in their place.
     wanted += [source for other in others.values() for source in other.sources]
     orbax.check_arrays(path, wanted, "a checkpoint of another model or optimizer")
     return facts, others
@@ -153,7 +152,6 @@ class _Loading:
         """Keeps the slices of arrays that are stacked over layers, in host memory."""
         for entry in (entry for entry in self.same if entry.stacked):
             whole = self._load([entry])[entry.path]
-            # On the other thread, while this one copies slices out of the same array.
             checked = reader.submit(verify, self.path, self.known, entry.path, whole)
             for place, index in zip(entry.places, entry.indices, strict=True):
                 self._keep(place, entry.part, whole[selector(index)])
@@ -169,7 +167,6 @@ class _Loading:
                 jax.block_until_ready(list(self.slices.values()))
 
     def _keep(self, place: StorePlace, part: int, array: np.ndarray) -> None:
-        # Copied: a view of the slice would keep the whole stack in memory.
         self.slices[place, part] = self.store.small(np.ascontiguousarray(array))
 
     def _read(self, slab: _Slab) -> dict[_PartOf, np.ndarray]:
@@ -228,7 +225,6 @@ class _Loading:
         for entry in self.small:
             (place,), value = entry.places, loaded[entry.path]
             verify(self.path, self.known, entry.path, value)
-            # Orbax has no random keys, only their data.
             if entry.key is not None:
                 value = jax.random.wrap_key_data(jnp.asarray(value), impl=entry.key)
             assert isinstance(place.holder, Small)

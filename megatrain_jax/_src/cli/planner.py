@@ -1,4 +1,4 @@
-"""What a plan is asked for on the command line, and plans of decoders by that."""
+"""The settings of plans on the command line, and plans of decoders by these."""
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -164,7 +164,7 @@ class Planner:
 
 
 def rows_of(rows: int, length: int) -> str:
-    """So many rows in words."""
+    """A number of rows in words."""
     return f"{rows:,} row{'s' * (rows > 1)} of {length:,} tokens"
 
 

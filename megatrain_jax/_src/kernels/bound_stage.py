@@ -25,7 +25,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binding:
-    """How the leaves of a stage lie in the slabs of the groups it reads.
+    """The places of a stage's leaves in the slabs of the groups it reads.
 
     A worked example: an embedding of 10 x 4 is tied to the head, whose stage reads it after a norm
     of its own. The norm's scale and bias are leaves 5 and 6 of the model and form group 3; the

@@ -61,7 +61,7 @@ class _NamedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Bytes in the file."""
         return math.prod(self.array.shape) * ITEM_BYTES[self.code]
 
 

@@ -156,7 +156,7 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
 
 
 def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
-    """What is computed in tiles; stages of one template whose tiles are equal are one row."""
+    """Rows of what is computed in tiles, one for stages of one template with equal tiles."""
     alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
     for s, bound in enumerate(step.stages):
         name = names[bound.groups[0]] if bound.groups else "a stage without parameters"

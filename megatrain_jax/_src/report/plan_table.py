@@ -128,7 +128,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _sizes(plan: "Plan") -> Callable[[int], str]:
-    """How the table spells bytes: in the unit of the largest number, where that shows them."""
+    """The table's spelling of bytes: in the unit of the largest number, where that shows them."""
     process, through = plan.host_process_bytes or 0, plan.bytes_through_host
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
@@ -139,7 +139,7 @@ def _dispatched(plan: "Plan") -> str:
 
 
 def _shared_cells(plan: "Plan") -> list[list[str]]:
-    """What passes between several devices, and through the host's memory for all of them."""
+    """Cells of what passes between several devices, and through the host's memory for all."""
     if plan.num_devices == 1:
         return []
     size = _sizes(plan)
@@ -167,7 +167,7 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _recompute_cells(plan: "Plan") -> list[list[str]]:
-    """Which stages spare their backward some of the forward, and which compute it once more."""
+    """Cells of the stages that spare their backward some of the forward, or compute it again."""
     cells = []
     if plan.num_kept:
         every = "no recomputation of products in"
@@ -180,7 +180,7 @@ def _recompute_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _tile_cells(plan: "Plan") -> list[list[str]]:
-    """What is computed in tiles."""
+    """Cells of what is computed in tiles."""
     return [
         [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
         for row in plan.tiles

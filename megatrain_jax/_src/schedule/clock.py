@@ -62,7 +62,7 @@ class Clock:
         self.arrived[key] = self._carry(link, self.inward, size * link.inward, size)
 
     def inward_until(self, key: Key) -> float:
-        """When the lane to the device over which a part would come has nothing left to do."""
+        """The time at which the lane to the device that a part would take has nothing to do."""
         return self.inward.get(self.costs.link_of(key).name, 0.0)
 
     def compute(
@@ -82,7 +82,7 @@ class Clock:
             self.arrived.pop(key, None)
 
     def over(self, touches: Iterable[Key], seconds: float) -> float:
-        """When a computation on parts would be over if it came next."""
+        """The time at which a computation on parts would be over if it came next."""
         ready = (self.arrived.get(key, 0.0) for key in touches)
         return max(self.driver, self.device, *ready) + seconds
 

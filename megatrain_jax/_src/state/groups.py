@@ -40,7 +40,7 @@ class Grouping:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """For each leaf, the number of its group."""
+        """The number of each leaf's group."""
         owner = {leaf: g for g, leaves in enumerate(self.leaves) for leaf in leaves}
         return tuple(owner[leaf] for leaf in range(len(owner)))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedRouting:
-    """How a token's experts are chosen, beside the options of every mixture.
+    """The options by which a token's experts are chosen, beside those of every mixture.
 
     Attributes:
         groups: Number of groups of experts, equally large.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssOptions:
-    """What the experts of a gpt-oss have beside the options of every mixture.
+    """The options of a gpt-oss's experts beside those of every mixture.
 
     Attributes:
         alpha: Factor within the gate's sigmoid.

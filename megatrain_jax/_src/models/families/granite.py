@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteOptions:
-    """What a Granite's layers have beside the options of every decoder.
+    """The options of a Granite's layers beside those of every decoder.
 
     Attributes:
         residual_scale: Factor of what attention and MLP add to what came in.

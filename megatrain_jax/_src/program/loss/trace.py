@@ -1,4 +1,4 @@
-"""From a loss to a program: traced on abstract arrays, its leaves found, cut into stages.
+"""The way from a loss to a program: traced on abstract arrays, its leaves found, cut into stages.
 
 Example: parameters `e (4, 8)` and `w (2, 8, 8)`, which `jax.lax.scan` takes slice by slice, of
 float32. `trace_loss` lists equations on these shapes, `leaves_of` finds `e`, `w[0]` and `w[1]`,

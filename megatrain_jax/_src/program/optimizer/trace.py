@@ -1,4 +1,4 @@
-"""From an Optax transformation to a flat traced update: one array per leaf and piece of state.
+"""The flat traced update of an Optax transformation: one array per leaf and piece of state.
 
 Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
 of a stacked parameter, and of the state that mirrors it, as an array of its own: a token.

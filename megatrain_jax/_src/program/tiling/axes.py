@@ -29,7 +29,7 @@ from megatrain_jax._src.program.tiling.rules import MAPPED, Together, shape_of, 
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """How an array is divided: along an axis of `outer * num_tiles * inner` entries."""
+    """The division of an array: along an axis of `outer * num_tiles * inner` entries."""
 
     axis: int
     outer: int
@@ -43,7 +43,7 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How an operation is divided.
+    """The division of an operation: a label for each operand and result that it takes in tiles.
 
     Attributes:
         operands: Label of each operand; None for those that every tile reads whole.

@@ -26,7 +26,7 @@ from megatrain_jax._src.program.tiling.rules import MAPPED
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Labels:
-    """Which operations of a flow are divided, and how.
+    """The divided operations of a flow, with their divisions.
 
     Attributes:
         divisions: By position among the operations, those that are divided.
@@ -56,7 +56,7 @@ class Carried:
 
 
 class Carrier:
-    """What carries labels through a flow: who reads and makes each value, with which axes."""
+    """The carrier of labels through a flow: knows who reads and makes each value, by which axes."""
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow

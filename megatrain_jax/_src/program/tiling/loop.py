@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from megatrain_jax._src.program.tiling.axes import Division, Label
-from megatrain_jax._src.program.tiling.flow import Flow, Op
+from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
-from megatrain_jax._src.program.tiling.order import Loop
+from megatrain_jax._src.program.tiling.order import TileLoop
 from megatrain_jax._src.program.tiling.rules import MAPPED
 from megatrain_jax._src.program.tiling.tile import (
     add_tile,
@@ -26,7 +26,7 @@ from megatrain_jax._src.program.tiling.tile import (
 
 
 def run_loop(
-    loop: Loop, flow: Flow, labels: Labels, num_tiles: int, values: Mapping[int, Any]
+    loop: TileLoop, flow: Flow, labels: Labels, num_tiles: int, values: Mapping[int, Any]
 ) -> dict[int, Any]:
     """Runs a loop over tiles.
 
@@ -91,5 +91,5 @@ def run_loop(
     }
 
 
-def _start(op: Op, division: Division, values: Mapping[int, Any]) -> Any:
+def _start(op: Operation, division: Division, values: Mapping[int, Any]) -> Any:
     return start_of_sum(op.eqn, division, [values.get(v) for v in op.reads])

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import FREE, FUSED, FUSING
-from megatrain_jax._src.program.tiling.flow import Flow, Op
-from megatrain_jax._src.program.tiling.order import Loop
+from megatrain_jax._src.program.tiling.flow import Flow, Operation
+from megatrain_jax._src.program.tiling.order import TileLoop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,13 @@ class _Event:
     within: int = 0
 
 
-def peak_bytes(flow: Flow, steps: Sequence[Loop | Op], num_tiles: int) -> int:
+def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int) -> int:
     """Estimates the most bytes that a flow's own values take at one time, without its results."""
     outputs = set(flow.outputs)
     sizes = {v: flow.num_bytes(v) for op in flow.ops for v in op.makes if v not in outputs}
     events = []
     for step in steps:
-        if isinstance(step, Op):
+        if isinstance(step, Operation):
             events.append(_Event(step.reads, step.makes, step.name))
             continue
         for v in step.summed:  # in fp32
@@ -52,7 +52,7 @@ def peak_bytes(flow: Flow, steps: Sequence[Loop | Op], num_tiles: int) -> int:
     return _peak(events, sizes)
 
 
-def loop_bytes(flow: Flow, loop: Loop) -> int:
+def loop_bytes(flow: Flow, loop: TileLoop) -> int:
     """Estimates the most bytes within a loop if it had one tile."""
     events = [_Event(op.reads, op.makes, op.name) for op, _ in loop.ops]
     given = {*loop.stored, *loop.summed}

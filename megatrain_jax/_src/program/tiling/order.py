@@ -26,7 +26,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from megatrain_jax._src.program.primitives import CUMULATIVE, PRODUCTS
 from megatrain_jax._src.program.tiling.axes import Division
-from megatrain_jax._src.program.tiling.flow import Flow, Op
+from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
 from megatrain_jax._src.program.tiling.rules import MAPPED
 
@@ -37,7 +37,7 @@ _MUCH_LARGER = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Loop:
+class TileLoop:
     """A loop over tiles.
 
     Attributes:
@@ -46,17 +46,17 @@ class Loop:
         summed: Values to which each tile contributes.
     """
 
-    ops: tuple[tuple[Op, Division], ...]
+    ops: tuple[tuple[Operation, Division], ...]
     stored: tuple[int, ...]
     summed: tuple[int, ...]
 
 
-def ordered(flow: Flow, labels: Labels) -> tuple[Loop | Op, ...]:
+def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
     """A divided flow as loops over tiles and operations on whole values, one after another."""
     reads = _Reads(flow, labels)
     levels = _levels(flow, labels, reads)
     stored = _stored(flow, labels, reads, levels)
-    steps: list[Loop | Op] = []
+    steps: list[TileLoop | Operation] = []
     for level in range(max(levels, default=0) + 1):
         own = [n for n, at in enumerate(levels) if at == level]
         steps += [flow.ops[n] for n in own if n not in labels.divisions]
@@ -67,7 +67,7 @@ def ordered(flow: Flow, labels: Labels) -> tuple[Loop | Op, ...]:
 
 
 class _Reads:
-    """Who makes each value, and who reads it how."""
+    """The maker of each value, and its readers: in tiles as it is made, or whole."""
 
     def __init__(self, flow: Flow, labels: Labels) -> None:
         self.maker = {v: n for n, op in enumerate(flow.ops) for v in op.makes}
@@ -209,7 +209,9 @@ def _is_costly(flow: Flow, labels: Labels, number: int) -> bool:
     return flow.num_bytes(op.makes[0]) < _MUCH_LARGER * read
 
 
-def _loop(flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]) -> Loop:
+def _loop(
+    flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]
+) -> TileLoop:
     """The loop in which these operations have their place: only what is stored or summed up."""
     summed = [v for n in own if labels.divisions[n].kind != MAPPED for v in flow.ops[n].makes]
     kept = [v for n in own for v in flow.ops[n].makes if v in stored]
@@ -226,4 +228,4 @@ def _loop(flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequ
             if v not in stored or reads.maker[v] in mine:
                 todo.append(reads.maker[v])
     ops = tuple((flow.ops[n], labels.divisions[n]) for n in sorted(found))
-    return Loop(ops=ops, stored=tuple(kept), summed=tuple(summed))
+    return TileLoop(ops=ops, stored=tuple(kept), summed=tuple(summed))

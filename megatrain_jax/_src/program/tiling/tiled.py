@@ -6,11 +6,11 @@ from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.tiling.axes import Label
-from megatrain_jax._src.program.tiling.flow import Flow, Op, flow_of
+from megatrain_jax._src.program.tiling.flow import Flow, Operation, flow_of
 from megatrain_jax._src.program.tiling.labels import Carried, Carrier, Labels, chosen
 from megatrain_jax._src.program.tiling.loop import run_loop
 from megatrain_jax._src.program.tiling.memory import loop_bytes, peak_bytes
-from megatrain_jax._src.program.tiling.order import Loop, ordered
+from megatrain_jax._src.program.tiling.order import TileLoop, ordered
 
 _SEEDS = 8  # shapes of values whose axes are tried: those of most bytes
 _TRIED = 3  # ways to divide that are compared by the memory they need
@@ -39,7 +39,7 @@ class Tiled:
     num_rows: int
     flow: Flow
     labels: Labels
-    steps: tuple[Loop | Op, ...]
+    steps: tuple[TileLoop | Operation, ...]
 
     @property
     def rows_per_tile(self) -> int:
@@ -52,7 +52,7 @@ class Tiled:
         values: dict[int, Any] = dict(flow.constants)
         values.update(zip(flow.inputs, args, strict=True))
         for step in self.steps:
-            if isinstance(step, Op):
+            if isinstance(step, Operation):
                 made = jx.bind(step.eqn, [values[v] for v in step.reads])
                 values.update(zip(step.makes, made, strict=True))
             else:
@@ -157,13 +157,13 @@ def _seeds(flow: Flow) -> list[int]:
 
 
 def _without_small_loops(
-    flow: Flow, labels: Labels, steps: tuple[Loop | Op, ...], limit: int
-) -> tuple[Labels, tuple[Loop | Op, ...]]:
+    flow: Flow, labels: Labels, steps: tuple[TileLoop | Operation, ...], limit: int
+) -> tuple[Labels, tuple[TileLoop | Operation, ...]]:
     """The flow with what small loops compute made whole: a loop costs time, and spares nothing.
 
     The sum of a mask, which a mean divides by, is an example.
     """
-    loops = [step for step in steps if isinstance(step, Loop)]
+    loops = [step for step in steps if isinstance(step, TileLoop)]
     small = [loop for loop in loops if loop_bytes(flow, loop) <= limit]
     kept = {op for loop in loops if loop not in small for op, _ in loop.ops}
     whole = {op for loop in small for op, _ in loop.ops} - kept
