@@ -87,6 +87,7 @@ class History(list[dict[str, Any]]):
         """
         names = [metrics] if isinstance(metrics, str) else _names(metrics)
         log, smooth = checks.boolean("log", log), checks.integer("smooth", smooth)
+        # In the order in which they appear; a callback's texts among them are no metrics.
         known = list(dict.fromkeys(n for r in self for n, v in r.items() if is_number(v)))
         for name in names:
             if self and name not in known:

@@ -169,6 +169,7 @@ def _backward(options: LossOptions, saved, cotangent):
     hidden, head, labels = saved
     weights = jnp.where(labels < 0, 0, -cotangent)
     weights = jnp.where((labels >= head.shape[0]) & (weights != 0), jnp.nan, weights)
+    # A cotangent for each token, so the gradients can't be taken in the forward as `_sum` does.
     _, (by_hidden, by_head, _) = sum_and_gradients(options, hidden, head, labels, weights)
     return by_hidden, by_head, None
 

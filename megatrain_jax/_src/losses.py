@@ -243,6 +243,7 @@ def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "t
 def _backward(_: LossOptions, gradients, cotangent):
     """The backward of `_sum`: scales the gradients that its forward has taken."""
     hidden, head, labels = gradients
+    # Gradients are linear in the cotangent, which is one number: the forward could take them for 1.
     scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
     return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
 
@@ -258,6 +259,7 @@ def chunked(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
     """
     size = arrays[0].shape[0]
     count = max(1, -(-size // chunk))
+    # Chunks of equal size: the last one is short of a few tokens, not nearly empty.
     rows = -(-size // count)
     missing = count * rows - size
     if missing:
@@ -296,6 +298,7 @@ def label_logits(
         tanh = jnp.tanh(logits / options.softcap)
         logits, slope = options.softcap * tanh, 1 - tanh * tanh
     log_sum = jax.nn.logsumexp(logits, axis=-1)
+    # A comparison instead of a gather: it is fused with what reads the logits anyway.
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
     of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
     return LabelLogits(logits, slope, is_label, of_label, log_sum)

@@ -73,6 +73,7 @@ class GptOssMixture(MixtureOfExperts):
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
+        # Not the base class's: its router has no bias, and its experts are three matrices.
         self.settings = experts
         self.expert = _clamped(config.options.alpha, config.options.limit)
         self.router = Linear(config.hidden_size, experts.num, make, bias=True)
