@@ -129,6 +129,7 @@ def check_trainer(trainer: Any) -> None:
     # Told by what it can do, since its class is above this file.
     methods = ("dispatch", "read", "evaluate", "flush")
     if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
+        # A `FitResult` has its trainer there.
         found = getattr(trainer, "trainer", None)
         hint = "pass result.trainer" if found is not None else "make one with Trainer(...)"
         raise TypeError(refused("trainer", "a Trainer", trainer, hint))

@@ -31,6 +31,7 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     else:
         make = stages.backward_of_kept if keeps else stages.backward
         kernel = make(bound, program, placement, step.microbatches)
+    # By name, since a stage's kernels with residuals and without may differ in their tiles.
     tiling = bound.tiles.get(kernel.name)
     return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
 

@@ -71,6 +71,7 @@ class _Best:
         if math.isfinite(value) and (self.value is None or self._sign * value < best - self._delta):
             self.value, self.step, self.since = value, record["step"], 0
             return True
+        # What is not finite is no better, and counts.
         self.since += 1
         return False
 

@@ -125,6 +125,7 @@ class Planner:
             "trainable": settings.trainable,
             "device_budget": budget_of(settings.device_budget),
         }
+        # No plan depends on the rate.
         self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)
 
     def plan(
@@ -139,6 +140,7 @@ class Planner:
             least: Whether to plan the least budget where the settings leave it open.
         """
         options = dict(self._options)
+        # Whether a size fits at all is decided by the least budget; a plan of it takes less time.
         if least and options["device_budget"] is None:
             options["device_budget"] = "least"
         return mt.plan(
@@ -198,6 +200,7 @@ def _machine(settings: PlanSettings) -> mt.Hardware:
     machine = mt.this_machine() if settings.gpu is None else mt.card(settings.gpu)
     if machine is None:
         raise ValueError("there is no GPU here to plan for: name one, such as --gpu H100")
+    # Any card may be in any host.
     if settings.host is None:
         return machine
     return replace(machine, host_bytes=bytes_of("host", settings.host))

@@ -184,6 +184,7 @@ def two_ropes(
         "family": fields.family,
         "head_dim": head_dim,
         "max_length": fields.integer("max_position_embeddings", max_length),
+        # Each embedding has its own among its parameters.
         "original_length": None,
     }
     return {"rope": read_rope(full, **shared), "local_rope": read_rope(local, **shared)}

@@ -283,6 +283,7 @@ def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
     for path, module in chosen.items():
         at = tree
         for key in path:
+            # What the parameters lack otherwise is named when a run starts from them.
             at = at.setdefault(str(key), {})
         at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
         # Zeros of any shape in four bytes; read one by one, never held.

@@ -31,6 +31,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         processes_per_host: How many of them share a host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
+    # Of a process; a host's memory is shared by all devices of its processes.
     own = devices // num_processes
     hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
@@ -73,6 +74,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
+        # Of the step's two workloads that which the schedule was made for: it sizes what is kept.
         workload=step.scheduled,
         schedule=schedule,
     )

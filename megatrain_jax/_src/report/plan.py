@@ -161,6 +161,7 @@ class Plan:
         Without a connection of their own, devices write and read there what they send each other.
         """
         apart = self.hardware is None or self.hardware.peer_bytes_per_s is not None
+        # Each byte is written there by its sender and read by its receiver.
         exchanged = 0 if apart else 2 * self.collective_bytes
         return self.devices_per_host * (self.bytes_in + self.bytes_out + exchanged)
 

@@ -84,6 +84,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     within = "the least" if budget is None else f"of a budget of {size(budget)}"
     taken = plan.host_process_bytes
     fits = _host_verdict(plan)
+    # The verdict stands once: beside what the process takes, where that is known.
     at_peak = "" if taken else fits
     if plan.devices_per_host < plan.num_devices:
         of_host = size(plan.host_peak_bytes * plan.devices_per_host // plan.num_devices)
@@ -93,6 +94,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     process = [["host memory, the process", size(taken), said]] if taken else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
+        # What all would take, by the bytes that a trained parameter has with its optimizer state.
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
         saved = f"{size(plan.frozen_bytes)}; at rest all trained takes {size(whole)}"
         frozen = [["parameters not trained", short(plan.num_frozen), saved]]

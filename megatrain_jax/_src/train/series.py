@@ -155,6 +155,7 @@ class Checkpoints:
             try:
                 self._saving.wait()
             except CheckpointError:
+                # Not saved after all, so that the run's end tries once more.
                 self._saving = self.saved = None
                 raise
             self._saving = None
