@@ -52,7 +52,7 @@ def left_out(
     # Tools are shown in forms of their own: without them the text has to differ.
     found = {"tools"} if tools and render(messages, None) == text else set()
     parts = [p for p in _parts(messages) if p.seen is None or p.seen not in text]
-    # Nearly always: every text of a message is found as it is, and nothing is rendered again.
+    # As a rule: every text of a message is found as it is, and nothing is rendered again.
     if not parts:
         return found
     marks = [_mark(number) for number in range(len(parts))]
