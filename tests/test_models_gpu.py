@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.wide_attention import in_pieces, is_wide
 from megatrain_jax.models import attention
 from test_models_attention import defined
 
@@ -105,7 +107,10 @@ def test_more_elements_than_32_bits_count(case):
         out = jnp.einsum("bkgmn,bnkh->bmkgh", jax.nn.softmax(scores), v).reshape(q.shape)
         return jnp.sum(out * weights), out
 
-    (gradients, out) = jax.jit(jax.grad(ours, (0, 1, 2), has_aux=True))(q, k, v)
+    traced = jx.trace(jax.grad(ours, (0, 1, 2), has_aux=True), q, k, v)
+    assert is_wide(traced.jaxpr)
+    narrow = jax.jit(lambda *args: in_pieces(traced.jaxpr, (), [*traced.consts, *args], 1))
+    gradients, out = jax.tree.unflatten(traced.out_tree, narrow(q, k, v))
     found = jax.device_get((gradients[0][:, rows], *gradients[1:], out))
     assert not jnp.any(gradients[0][:, few:-few])
     del gradients, out
