@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 MIN_STEPS = 8
@@ -61,10 +62,11 @@ class Times:
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures of a step's time for a result file."""
+        spread = statistics.stdev(self.intervals) if len(self.intervals) > 1 else None
         return {
             "num_measured_steps": len(self.intervals),
             "mean_seconds_per_step": self.mean,
-            "stdev_seconds_per_step": statistics.stdev(self.intervals),
+            "stdev_seconds_per_step": spread,
             "seconds_of_steps": self.intervals,
             "seconds_of_drained_runs": {str(steps): s for steps, s in self.runs.items()},
         }
@@ -111,6 +113,36 @@ def time_steps(
         intervals=[end - start for start, end in pairs],
         runs={len(run.ends): run.seconds for run in (short, long)},
         losses=[loss for run in (*shorts, long) for loss in run.losses],
+    )
+
+
+def time_long_steps(work: Work, num_steps: int, *, clock: Clock = time.perf_counter) -> Times:
+    """Times steps of minutes, each from the end of one to the end of the next.
+
+    The first step begins at rest and has no update to apply; each one after it applies that of the
+    step before, as all but the last of a long run do, and is timed. For example, with steps of 35 s
+    whose updates take 1 s more, and 3 s to bring the state, steps end after 38, 74 and 110 s: two
+    intervals of 36 s. There are too few steps to warm up with: the first interval holds whatever
+    is compiled late.
+
+    Args:
+        work: The steps to time.
+        num_steps: Number of steps that the mean is of; one more is run.
+        clock: Tells seconds.
+
+    Raises:
+        ValueError: If there is no step to time.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, not {num_steps}")
+    run = _drained_run(work, num_steps + 1, clock, time.thread_time)
+    intervals = [end - before for before, end in pairwise(run.ends)]
+    return Times(
+        mean=statistics.mean(intervals),
+        driver_cpu=run.cpu_seconds / (num_steps + 1),
+        intervals=intervals,
+        runs={num_steps + 1: run.seconds},
+        losses=run.losses,
     )
 
 
