@@ -44,7 +44,6 @@ def start(
     except PeerEndedError:
         raise
     except BaseException as error:
-        # The others may have ended for their own reasons: the error here is the one to raise.
         with suppress(PeerEndedError):
             placement.processes.leave(f"{type(error).__name__}: {error}")
         raise
@@ -57,15 +56,12 @@ def _started(
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
     with group_bar("compiling", spec, placement, progress):
         free = pool.free_device_bytes(placement) if has_gpu else None
-        # All processes have to choose one budget, so the least that any of them has counts.
         if free is not None:
             free = min(processes.gather("asking for free device memory", free))
         if has_gpu:
             spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
         plan = make_plan(spec, *processes.spread)
         check_device(plan, free)
-    # Before any state: then the pool is taken in few pieces, and a host that is too small is found
-    # out at once.
     _reserve(spec, plan.host_peak_bytes // processes.count, placement, progress)
     with group_bar("initialising", spec, placement, progress) as bar:
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))

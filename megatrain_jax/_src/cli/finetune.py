@@ -68,13 +68,11 @@ def run(settings: FinetuneSettings) -> int:
         print(_plan(settings, pretrained, options), flush=True)
         clock.lap("plan")
         batches = read(settings)
-        # Only now: what was asked wrongly leaves no folder behind.
         folder.begin(settings)
     clock.lap("data")
     result = _train(settings, folder, pretrained, options, batches)
     clock.lap("training")
     steps = result.trainer.num_steps
-    # The report is not written, so the same command goes on.
     if result.interrupted:
         if settings.export == "always":
             _export(settings, result, batches, folder.path / f"model-step-{steps}")
@@ -272,7 +270,6 @@ def _figures(result: mt.FitResult, settings: FinetuneSettings) -> dict[str, Any]
     # The first steps compile; the last ones wait for what is in flight.
     measured = result.history[3:-2]
     seconds = [record["seconds"] for record in measured]
-    # A metric is the mean over microbatches, of which the sum is wanted.
     tokens = [record["tokens"] * settings.microbatches for record in measured]
     mean = statistics.mean(seconds) if seconds else None
     in_rows, peak = settings.batch * settings.length, peak_device_bytes()
@@ -290,7 +287,6 @@ def _figures(result: mt.FitResult, settings: FinetuneSettings) -> dict[str, Any]
         "last_loss": result.history[-1]["loss"],
         "eval_loss": result.history[-1].get("eval_loss"),
         "peak_device_gib": peak and peak / _GIB,
-        # Linux has it in KiB.
         "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 

@@ -126,7 +126,6 @@ class FinetuneSettings:
             if not 0 <= (value := getattr(self, name)) <= 1 or math.isnan(value):
                 raise ValueError(checks.refused(name, "a share from 0 to 1", value))
         checks.number("weight_decay", self.weight_decay, least=0)
-        # Without weights all files are one dataset, whatever their number.
         if self.weights is not None and not (len(self.files) == len(self.weights) > 1):
             raise ValueError(
                 f"`weights` must be one for each of two or more files of `data`, but are "

@@ -34,7 +34,6 @@ class Lines:
 
     def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
         """Prints the line of a record, if it is due or has an evaluation in it."""
-        # The first record of this process: it has resumed if that is not of step 1.
         if not self._recent and record["step"] > 1:
             _print(f"went on after step {record['step'] - 1}")
         self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))

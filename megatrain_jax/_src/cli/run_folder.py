@@ -49,7 +49,6 @@ class RunFolder:
                 )
             return
         before = self._read(_SETTINGS)
-        # Through JSON, as the ones before have been: tuples are lists there.
         now = _as_json(settings)
         changed = [
             f"{name} was {before.get(name)!r} and is {value!r}"
@@ -86,8 +85,6 @@ class RunFolder:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        # Renamed when it is whole: a report that is half written would say that the run has
-        # finished.
         unfinished = self.path / f"{name}.unfinished"
         unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path / name)

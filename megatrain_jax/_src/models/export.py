@@ -61,7 +61,7 @@ class _NamedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Its size in the file."""
         return math.prod(self.array.shape) * ITEM_BYTES[self.code]
 
 
@@ -274,7 +274,6 @@ def _write_all(folder: Path, tensors: Sequence[_NamedTensor], max_shard_bytes: i
     shards: list[list[_NamedTensor]] = [[]]
     room = max_shard_bytes
     for tensor in tensors:
-        # A tensor larger than a file's limit has a file of its own.
         if tensor.num_bytes > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
@@ -310,7 +309,6 @@ def _write_file(path: Path, tensors: Sequence[_NamedTensor]) -> None:
         shape = list(tensor.array.shape)
         header[tensor.name] = {"dtype": tensor.code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Numbers begin at a multiple of 8 bytes, as readers that map files want it.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -327,7 +325,6 @@ def _write_file(path: Path, tensors: Sequence[_NamedTensor]) -> None:
 def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:
     assert config.original is not None
     values = json.loads(config.original)
-    # Older files call it `torch_dtype`; where both are there, both are kept true.
     names = [name for name in ("torch_dtype", "dtype") if name in values]
     values |= dict.fromkeys(names or ["dtype"], dtype)
     values.pop("auto_map", None)  # names code, which isn't copied

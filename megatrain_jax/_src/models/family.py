@@ -74,7 +74,6 @@ def text_part(
         if not values:
             raise ValueError(f"the configuration of this {model_type} has no `text_config`")
         values = {"model_type": texts[0].model_type} | values
-        # The whole model's say, which may differ from what `text_config` has by default.
         values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
         known = {family.model_type: family for family in texts}
         name = values["model_type"]

@@ -79,15 +79,12 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
         parts = tuple(tensors[name] for name in parameter.names)
         array = LazyArray(parts, stacked=parameter.stacked)
         if not parameter.trained:
-            # Not trained, so no parameter to start from: the function that builds the model sets
-            # them.
             buffers[parameter.path] = array
             continue
         at = params
         for key in parameter.path[:-1]:
             at = at.setdefault(key, {})
         at[parameter.path[-1]] = array
-    # Some files keep norms or routers in fp32 beside bfloat16 matrices.
     saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
     dtype = DTYPES[saved.most_common(1)[0][0]].name
     config = replace(config, source=str(folder.resolve()), saved_dtype=dtype)
