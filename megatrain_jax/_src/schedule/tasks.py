@@ -180,6 +180,7 @@ def last_reads(
         reads: The values that each computation reads, in their order.
         makes: The values that each makes.
     """
+    # From the end: a value is needed by those before its last read, until one that makes it.
     needed: set[int] = set()
     found = []
     for read, made in zip(reversed(reads), reversed(makes), strict=True):
