@@ -104,7 +104,8 @@ def test_steps_of_minutes_are_timed_with_the_update_of_the_step_before(seed):
     rng = random.Random(seed)
     machine, num_steps = Machine(rng, ahead=True), rng.randint(1, 3)
     times = time_long_steps(machine.work(), num_steps, clock=machine.clock)
-    assert times.intervals == pytest.approx([machine.step + machine.update] * num_steps)
+    cost = machine.dispatch + machine.step + machine.update
+    assert times.intervals == pytest.approx([cost] * num_steps)
     assert len(times.losses) == num_steps + 1
     spread = times.figures()["stdev_seconds_per_step"]
     assert spread is None if num_steps == 1 else spread == pytest.approx(0, abs=1e-9)

@@ -119,14 +119,14 @@ def time_steps(
 def time_long_steps(work: Work, num_steps: int, *, clock: Clock = time.perf_counter) -> Times:
     """Times steps of minutes, each from the end of one to the end of the next.
 
-    The first step begins at rest and has no update to apply; each one after it applies that of the
-    step before, as all but the last of a long run do, and is timed. For example, with steps of 35 s
+    None is begun before the one before it is over, which costs a step what little of it could have
+    been overlapped. The first step begins at rest and has no update to apply; each one after it
+    applies that of the step before, as in a long run, and is timed. For example, with steps of 35 s
     whose updates take 1 s more, and 3 s to bring the state, steps end after 38, 74 and 110 s: two
-    intervals of 36 s. There are too few steps to warm up with: the first interval holds whatever
-    is compiled late.
+    intervals of 36 s. Nothing warms up: what is compiled late is in the first interval.
 
     Args:
-        work: The steps to time.
+        work: The steps to time; `finish` waits for all of a step.
         num_steps: Number of steps that the mean is of; one more is run.
         clock: Tells seconds.
 
@@ -135,14 +135,19 @@ def time_long_steps(work: Work, num_steps: int, *, clock: Clock = time.perf_coun
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, not {num_steps}")
-    run = _drained_run(work, num_steps + 1, clock, time.thread_time)
-    intervals = [end - before for before, end in pairwise(run.ends)]
+    losses, ends = [], []
+    cpu_start, start = time.thread_time(), clock()
+    for _ in range(num_steps + 1):
+        losses.append(work.finish(work.begin()))
+        ends.append(clock())
+    work.drain()
+    intervals = [end - before for before, end in pairwise(ends)]
     return Times(
         mean=statistics.mean(intervals),
-        driver_cpu=run.cpu_seconds / (num_steps + 1),
+        driver_cpu=(time.thread_time() - cpu_start) / (num_steps + 1),
         intervals=intervals,
-        runs={num_steps + 1: run.seconds},
-        losses=run.losses,
+        runs={num_steps + 1: clock() - start},
+        losses=losses,
     )
 
 

@@ -1,13 +1,13 @@
 """Attention of more elements than cuDNN counts, in pieces of its heads.
 
 cuDNN's kernels number the elements of an array in 32 bits. Past 2^31 of them, as in 602,112 queries
-of 28 heads of width 128, the gradient of the last queries is written to other rows, and no error
-says so. Heads don't know of each other: queries, keys and values of some of them at a time give the
-same results, in arrays that are small enough.
+of 28 heads of width 128 or in 64 rows of 16,384, the gradient of the last queries is written to
+other places (seen with cuDNN 9 on an H200), and no error says so. Heads don't know of each other:
+queries, keys and values of some of them at a time give the same results, in smaller arrays.
 
 A worked example, the forward of 1,048,576 queries of 28 heads and as many keys of 4::
 
-    out, statistics = fwd(q, k, v)                        # 3.76e9 elements of q
+    out, statistics = fwd(q, k, v)                         # 3.76e9 elements of q
 
     o0, s0 = fwd(q[:, :, :14], k[:, :, :2], v[:, :, :2])   # 1.88e9
     o1, s1 = fwd(q[:, :, 14:], k[:, :, 2:], v[:, :, 2:])
@@ -102,25 +102,34 @@ def _num_elements(eqn: Any, num_devices: int) -> int:
 
 
 def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Array]:
-    """The results of attention, computed for some heads of keys, and their queries, at a time."""
+    """The results of attention, computed for some heads of keys, and their queries, at a time.
+
+    If one of them is too many, some rows are computed at a time.
+    """
     query = eqn.invars[0].aval
+    rows = query.shape[0]
     num_queries, num_keys = (v.aval.shape[heads_axis(eqn)] for v in eqn.invars[:2])
-    fitting = num_keys * _MOST_ELEMENTS // _num_elements(eqn, num_devices)
-    _check(eqn, fitting)
+    size = _num_elements(eqn, num_devices)
+    by_heads = size <= num_keys * _MOST_ELEMENTS
+    count = num_keys if by_heads else rows
+    fitting = count * _MOST_ELEMENTS // size
+    _check(eqn, fitting if by_heads or num_devices == 1 else 0)
 
     def axis_of(x: Any) -> int:
-        """The axis of heads: statistics, (rows, heads, length), have an axis less."""
+        """The axis that is divided: statistics, (rows, heads, length), have an axis less."""
+        if not by_heads:
+            return 0
         return heads_axis(eqn) if x.ndim == query.ndim else -2
 
-    def heads(x: Any, first: int, last: int) -> Any:
-        if not x.size or x.ndim < query.ndim - 1:  # absent, or lengths of rows
+    def part(x: Any, first: int, last: int) -> Any:
+        if not x.size or (by_heads and x.ndim < query.ndim - 1):  # absent, or lengths of rows
             return x
-        each = num_queries // num_keys if x.shape[axis_of(x)] == num_queries else 1
+        each = num_queries // num_keys if by_heads and x.shape[axis_of(x)] == num_queries else 1
         return jax.lax.slice_in_dim(x, first * each, last * each, axis=axis_of(x))
 
     parts = []
-    for first in range(0, num_keys, fitting):
-        piece = functools.partial(heads, first=first, last=min(first + fitting, num_keys))
+    for first in range(0, count, fitting):
+        piece = functools.partial(part, first=first, last=min(first + fitting, count))
         parts.append(jx.bind(_of_shapes(eqn, piece), list(map(piece, operands))))
     return [jnp.concatenate(row, axis=axis_of(row[0])) for row in zip(*parts, strict=True)]
 
@@ -137,9 +146,9 @@ def _of_shapes(eqn: Any, piece: Callable[[Any], Any]) -> Any:
 def _check(eqn: Any, fitting: int) -> None:
     problem = None
     if not fitting:
-        problem = "one head of keys with its queries is more than that"
+        problem = "a row of one head of keys with its queries has, too"
     elif eqn.params.get("dropout_rate"):
-        problem = "with dropout it can't be computed for some heads at a time: leave that out"
+        problem = "with dropout it can't be computed for some heads at a time: use none"
     elif any(eqn.params.get("variadic_args", ())):
         problem = (
             "with a bias or a mask it can't be computed for some heads at a time: leave it out"
