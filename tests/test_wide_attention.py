@@ -83,9 +83,7 @@ class Model(nnx.Module):
             q, k, v = jnp.split(heads, [heads.shape[2] - 2 * kv, heads.shape[2] - kv], axis=2)
 
             def attend(q, k, v):
-                return jax.nn.dot_product_attention(
-                    q, k, v, is_causal=True, implementation="cudnn"
-                )
+                return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
             attend = jax.checkpoint(attend) if remat else attend
             x = x + out(attend(q, k, v).reshape(*x.shape[:2], -1))
@@ -175,6 +173,4 @@ def test_what_cannot_be_divided_is_refused(cudnn, monkeypatch, options, message)
 
     jaxpr = jx.opened(jax.make_jaxpr(attend)(q, k, k, bias))
     with pytest.raises(ValueError, match=f"16, 4, 8.*more elements than cuDNN counts.*{message}"):
-        jax.make_jaxpr(lambda *args: in_pieces(jaxpr, (), args, 1))(
-            *(v.aval for v in jaxpr.invars)
-        )
+        jax.make_jaxpr(lambda *args: in_pieces(jaxpr, (), args, 1))(*(v.aval for v in jaxpr.invars))
