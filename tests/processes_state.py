@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
 import small
@@ -132,7 +133,9 @@ def states(folder: str) -> dict[str, Any]:
             if name == "full":
                 run.restore(path)
                 found["refused"] = refused(run, Path(folder) / "damaged", path)
+                found["full disk"] = full_disk(run, Path(folder) / "never")
                 found["logged"] = logged(run, Path(folder))
+    found["own"] = own_runs(Path(folder))
     return found
 
 
@@ -149,6 +152,38 @@ def refused(run: mt.Trainer, damaged: Path, whole: Path) -> str:
         run.restore(whole)
         return str(error)
     return "nothing"
+
+
+def full_disk(run: mt.Trainer, path: Path) -> list[str]:
+    """The error of a save that fails in the second process, and what is left of it."""
+    finish = Writer.finish
+
+    def failing(writer: Writer) -> None:
+        if jax.process_index() == 1:
+            raise OSError(28, "No space left on device")
+        finish(writer)
+
+    with mock.patch.object(Writer, "finish", failing):
+        try:
+            run.save(path)
+        except mt.CheckpointError as error:
+            run.processes.gather("what is left")
+            return [str(error), *(p.name for p in path.parent.iterdir() if "never" in p.name)]
+    return []
+
+
+def own_runs(folder: Path) -> bool:
+    """Runs of each process's own devices, as of a sweep: one asks the other for nothing."""
+    if jax.process_index() == 0:
+        return True
+    mesh = Mesh(jax.local_devices(), "data")
+    run = small.trainer(mesh=mesh)
+    run.read(run.step(small.batch(0)))
+    run.save(folder / "own")
+    again = small.trainer(mesh=mesh, params=folder / "own")
+    same = digest(again)[:2] == digest(run)[:2]
+    again.restore(folder / "own")
+    return same and digest(again) == digest(run)
 
 
 def logged(run: mt.Trainer, folder: Path) -> dict[str, Any]:

@@ -214,6 +214,10 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(tmp
     for result, begin in zip(results, ("process 1: ", ""), strict=True):
         told = f"({begin}CheckpointError: {tmp_path}/damaged is damaged: params/layer/w is not"
         assert told in result["refused"], result["refused"]
+    for result, told in zip(results, ("process 1: OSError", "OSError"), strict=True):
+        (said,) = result["full disk"]
+        assert f"could not be written: CheckpointError: {told}" in said or f": {told}" in said
+        assert result["own"]
     logged = [result["logged"] for result in results]
     assert logged[0] == logged[1] and len(logged[0]["records"]) == 6
     rows = (tmp_path / "0" / "log.csv").read_text().splitlines()

@@ -50,7 +50,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
 
 
 def as_facts(grid: Grid, found: Mapping[int, str]) -> dict[str, Any]:
-    """What the manifest has of an array, from the checksum of each of its chunks, by number."""
+    """The manifest's facts of an array, from the checksum of each of its chunks, by number."""
     return {"chunk": list(grid.chunk), "checksums": [found[n] for n in range(grid.num_cells)]}
 
 

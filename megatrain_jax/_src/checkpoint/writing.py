@@ -1,4 +1,4 @@
-"""What one process writes of a checkpoint's arrays: the chunks that its devices have.
+"""One process's part of a checkpoint: the chunks of its arrays that the process's devices have.
 
 A chunk of which several processes have a part, as of a small leaf, is written by the first one, for
 whom the others leave their pieces in a file.

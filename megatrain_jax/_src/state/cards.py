@@ -48,9 +48,9 @@ H100 = replace(
     sustained_attention=530 / 778,
     source="measured, but for a link as an H200's",
 )
-# Eight of them in a server: NVIDIA DGX H100 and DGX H200 data sheets: two sockets, 2 TiB. Each socket
-# has memory of its own, counted as what was measured of one; each card's share of the state has to
-# lie next to it for that, as with a process a socket.
+# Eight of them in a server: NVIDIA DGX H100 and DGX H200 data sheets: two sockets, 2 TiB. Each
+# socket has memory of its own, counted as what was measured of one; each card's share of the state
+# has to lie next to it for that, as with a process a socket.
 HGX_H200 = replace(
     H200,
     name="NVIDIA H200 of eight, two sockets",

@@ -59,7 +59,7 @@ def read_part(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> np.ndar
 
 
 def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]:
-    """What this process has of part `p` of leaf `i`: a run, as a view, for each of its shards."""
+    """The runs of part `p` of leaf `i` that this process has, one for each shard, as views."""
     size = math.prod(part_shape(layout, i, p))
     share = -(-layout.shares[i] // layout.parts(i)[p].per)
     pieces = _pieces(layout, arrays, i, p).items()
@@ -68,7 +68,7 @@ def runs_of(layout: Layout, arrays: Sequence[Held], i: int, p: int) -> list[Run]
 
 
 def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """What runs have of the elements from `start` to `stop`, as views."""
+    """The elements from `start` to `stop` that runs have, as views."""
     found = [(max(at, start), run[max(start - at, 0) : max(stop - at, 0)]) for at, run in runs]
     return [run for run in found if run[1].size]
 
