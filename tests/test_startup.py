@@ -4,6 +4,7 @@ The system is made up: it takes memory when a test lets it, as a GPU's driver do
 """
 
 import dataclasses
+import re
 import threading
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ from jax.sharding import Mesh
 
 from inside import on_one_device
 from megatrain_jax._src import start as starts
+from megatrain_jax._src.build.host import peak_bytes
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.state import pool, taking
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
-from runs import check_same_bits, make_trainer
+from runs import check_same_bits, make_spec, make_trainer
 from zoo import CASES
 
 GIB = 2**30
@@ -173,9 +176,9 @@ def test_an_interrupted_start_waits_for_nothing(system, within):
 
 
 @pytest.mark.usefixtures("started_once_in_test")
-def test_a_start_pins_while_it_compiles_and_then_fills(system, monkeypatch):
+def test_a_start_pins_while_it_compiles_and_then_fills(system, monkeypatch, capsys):
     """The order of a start on a GPU; what it gives is what a start on a CPU gives."""
-    case, events = CASES["nnx_tied"], []
+    case, events, results = CASES["nnx_tied"], [], {}
     expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
     machine = dataclasses.replace(H200, host_bytes=None)
     monkeypatch.setattr("megatrain_jax._src.trainer.this_machine", lambda: machine)
@@ -186,7 +189,8 @@ def test_a_start_pins_while_it_compiles_and_then_fills(system, monkeypatch):
 
         def call(*args, **options):
             events.append(name)
-            return real(*args, **options)
+            results[name] = real(*args, **options)
+            return results[name]
 
         monkeypatch.setattr(module, name, call)
 
@@ -197,8 +201,19 @@ def test_a_start_pins_while_it_compiles_and_then_fills(system, monkeypatch):
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
     monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
+    monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    said = capsys.readouterr().err
+    assert "pinning host memory" in said, "a bar"
+    pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
+    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
     assert events == ["foreseen", "begin", "fit_to_device", "reserve", "fill_store"]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
     check_same_bits(trainer.params, expected)
+    foreseen, fitted = results["foreseen"], results["fit_to_device"]
+    assert peak_bytes(foreseen.first) >= peak_bytes(fitted.first) > 0
+    # Where functions would have to be in tiles, looking for these would take as long as pinning.
+    room = foreseen.first.schedule.smallest_bytes + 2 * trainer.plan.device_other_bytes
+    spec = make_spec(case, OPTIMIZERS["clip_adamw"])
+    assert starts.foreseen(spec, KernelCache(), room, made) is None
