@@ -6,17 +6,24 @@ The system is made up: it takes memory when a test lets it, as a GPU's driver do
 import dataclasses
 import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from safetensors.numpy import save_file
 
 from inside import on_one_device
 from megatrain_jax._src import start as starts
+from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.host import peak_bytes
+from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.models.tensors import LazyArray, open_folder
+from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.state import pool, taking
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.placement import placed_on
@@ -98,8 +105,8 @@ def test_memory_is_taken_meanwhile_and_held_until_it_is_reserved(system, num_dev
 
 def test_more_than_was_foreseen_is_taken_while_that_is_held(system):
     placement = on_gpus()
-    begun = pool.begin(placement, 60 * GIB)
-    held = []
+    begun, held = pool.begin(placement, 60 * GIB), []
+    assert begun is not None
     put = system.device_put
 
     def watched(zeros, sharding):
@@ -154,6 +161,7 @@ def test_an_interrupted_start_waits_for_nothing(system, within):
     placement = on_gpus()
     system.go.clear()
     begun = pool.begin(placement, 80 * GIB, GIB)
+    assert begun is not None
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -173,6 +181,45 @@ def test_an_interrupted_start_waits_for_nothing(system, within):
     # Whoever comes next knows that the pool is no fresh one.
     assert pool.begin(placement, 80 * GIB, GIB) is None
     assert pool._pools[placement.local_devices[0]].likely_bytes == SPARE
+
+
+def test_files_are_read_ahead_in_their_order_as_far_as_there_is_room(tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in ("b", "a", "lost", "c")]
+    for path in (*paths[:2], paths[3]):
+        path.write_bytes(bytes(1000))
+    opened, plain = [], Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **k: opened.append(self.name) or plain(self, *a, **k)
+    )
+    for files, limit, read in (
+        (paths[:2], 5000, 2000),
+        (paths[:2], 1500, 1500),
+        (paths, 5000, 2000),
+    ):
+        with ReadAhead(files, limit) as ahead:
+            ahead.wait()
+        assert ahead.read_bytes == read
+    assert opened == ["b", "a", "b", "a", "b", "a", "lost"], "who needs it says that it is lost"
+    for limit in (0, -1):
+        with ReadAhead(paths[:2], limit) as ahead:
+            ahead.wait()
+        assert not ahead.read_bytes
+    ended = ReadAhead(paths[:2], 5000)
+    ended.__exit__()
+    ended.__enter__()
+    ended.wait()
+    assert not ended.read_bytes, "nothing is read once nobody waits"
+
+
+def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
+    save_file({"w": np.ones((4, 4), np.float32)}, tmp_path / "model.safetensors")
+    array = LazyArray((open_folder(tmp_path)["w"],), stacked=False)
+    model, batch = {"w": jnp.zeros((4, 4))}, np.ones((2, 4), np.float32)
+    adapted, initial = adapt(model, lambda model, x: jnp.mean(x @ model["w"]), batch, 0)
+    found = starting_from({"w": array}, initial, adapted, [None])
+    assert found.files == (tmp_path / "model.safetensors",)
+    np.testing.assert_array_equal(found.leaves([0])[0], np.ones((4, 4)))
+    assert starting_from({"w": np.ones((4, 4))}, initial, adapted, [None]).files == ()
 
 
 @pytest.mark.usefixtures("started_once_in_test")
@@ -196,7 +243,7 @@ def test_a_start_pins_while_it_compiles_and_then_fills(system, monkeypatch, caps
 
     for name in ("begin", "reserve"):
         noted(pool, name)
-    for name in ("foreseen", "fit_to_device", "fill_store"):
+    for name in ("ReadAhead", "foreseen", "fit_to_device", "fill_store"):
         noted(starts, name)
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
@@ -207,7 +254,8 @@ def test_a_start_pins_while_it_compiles_and_then_fills(system, monkeypatch, caps
     assert "pinning host memory" in said, "a bar"
     pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
     assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
-    assert events == ["foreseen", "begin", "fit_to_device", "reserve", "fill_store"]
+    order = ["ReadAhead", "foreseen", "begin", "fit_to_device", "reserve", "fill_store"]
+    assert events == order
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
     check_same_bits(trainer.params, expected)

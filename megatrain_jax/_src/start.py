@@ -1,13 +1,13 @@
-"""A run's start: its functions compiled while its host memory is pinned, its store filled.
+"""A run's start: functions compiled while host memory is pinned and files are read, then the store.
 
 What happens when, of a run on a GPU:
 
-    main thread            one thread for each device
-    traces functions
-    foresees the bytes     begins to pin them
-    compiles functions     pins
-    waits                  pins, shown in a bar
-    fills the store        -
+    main thread            one thread for each device    one thread
+    traces functions       -                             reads files of parameters
+    foresees the bytes     -                             reads
+    compiles functions     pins that many                reads
+    waits                  pins, shown in a bar          reads
+    fills the store        -                             -
 
 Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
 would grow for it.
@@ -31,8 +31,10 @@ from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
+from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.placement import Placement, on_several
 from megatrain_jax._src.state.processes import PeerEndedError
 
@@ -126,7 +128,13 @@ def _started(
     """See `start`."""
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
     # The bar of what is pinned counts from here, since that begins while functions are compiled.
-    with _pinning_bar(placement, progress, phases) as show, contextlib.ExitStack() as taking:
+    # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
+    left = available_bytes() - peak_bytes(spec.first) // processes.count
+    with (
+        _pinning_bar(placement, progress, phases) as show,
+        ReadAhead(initial.files if has_gpu else (), left),
+        contextlib.ExitStack() as taking,
+    ):
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             free = pool.free_device_bytes(placement) if has_gpu else None
             if free is not None:
