@@ -23,8 +23,8 @@ from megatrain_jax._src.state.taking import Taking, wait_for
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _GIB = 2**30
-# Left free while functions are compiled, for what that may send to a device.
-_SPARE_BYTES = 2**28
+# Left free while functions are compiled, for what that may send to a device: constants, at most.
+_SPARE_BYTES = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
