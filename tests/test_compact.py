@@ -248,7 +248,7 @@ def test_experts_that_no_token_chose_are_updated_as_all_others():
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), streamed.params)
     state = streamed.opt_state
     run = train(streamed, batches[1:], gradients=False)
-    room = 10 * all_resident_bytes(streamed._spec.first.workload)
+    room = 10 * all_resident_bytes(spec_of(streamed).first.workload)
     resident = train(make_trainer(case, "clip_adamw", "int8", room), batches, gradients=False)
     check_same_bits(run.params, resident.params)
     check_same_bits(run.opt_state, resident.opt_state)
