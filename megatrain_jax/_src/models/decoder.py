@@ -93,6 +93,31 @@ class Decoder(nnx.Module):
                 other. None where each row is one document.
         """
         hidden, _ = self.hidden(tokens, positions, segments)
+        return self._logits(hidden)
+
+    def logits_at(
+        self, tokens: Integers, places: Integer[Array | np.ndarray, " rows"]
+    ) -> Float[Array, "rows vocab_size"]:
+        """Returns the logits at one place of each row, which spares those at all others.
+
+        Args:
+            tokens: The tokens' ids; each row is one document.
+            places: The place in each row, from 0.
+
+        Raises:
+            TypeError: If an argument is no array of integers.
+            ValueError: If shapes don't fit together.
+        """
+        check_array("places", places, "(rows,)", num_axes=1, of_integers=True)
+        if places.shape != tokens.shape[:1]:
+            raise ValueError(f"`places` has shape {places.shape}, not {tokens.shape[:1]} of rows")
+        hidden, _ = self.hidden(tokens)
+        at = jnp.asarray(places)[:, None, None]
+        return self._logits(jnp.take_along_axis(hidden, at, axis=1))[:, 0]
+
+    def _logits(
+        self, hidden: Float[Array, "rows length width"]
+    ) -> Float[Array, "rows length vocab_size"]:
         logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
