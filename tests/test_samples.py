@@ -56,7 +56,7 @@ def toy_trainer(**options: Any) -> mt.Trainer:
 
 
 def plain(
-    logits: Callable[[np.ndarray], np.ndarray],
+    logits: Callable[[np.ndarray], Any],
     prompts: list[list[int]],
     num_tokens: int,
     temperatures: tuple[float, ...] = (0.0,),
@@ -103,7 +103,7 @@ def test_a_model_of_ones_own_is_continued(microbatches: int, num_devices: int):
     assert [s["prompt"] for s in found] == ["1 2 3", "1 2 3", "7", "7", "4 4", "4 4"]
     assert [s["temperature"] for s in found] == [0.0, 0.7] * 3
     # One pass for each token, and one function for all of them.
-    assert len({step for step in trainer._steps if not step[1]}) == 1
+    assert len(trainer._steps) == 2
 
 
 def test_draws_are_as_often_as_they_are_probable():
@@ -141,7 +141,7 @@ def test_a_run_shows_its_samples_and_hands_them_to_logs(tmp_path: Path, capsys: 
             params = jax.tree.map(np.array, trainer.params)
             ids = [Letters().encode(sample["prompt"]) for sample in record["samples"]]
             found = plain(lambda x: toy_logits(params, {"tokens": x}), ids, 6, stop=11)
-            seen[record["step"]] = [Letters().decode(map(int, text.split())) for text in found]
+            seen[record["step"]] = [Letters().decode([*map(int, text.split())]) for text in found]
 
     trainer = toy_trainer()
     log = callbacks.CSVLog(tmp_path / "run.csv")
