@@ -54,4 +54,4 @@ options = {"params": adapted.params, "trainable": adapted.trainable, "progress":
 options |= {"eval_data": held_out, "eval_every": max(1, steps // 4), "callbacks": [samples]}
 result = mt.fit(*arguments, steps=steps, **options)
 print(result.trainer.plan)
-result.history.plot().savefig("lora.png", dpi=110)
+result.history.plot(smooth=10).savefig("lora.png", dpi=110)
