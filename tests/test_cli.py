@@ -110,7 +110,7 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plna"], "there is no command 'plna', but plan and finetune"),
+        (["plna"], "there is no command 'plna', but plan, finetune and pretrain"),
         (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
         (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known, but A100, "),

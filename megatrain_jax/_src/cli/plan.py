@@ -22,7 +22,7 @@ def run(settings: PlanSettings) -> int:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Leaves cyclic garbage, of which plans make half a GiB at most; to look for it takes a sixth."""
+    """Leaves cyclic garbage, half a GiB at most: to look for it takes a sixth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
