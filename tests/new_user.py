@@ -8,6 +8,7 @@ checkpoint and asks the exported model, as both need PyTorch. It takes minutes, 
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -35,7 +36,16 @@ SETTINGS: dict[str, Any] = {
     "held_out": 0.2,
     "eval_every": 40,
     "checkpoint_every": 20,
+    "logs": ["tensorboard"],
 }
+# What TensorBoard itself reads in a folder: the losses, by step.
+READ = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0})
+events.Reload()
+print(json.dumps({event.step: event.value for event in events.Scalars("loss")}))
+"""
 
 
 def run(folder: Path, *command: str | Path, status: int = 0) -> str:
@@ -82,7 +92,7 @@ def interrupted(folder: Path, *command: str | Path) -> str:
 
 def answers(exported: Path) -> dict[str, str]:
     """What the exported model answers in Transformers, by what it was asked."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(exported)
     found = {}
     for number in NUMBERS:
@@ -90,7 +100,7 @@ def answers(exported: Path) -> dict[str, str]:
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         asked = tokenizer.apply_chat_template(question, **options)
         end = tokenizer.eos_token_id
-        ids: Any = model.generate(**asked, do_sample=False, max_new_tokens=8, eos_token_id=end)
+        ids = model.generate(**asked, do_sample=False, max_new_tokens=8, eos_token_id=end)
         answer = tokenizer.decode(ids[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
         found[question[0]["content"]] = answer.strip()
     return found
@@ -110,6 +120,11 @@ def check_run(folder: Path, bin: Path) -> None:
     report = json.loads((folder / "runs/mine/report.json").read_text())
     assert [record["step"] for record in report["history"]] == [*range(1, report["steps"] + 1)]
     assert report["last_loss"] < report["first_loss"] / 3, report
+    read = run(folder, bin / "python", "-c", READ, folder / "runs/mine/tensorboard")
+    logged = json.loads(read.splitlines()[-1])
+    for record in report["history"]:
+        assert math.isclose(logged[str(record["step"])], record["loss"], rel_tol=1e-6)
+    assert len(logged) == report["steps"]
 
 
 def main(folder: Path) -> None:

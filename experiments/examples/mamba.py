@@ -30,9 +30,8 @@ def batches(seed, rows=8, length=64):
 
 
 def build():
-    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3}
-    states = {"state_size": 16, "head_dim": 16, "chunk_size": 32}
-    return Mamba2ForCausalLM(Mamba2Config(**sizes, **states), rngs=nnx.Rngs(0))
+    config = Mamba2Config(256, hidden_size=64, state_size=16, head_dim=16, num_hidden_layers=3)
+    return Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
 
 
 def logits(model, batch):

@@ -25,8 +25,7 @@ text = np.fromfile(f"{sysconfig.get_path('stdlib')}/argparse.py", np.uint8).asty
 class Model(nnx.Module):  # it looks at the last seven bytes
     def __init__(self, rngs):
         self.embed = nnx.Embed(256, 64, rngs=rngs)
-        causal = [nnx.Conv(64, 64, 3, padding="CAUSAL", rngs=rngs) for _ in range(3)]
-        self.layers = nnx.List(causal)
+        self.layers = nnx.List([nnx.Conv(64, 64, 3, padding="CAUSAL", rngs=rngs) for _ in "123"])
 
     def __call__(self, tokens):
         x = self.embed(tokens)
