@@ -35,6 +35,7 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
         kernel = make(bound, program, placement, step.microbatches)
     if is_wide(bound.stage.jaxpr, placement.num_devices):
         kernel = with_narrow_attention(kernel, placement.num_devices)
+    # By name, since a stage's kernels with residuals and without may differ in their tiles.
     tiling = bound.tiles.get(kernel.name)
     return in_tiles(kernel, tiling.num_tiles) if tiling else kernel
 

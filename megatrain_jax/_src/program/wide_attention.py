@@ -146,7 +146,7 @@ def _of_shapes(eqn: Any, piece: Callable[[Any], Any]) -> Any:
 def _check(eqn: Any, fitting: int) -> None:
     problem = None
     if not fitting:
-        problem = "one head of keys with its queries has, too"
+        problem = "a row of one head of keys with its queries has, too"
     elif eqn.params.get("dropout_rate"):
         problem = "with dropout it can't be computed for some heads at a time: use none"
     elif any(eqn.params.get("variadic_args", ())):
