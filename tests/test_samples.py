@@ -12,6 +12,7 @@ import pytest
 
 import megatrain_jax as mt
 import small
+from inside import steps_of
 from megatrain_jax import callbacks, models
 from megatrain_jax._src.callbacks.next_tokens import choose
 
@@ -103,7 +104,7 @@ def test_a_model_of_ones_own_is_continued(microbatches: int, num_devices: int):
     assert [s["prompt"] for s in found] == ["1 2 3", "1 2 3", "7", "7", "4 4", "4 4"]
     assert [s["temperature"] for s in found] == [0.0, 0.7] * 3
     # One pass for each token, and one function for all of them.
-    assert len(trainer._steps) == 2
+    assert len(steps_of(trainer)) == 2
 
 
 def test_draws_are_as_often_as_they_are_probable():
