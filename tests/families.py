@@ -52,6 +52,16 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+_LINEAR = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -218,6 +228,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
             "rms_norm_eps": 1e-3,
         },
         1,
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        _MOE
+        | _LINEAR
+        | {
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
+        2,
     ),
     "gpt-oss": (
         "GptOss",

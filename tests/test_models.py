@@ -65,6 +65,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "mistral3",
         "gpt-oss",
         "glm4-moe",
+        "qwen3-next",
     ],
     indirect=True,
 )
@@ -119,7 +120,9 @@ def named_gradients(model: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "padding"), [("qwen3-moe-mixed", 5), ("mixtral", 0), ("qwen2-moe", 5), ("gpt-oss", 0)]
+    ("name", "padding"),
+    [("qwen3-moe-mixed", 5), ("mixtral", 0), ("qwen2-moe", 5), ("gpt-oss", 0)]
+    + [("qwen3-next", 5)],
 )
 def test_balancing_loss(name, padding, tmp_path):
     reference = make_torch(name)

@@ -137,6 +137,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "deepseek_v3": {"num_key_value_heads": 32},
     "qwen2_moe": _WINDOWS,
+    "qwen3_next": {},
     "glm4": {},
     "phi": {},
     "olmo3": {},

@@ -17,7 +17,7 @@ from families import FAMILIES, make_torch, named, random_tokens, save  # noqa: E
 
 STEPS, RATE, EPS = 5, 1e-3, 1e-4
 # Families whose layers are classes of their own, one of each kind; the others are `long`.
-SAMPLE = ("olmo2", "qwen2-moe", "phi")
+SAMPLE = ("olmo2", "qwen3-next", "phi")
 
 
 def batches() -> list[dict[str, np.ndarray]]:

@@ -22,6 +22,7 @@ from megatrain_jax._src.models.families.qwen2 import QWEN2
 from megatrain_jax._src.models.families.qwen2_moe import QWEN2_MOE
 from megatrain_jax._src.models.families.qwen3 import QWEN3
 from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
+from megatrain_jax._src.models.families.qwen3_next import QWEN3_NEXT
 from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
 
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_NEXT,
         SMOLLM3,
     )
 }
