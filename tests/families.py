@@ -53,6 +53,7 @@ _GEMMA = {
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LINEAR = {
+    "rms_norm_eps": 1e-3,
     "head_dim": 16,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
@@ -62,6 +63,7 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
+_SHARED = {"shared_expert_intermediate_size": 24}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -69,6 +71,15 @@ _VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+_VISION_QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
 }
 
 # Name: family, what differs from the sizes, kinds of layers.
@@ -233,11 +244,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         "Qwen3Next",
         _MOE
         | _LINEAR
+        | _SHARED
         | {
-            "shared_expert_intermediate_size": 24,
             "norm_topk_prob": False,
             "mlp_only_layers": [1],
             "attention_bias": True,
+        },
+        2,
+    ),
+    "qwen3.5": ("Qwen3_5Text", _LINEAR | {"attention_bias": True}, 2),
+    "qwen3.5-moe": ("Qwen3_5MoeText", _MOE | _LINEAR | _SHARED, 2),
+    "qwen3.5-multimodal": (
+        "Qwen3_5",
+        {
+            "text_config": _LINEAR
+            | {"rope_parameters": _LINEAR["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
+            "vision_config": _VISION_QWEN,
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+    "qwen3.5-moe-multimodal": (
+        "Qwen3_5Moe",
+        {
+            "text_config": _MOE | _LINEAR | _SHARED,
+            "vision_config": _VISION_QWEN,
+            "tie_word_embeddings": False,
         },
         2,
     ),
@@ -258,6 +290,10 @@ _CLASSES = {
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+    "Qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5Moe": "Qwen3_5MoeForConditionalGeneration",
 }
 
 
@@ -288,7 +324,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
-        if "language_model" in next(iter(arrays)) or "vision" in next(iter(arrays)):
+        if model.config.model_type in ("gemma3", "mistral3"):
             name = name.replace("model.language_model.", "language_model.model.")
             name = name.replace("lm_head.", "language_model.lm_head.")
         if mixtral:

@@ -141,6 +141,8 @@ _FULL: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 32},
     "qwen2_moe": _WINDOWS,
     "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "glm4": {},
     "phi": {},
     "olmo3": {},

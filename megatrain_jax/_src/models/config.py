@@ -74,7 +74,9 @@ class DecoderConfig:
         options: What that class reads beside the fields above: a frozen dataclass of the family.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
-        saved_dtype: The dtype of the parameters in that folder.
+        saved_dtype: The dtype of most parameters in that folder.
+        saved_apart: Names of the tensors there that have another one, with it.
+        saved_stacked: Whether a tensor there holds all experts of a layer.
         original: The Hugging Face configuration this was read from, as JSON.
     """
 
@@ -112,6 +114,8 @@ class DecoderConfig:
     init_std: float = 0.02
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)
+    saved_apart: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    saved_stacked: bool = field(default=False, compare=False)
     original: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):

@@ -177,7 +177,7 @@ def _prepare(chunk: _Chunk) -> _Prepared:
     what the state before the chunk knows of a key.
     """
     k, rate = chunk.k, chunk.rate[..., None]
-    summed = jnp.cumsum(chunk.log_decay, axis=-1)
+    summed = _running_sum(chunk.log_decay)
     same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
     seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
     # The logarithm is hidden and not the result, since it may be large where nothing is seen.
@@ -196,6 +196,15 @@ def _prepare(chunk: _Chunk) -> _Prepared:
         scores=(chunk.q @ jnp.swapaxes(k, -1, -2))[..., None, :, :] * decay,
         kept=jnp.where(knows[..., -1, 0], fading[..., -1, 0], 0.0),
     )
+
+
+def _running_sum(x: Float[Array, "*batch tokens"]) -> Float[Array, "*batch tokens"]:
+    """Returns sums up to each token, rounded once: differences of large ones have to be exact.
+
+    Multiples of 2^-12 are summed without rounding, and what is left of each number is small.
+    """
+    coarse = jax.lax.stop_gradient(jnp.round(x * 4096) / 4096)
+    return jnp.cumsum(coarse, axis=-1) + jnp.cumsum(x - coarse, axis=-1)
 
 
 @jax.custom_vjp

@@ -74,6 +74,7 @@ def text_part(
         if not values:
             raise ValueError(f"the configuration of this {model_type} has no `text_config`")
         values = {"model_type": texts[0].model_type} | values
+        Fields(values).flag("tie_word_embeddings", tied)
         values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
         known = {family.model_type: family for family in texts}
         name = values["model_type"]

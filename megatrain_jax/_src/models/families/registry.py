@@ -21,6 +21,12 @@ from megatrain_jax._src.models.families.phi3 import PHI3
 from megatrain_jax._src.models.families.qwen2 import QWEN2
 from megatrain_jax._src.models.families.qwen2_moe import QWEN2_MOE
 from megatrain_jax._src.models.families.qwen3 import QWEN3
+from megatrain_jax._src.models.families.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+)
 from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
 from megatrain_jax._src.models.families.qwen3_next import QWEN3_NEXT
 from megatrain_jax._src.models.families.smollm3 import SMOLLM3
@@ -49,6 +55,10 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN2_MOE,
         QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_5_TEXT,
         QWEN3_MOE,
         QWEN3_NEXT,
         SMOLLM3,
