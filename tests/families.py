@@ -72,6 +72,36 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 100.0,
+            "factor": 2.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    },
+}
+_VISION_GEMMA4 = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 _VISION_QWEN = {
     "depth": 1,
     "hidden_size": 16,
@@ -273,6 +303,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "gemma4": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "final_logit_softcapping": 3.0,
+        },
+        2,
+    ),
+    "gemma4-multimodal": (
+        "Gemma4",
+        {
+            "text_config": _GEMMA4
+            | {
+                "attention_k_eq_v": False,
+                "use_bidirectional_attention": "vision",
+                # Which the class wants, and has no gradient of.
+                "vocab_size": VOCAB + 1,
+                "pad_token_id": VOCAB,
+            },
+            "vision_config": _VISION_GEMMA4,
+        },
+        2,
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -290,6 +347,8 @@ _CLASSES = {
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
+    "Gemma4Text": "Gemma4ForCausalLM",
+    "Gemma4": "Gemma4ForConditionalGeneration",
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
     "Qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -313,7 +372,7 @@ def make_torch(name: str, **changes: Any) -> Any:
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("_bias"):
+            if name.endswith(("_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return model.eval()
 

@@ -23,6 +23,7 @@ _SIZES = (
     "head_dim",
 )
 _FLAGS = (
+    "norm_in_fp32",
     "sandwich_norms",
     "qk_norm",
     "qkv_bias",
@@ -55,6 +56,8 @@ class DecoderConfig:
         norm: Kind of the norms: "rms", or "layer" for those with a mean and a bias.
         norm_eps: Number that norms add to the mean square.
         norm_offset: Number that is added to the norms' weights, 1.0 in Gemma.
+        norm_in_fp32: Whether norms are multiplied by their weights in fp32, as those with an
+            offset always are.
         sandwich_norms: Whether attention and MLP are normalised at their end, too.
         qk_norm: Whether each head's queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -95,6 +98,7 @@ class DecoderConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    norm_in_fp32: bool = False
     sandwich_norms: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False

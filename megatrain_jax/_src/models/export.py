@@ -95,7 +95,7 @@ def save_pretrained(
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
     codes = {n: _CODES[of] for n, of in apart.items()}
     codes |= {n: _CODES[arrays[n].dtype.name] for n in _buffers(config)}
-    if config.saved_stacked:
+    if config.saved_stacked if config.source else family_of(config).joined_experts:
         arrays = stack_experts(arrays)
     tensors = [
         NamedTensor(name=n, array=a, code=codes.get(n, _CODES[dtype])) for n, a in arrays.items()

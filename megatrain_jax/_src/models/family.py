@@ -23,6 +23,8 @@ class Family:
         body: How the names of all tensors begin in the files, but those of the head.
         head: How the names of the head's tensors begin.
         stacked: Whether the files hold the experts of a layer as one tensor, too.
+        joined_experts: Whether a fresh decoder's experts are written as `expert_tensors` has those
+            of a layer in one tensor. Where a checkpoint was read, its form is kept.
         kept: How the names of tensors begin that are no part of the decoder, such as those of a
             vision tower: they are not trained, and written as they were read. `{num_layers}`
             stands for the number of layers.
@@ -36,6 +38,7 @@ class Family:
     body: str = "model"
     head: str = "lm_head"
     stacked: bool = False
+    joined_experts: bool = False
     kept: tuple[str, ...] = ()
     multimodal: bool = False
 
@@ -94,6 +97,7 @@ def text_part(
         renames=texts[0].renames,
         body=body,
         head=head,
+        joined_experts=texts[0].joined_experts,
         kept=kept,
         multimodal=True,
     )

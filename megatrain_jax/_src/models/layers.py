@@ -78,6 +78,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
         """Makes the weight, with which a fresh norm does nothing but normalise."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.in_fp32 = bool(config.norm_offset) or config.norm_in_fp32
         self.weight = make.constant(1.0 - config.norm_offset, dim)
 
     def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
@@ -85,7 +86,7 @@ class RMSNorm(nnx.Module):
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...]
-        if self.offset:  # such checkpoints were trained with the product in fp32
+        if self.in_fp32:  # such checkpoints were trained with the product in fp32
             return (y * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
         return y.astype(x.dtype) * weight
 

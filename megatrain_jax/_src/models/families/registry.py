@@ -6,6 +6,7 @@ A new family is a file beside this one, and a line here.
 from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
+from megatrain_jax._src.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
 from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
@@ -39,6 +40,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA2,
         GEMMA3,
         GEMMA3_MULTIMODAL,
+        GEMMA4,
+        GEMMA4_MULTIMODAL,
         GLM4,
         GLM4_MOE,
         GPT_OSS,
