@@ -213,18 +213,18 @@ def _full_heads(
     """
     head_dim = fields.integer("global_head_dim", 512)
     kv_heads = fields.integer("num_global_key_value_heads", None)
-    given = {int(key): value for key, value in fields.mapping("per_layer_config").items()}
+    given = {str(key): value for key, value in fields.mapping("per_layer_config").items()}
     if not given:
         kv_heads = (kv_heads if shared else None) or local["num_kv_heads"]
         return {"head_dim": head_dim, "num_kv_heads": kv_heads}
     names = {"head_dim", "num_key_value_heads"}
-    ours = [i for i, window in enumerate(windows) if window is None]
+    ours = [str(i) for i, window in enumerate(windows) if window is None]
     first = given.get(ours[0])
     alike = isinstance(first, dict) and all(given.get(i) == first for i in ours)
     if first is None or not alike or set(given) != set(ours) or set(first) - names:
         raise ValueError(
             "`per_layer_config` must have one and the same object for each layer without a window, "
-            f"{some([str(i) for i in ours])}, with no other fields than {some(sorted(names))}"
+            f"{some(ours)}, with no other fields than {some(sorted(names))}"
         )
     values = {"head_dim": local["head_dim"], "num_key_value_heads": local["num_kv_heads"]} | first
     head_dim, kv_heads = (checks.integer(name, values[name]) for name in sorted(names))
