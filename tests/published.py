@@ -1,6 +1,15 @@
 """The configurations of released checkpoints, as they are on the Hugging Face Hub."""
 
+import functools
+import math
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megatrain_jax._src.models.layers import Layer, Maker
+from megatrain_jax.models import DecoderConfig
 
 _COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -743,3 +752,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         [],
     ),
 }
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    """The number of parameters of a decoder, of which a layer of each kind is counted."""
+    layer = config.layer or Layer
+    sparse = config.experts.layers if config.experts else ()
+
+    @functools.cache
+    def size(number: int) -> int:
+        def make() -> nnx.Module:
+            return layer(config, number, Maker(nnx.Rngs(0), jnp.float32, 0.0))
+
+        state = nnx.state(nnx.eval_shape(make), nnx.Param)
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+    kinds = [(i in sparse, config.window(i), config.rope_of(i)) for i in range(config.num_layers)]
+    total = sum(size(kinds.index(kind)) for kind in kinds)
+    head = config.vocab_size * (config.hidden_size + config.head_bias)
+    total += config.vocab_size * config.hidden_size + (0 if config.tie_embeddings else head)
+    return total + config.hidden_size * (2 if config.norm == "layer" else 1)

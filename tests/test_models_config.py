@@ -1,20 +1,15 @@
 """Configurations as they are found: older forms, and options that nobody honours."""
 
 import dataclasses
-import functools
-import math
 import random
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from megatrain_jax._src.models.layers import Buffer, Layer, Maker
 from megatrain_jax._src.models.rotary import cos_sin_tables
 from megatrain_jax.models import DecoderConfig, Rope
-from published import PUBLISHED
+from published import PUBLISHED, num_parameters
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -239,24 +234,7 @@ def test_configurations_of_released_checkpoints(name):
         with pytest.raises(ValueError, match=f"`{ignored[0]}` = 0.1"):
             DecoderConfig.from_hf(values)
     config = DecoderConfig.from_hf(values, ignore=ignored)
-    layer = config.layer or Layer
-    sparse = config.experts.layers if config.experts else ()
-
-    @functools.cache
-    def size(number: int, _kind: Any) -> int:
-        def make() -> nnx.Module:
-            return layer(config, number, Maker(nnx.Rngs(0), np.float32, 0.0))
-
-        state = nnx.state(nnx.eval_shape(make), nnx.Any(nnx.Param, Buffer))
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
-
-    # Layers of a kind have equally many parameters.
-    kinds = [(i in sparse, config.window(i), config.rope_of(i)) for i in range(config.num_layers)]
-    total = sum(size(kinds.index(kind), kind) for kind in kinds)
-    head = config.vocab_size * (config.hidden_size + config.head_bias)
-    total += config.vocab_size * config.hidden_size + (0 if config.tie_embeddings else head)
-    total += config.hidden_size * (2 if config.norm == "layer" else 1)
-    assert round(total / 1e6) == millions
+    assert round(num_parameters(config) / 1e6) == millions
 
 
 def test_unknown_fields_may_be_ignored_by_name():

@@ -171,8 +171,9 @@ def _read(fields: Fields) -> dict[str, Any]:
                 f"`{name}` = {fields.integer(name, default)} of a {fields.family} isn't supported; "
                 "only 0 is, as in the 31B model and the mixture of experts"
             )
-    for name in ("use_double_wide_mlp", "vocab_size_per_layer_input"):
-        fields.take(name, None)  # of layers and embeddings that aren't there
+    # Of layers and embeddings that aren't there.
+    fields.flag("use_double_wide_mlp", False)
+    fields.integer("vocab_size_per_layer_input", None)
     activation = hf_common.read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     local = hf_common.sizes(fields, kv_heads=4, head_dim=256, tied=True, activation=activation)
     num_layers = local["num_layers"]
@@ -252,7 +253,7 @@ def _experts(fields: Fields, num_layers: int) -> Experts | None:
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not fields.flag("enable_moe_block", False):
         for name in names:
-            fields.take(name, None)
+            fields.integer(name, None)
         return None
     num, per_token, inside = (fields.integer(name) for name in names)
     return Experts(
