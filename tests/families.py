@@ -315,12 +315,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "gemma4-shared": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "attention_bias": True,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB + 1,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        },
+        4,
+    ),
     "gemma4-multimodal": (
         "Gemma4",
         {
             "text_config": _GEMMA4
             | {
                 "attention_k_eq_v": False,
+                "hidden_size_per_layer_input": 6,
+                "vocab_size_per_layer_input": VOCAB + 1,
                 "use_bidirectional_attention": "vision",
                 # Which the class wants, and has no gradient of.
                 "vocab_size": VOCAB + 1,

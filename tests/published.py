@@ -759,16 +759,20 @@ def num_parameters(config: DecoderConfig) -> int:
     layer = config.layer or Layer
     sparse = config.experts.layers if config.experts else ()
 
+    shared = getattr(config.options, "first_shared", config.num_layers)
+
     @functools.cache
-    def size(number: int) -> int:
+    def size(module: Any, *number: int) -> int:
         def make() -> nnx.Module:
-            return layer(config, number, Maker(nnx.Rngs(0), jnp.float32, 0.0))
+            return module(config, *number, Maker(nnx.Rngs(0), jnp.float32, 0.0))
 
         state = nnx.state(nnx.eval_shape(make), nnx.Param)
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
-    kinds = [(i in sparse, config.window(i), config.rope_of(i)) for i in range(config.num_layers)]
-    total = sum(size(kinds.index(kind)) for kind in kinds)
+    numbers = range(config.num_layers)
+    kinds = [(i in sparse, i < shared, config.window(i), config.rope_of(i)) for i in numbers]
+    total = sum(size(layer, kinds.index(kind)) for kind in kinds)
+    total += size(config.memory) if config.memory else 0
     head = config.vocab_size * (config.hidden_size + config.head_bias)
     total += config.vocab_size * config.hidden_size + (0 if config.tie_embeddings else head)
     return total + config.hidden_size * (2 if config.norm == "layer" else 1)

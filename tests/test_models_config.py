@@ -129,7 +129,7 @@ _FULL: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gemma2": {},
     "gemma3_text": {},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": {},
     "olmo2": {},
     "ministral3": {},
     "gpt_oss": {},

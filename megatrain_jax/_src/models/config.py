@@ -74,7 +74,12 @@ class DecoderConfig:
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, of a family whose own differ from the usual ones; called with
             this configuration, the number of the layer and a maker of parameters.
-        options: What that class reads beside the fields above: a frozen dataclass of the family.
+        memory: Class of a module that makes what layers hand on beside the hidden states, of tokens
+            and their embeddings; called with this configuration and a maker of parameters. Layers
+            then take it as a further argument, and return it behind their tally.
+        unread: How the names of tensors in the files begin, without the family's `body`, that no
+            layer reads: they are kept as a tower's are.
+        options: What these classes read beside the fields above: a frozen dataclass of the family.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
         saved_dtype: The dtype of most parameters in that folder.
@@ -114,6 +119,8 @@ class DecoderConfig:
     head_bias: bool = False
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
+    memory: Callable[..., Any] | None = None
+    unread: tuple[str, ...] = ()
     options: Any = None
     init_std: float = 0.02
     source: str | None = field(default=None, compare=False)

@@ -190,7 +190,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
         ValueError: If the family needs some and the decoder wasn't read from a checkpoint.
     """
     family = family_of(config)
-    if not family.kept:
+    if not family.kept and not config.unread:
         return []
     if config.source is None:
         if family.multimodal:
@@ -207,7 +207,11 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
             "the checkpoint as `source`"
         )
     tensors = open_folder(folder)
-    kept = [tensor for name, tensor in tensors.items() if family.keeps(name, config.num_layers)]
+
+    def keeps(name: str) -> bool:
+        return family.keeps(name, config.num_layers, config.unread)
+
+    kept = [tensor for name, tensor in tensors.items() if keeps(name)]
     unknown = [
         f"{tensor.name} ({tensor.dtype})" for tensor in kept if tensor.dtype not in ITEM_BYTES
     ]

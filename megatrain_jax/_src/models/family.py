@@ -20,6 +20,7 @@ class Family:
             `config.json`. A field that it doesn't read is refused.
         renames: Names in the files for those in the model, where they differ: a part of a
             parameter's path, such as `mlp`, to the part of a tensor's name, `block_sparse_moe`.
+            To nothing where the name has no such part.
         body: How the names of all tensors begin in the files, but those of the head.
         head: How the names of the head's tensors begin.
         stacked: Whether the files hold the experts of a layer as one tensor, too.
@@ -42,9 +43,16 @@ class Family:
     kept: tuple[str, ...] = ()
     multimodal: bool = False
 
-    def keeps(self, name: str, num_layers: int) -> bool:
-        """Whether a tensor of this name is kept beside a decoder with so many layers."""
-        return name.startswith(tuple(start.format(num_layers=num_layers) for start in self.kept))
+    def keeps(self, name: str, num_layers: int, unread: tuple[str, ...]) -> bool:
+        """Whether a tensor of this name is kept beside a decoder.
+
+        Args:
+            name: The tensor's name.
+            num_layers: Number of the decoder's layers.
+            unread: See `DecoderConfig`.
+        """
+        kept = [start.format(num_layers=num_layers) for start in self.kept]
+        return name.startswith((*kept, *(f"{self.body}.{start}" for start in unread)))
 
 
 def text_part(

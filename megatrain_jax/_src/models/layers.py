@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
@@ -70,6 +71,21 @@ class Linear(nnx.Module):
         """Multiplies the last axis by the matrix."""
         y = jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
         return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """An embedding: a row for every token."""
+
+    def __init__(self, num: int, dim: int, make: Maker):
+        """Makes the rows."""
+        self.weight = make.weight(num, dim)
+
+    def __call__(
+        self, tokens: Integer[Array | np.ndarray, "rows length"]
+    ) -> Float[Array, "rows length dim"]:
+        """Returns the rows of tokens; NaN for tokens beyond the vocabulary."""
+        rows = jnp.asarray(self.weight[...]).at[tokens]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 class RMSNorm(nnx.Module):

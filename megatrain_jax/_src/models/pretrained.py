@@ -73,7 +73,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     family, stacked = family_of(config), False
     if not family.stacked:
         tensors, stacked = split_experts(
-            tensors, lambda name: family.keeps(name, config.num_layers)
+            tensors, lambda name: family.keeps(name, config.num_layers, config.unread)
         )
     config = _with_own_head(config, tensors)
     _check_count(folder, config, tensors)
@@ -188,5 +188,5 @@ def _is_idle(name: str, config: DecoderConfig) -> bool:
     # Early checkpoints keep tables that follow from the configuration; tied ones may keep a copy.
     family = family_of(config)
     tied = config.tie_embeddings and name == f"{family.head}.weight"
-    kept = family.keeps(name, config.num_layers)
+    kept = family.keeps(name, config.num_layers, config.unread)
     return tied or kept or name.endswith("rotary_emb.inv_freq")

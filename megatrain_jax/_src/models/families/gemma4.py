@@ -1,41 +1,24 @@
 """Gemma 4: heads of another width in layers without a window, experts beside an MLP.
 
-The family of the 31B model and of the mixture of experts. The smaller ones also have embeddings for
-each layer, and layers that use the keys and values of others, which aren't supported.
+Its layers are in `gemma4_layers`; here are its configurations.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Integer
+from typing import Any
 
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models import hf_common
-from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.families.gemma4_layers import (
+    Gemma4Layer,
+    Gemma4Options,
+    MemoryMaker,
+)
 from megatrain_jax._src.models.family import Family, text_part
 from megatrain_jax._src.models.hf_fields import Fields
 from megatrain_jax._src.models.hf_rope import KINDS, read_rope
-from megatrain_jax._src.models.layers import (
-    Attention,
-    Buffer,
-    ExpertMatrices,
-    Layer,
-    Linear,
-    Maker,
-    RMSNorm,
-)
-from megatrain_jax._src.models.moe import Experts, gated, mix, route
-from megatrain_jax._src.models.rotary import Rope, Rotation
+from megatrain_jax._src.models.moe import Experts
+from megatrain_jax._src.models.rotary import Rope
 from megatrain_jax._src.models.tensors import some
 
-if TYPE_CHECKING:
-    from megatrain_jax._src.models.config import DecoderConfig
-
-Tokens = Float[Array, "rows length width"]
-Segments = Integer[Array, "rows length"] | None
 _ROPES: dict[str, dict[str, Any]] = {
     "full_attention": {
         "rope_type": "proportional",
@@ -46,134 +29,7 @@ _ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gemma4Options:
-    """What differs between layers with a window and those without.
-
-    Attributes:
-        local_head_dim: Width of a head in layers with a window; `head_dim` is that of the others.
-        local_kv_heads: Heads of keys and values there; `num_kv_heads` is that of the others.
-        keys_are_values: Whether values are keys before their norm in layers without a window.
-    """
-
-    local_head_dim: int
-    local_kv_heads: int
-    keys_are_values: bool
-
-
-def _unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
-    """Normalises the last axis, in fp32, without a weight."""
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
-class Gemma4Attention(Attention):
-    """Attention whose queries, keys and values are all normalised."""
-
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
-        """Makes the parameters of one layer's attention."""
-        options: Gemma4Options = config.options
-        self.window, self.eps = config.window(layer), config.norm_eps
-        local = self.window is not None
-        self.head_dim = options.local_head_dim if local else config.head_dim
-        kv_heads = options.local_kv_heads if local else config.num_kv_heads
-        self.interleaved, self.softcap, self.scale = False, None, config.attention_scale
-        wide, bias = config.hidden_size, config.qkv_bias
-        query_size, key_size = config.num_heads * self.head_dim, kv_heads * self.head_dim
-        self.q_proj = Linear(wide, query_size, make, bias=bias)
-        self.k_proj = Linear(wide, key_size, make, bias=bias)
-        own_values = local or not options.keys_are_values
-        self.v_proj = Linear(wide, key_size, make, bias=bias) if own_values else None
-        self.o_proj = Linear(query_size, wide, make, bias=config.out_bias)
-        self.q_norm = RMSNorm(self.head_dim, config, make)
-        self.k_norm = RMSNorm(self.head_dim, config, make)
-
-    def __call__(self, x: Tokens, rotation: Rotation, segments: Segments) -> Tokens:
-        """Attends within rows, and within documents where `segments` numbers them."""
-
-        def heads(y: Array) -> Array:
-            return y.reshape(*x.shape[:2], -1, self.head_dim)
-
-        k = heads(self.k_proj(x))
-        v = k if self.v_proj is None else heads(self.v_proj(x))
-        q, k = self.rotate(self.q_norm(heads(self.q_proj(x))), self.k_norm(k), rotation)
-        mixed = self.attend(q, k, _unit(v, self.eps), segments)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
-
-
-class Gemma4Router(nnx.Module):
-    """A router that normalises what it reads, and has a factor of each expert's result."""
-
-    def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
-        """Makes the parameters."""
-        self.eps, self.settings = config.norm_eps, experts
-        self.proj = Linear(config.hidden_size, experts.num, make)
-        self.scale = make.constant(1.0, config.hidden_size)
-        self.per_expert_scale = make.constant(1.0, experts.num)
-
-    def __call__(
-        self, tokens: Float[Array, "tokens width"]
-    ) -> tuple[Integer[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
-        """Returns the experts of each token, and their shares in fp32."""
-        x = _unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
-        chosen, shares, _ = route(self.proj(x), self.settings)
-        return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
-
-
-class Gemma4Layer(Layer):
-    """Attention, then an MLP and experts beside it, with norms around each of them."""
-
-    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
-        """Makes the parameters of one layer."""
-
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config, make)
-
-        self.input_layernorm = norm()
-        self.self_attn = Gemma4Attention(config, layer, make)
-        self.post_attention_layernorm = norm()
-        self.pre_feedforward_layernorm = norm()
-        self.mlp = self.dense(config, make)
-        self.post_feedforward_layernorm = norm()
-        self.layer_scalar = Buffer(jnp.ones(1))
-        self.sparse = config.experts is not None
-        if config.experts is not None:
-            self.expert = gated(ACTIVATIONS[config.activation])
-            self.router = Gemma4Router(config, config.experts, make)
-            self.experts = ExpertMatrices(config.experts, config.hidden_size, make)
-            self.post_feedforward_layernorm_1 = norm()
-            self.pre_feedforward_layernorm_2 = norm()
-            self.post_feedforward_layernorm_2 = norm()
-
-    def __call__(self, x: Tokens, rotation: Rotation, segments: Segments) -> tuple[Tokens, None]:
-        """Returns the layer's result; no tally, since no loss balances experts."""
-        y = self.self_attn(self.input_layernorm(x), rotation, segments)
-        x = x + self.post_attention_layernorm(y)
-        y = self.mlp(self.pre_feedforward_layernorm(x))
-        if self.sparse:
-            y = self.post_feedforward_layernorm_1(y) + self._mixture(x)
-        x = x + self.post_feedforward_layernorm(y)
-        return x * self.layer_scalar[...].astype(x.dtype), None
-
-    def _mixture(self, x: Tokens) -> Tokens:
-        tokens, e = x.reshape(-1, x.shape[-1]), self.experts
-        chosen, shares = self.router(tokens)
-        weights = e.gate_proj(), e.up_proj(), e.down_proj()
-        y = self.pre_feedforward_layernorm_2(tokens)
-        y = mix(y, chosen, shares, weights, self.expert)
-        return self.post_feedforward_layernorm_2(y).reshape(x.shape)
-
-
 def _read(fields: Fields) -> dict[str, Any]:
-    for name, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-        if fields.integer(name, default, least=0):
-            raise ValueError(
-                f"`{name}` = {fields.integer(name, default)} of a {fields.family} isn't supported; "
-                "only 0 is, as in the 31B model and the mixture of experts"
-            )
-    # Of layers and embeddings that aren't there.
-    fields.flag("use_double_wide_mlp", False)
-    fields.integer("vocab_size_per_layer_input", None)
     activation = hf_common.read_activation(fields, "hidden_activation", "gelu_pytorch_tanh")
     local = hf_common.sizes(fields, kv_heads=4, head_dim=256, tied=True, activation=activation)
     num_layers = local["num_layers"]
@@ -183,8 +39,13 @@ def _read(fields: Fields) -> dict[str, Any]:
     types = fields.listed("layer_types", str, "names") or types
     windows = hf_common.windows_by_type(fields, types, hf_common.window(fields, 512))
     windows = (*windows[:-1], None)  # whatever `layer_types` says, as in Transformers
-    shared = fields.flag("attention_k_eq_v", False)
-    full = _full_heads(fields, windows, local, shared=shared)
+    options = _options(fields, windows, local)
+    full = _full_heads(fields, windows, local, shared=options.keys_are_values)
+    unread = [
+        f"layers.{i}.self_attn.{name}."
+        for i in range(options.first_shared, num_layers)
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    ]
     return {
         **local,
         **hf_common.attention_bias(fields),
@@ -197,12 +58,33 @@ def _read(fields: Fields) -> dict[str, Any]:
         "final_softcap": fields.number("final_logit_softcapping", None, above=0),
         "experts": _experts(fields, num_layers),
         "layer": Gemma4Layer,
-        "options": Gemma4Options(
-            local_head_dim=local["head_dim"],
-            local_kv_heads=local["num_kv_heads"],
-            keys_are_values=shared,
-        ),
+        "memory": MemoryMaker,
+        "unread": tuple(unread),
+        "options": options,
     }
+
+
+def _options(fields: Fields, windows: hf_common.Windows, local: dict[str, Any]) -> Gemma4Options:
+    shared = fields.integer("num_kv_shared_layers", 0, least=0)
+    first = len(windows) - shared
+    wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
+    # The last layers of both kinds that have keys and values of their own.
+    lenders = {windows[i] is None: i for i in range(max(first, 0))} if shared else {}
+    if shared and set(lenders) != {window is None for window in windows}:
+        raise ValueError(
+            f"`num_kv_shared_layers` = {shared} of {len(windows)} layers leaves none of some kind "
+            "in `layer_types` that has keys and values of its own"
+        )
+    return Gemma4Options(
+        local_head_dim=local["head_dim"],
+        local_kv_heads=local["num_kv_heads"],
+        keys_are_values=fields.flag("attention_k_eq_v", False),
+        first_shared=first,
+        lenders=tuple(sorted(lenders.values())),
+        inputs_dim=fields.integer("hidden_size_per_layer_input", 256, least=0),
+        inputs_vocab=fields.integer("vocab_size_per_layer_input", 262_144),
+        shared_intermediate_size=wide * local["intermediate_size"],
+    )
 
 
 def _full_heads(
@@ -214,7 +96,8 @@ def _full_heads(
     """
     head_dim = fields.integer("global_head_dim", 512)
     kv_heads = fields.integer("num_global_key_value_heads", None)
-    given = {str(key): value for key, value in fields.mapping("per_layer_config").items()}
+    given = fields.mapping("per_layer_config")
+    given = {str(key).lstrip("0") or "0": value for key, value in given.items()}  # "05" is 5
     if not given:
         kv_heads = (kv_heads if shared else None) or local["num_kv_heads"]
         return {"head_dim": head_dim, "num_kv_heads": kv_heads}
@@ -266,7 +149,11 @@ def _experts(fields: Fields, num_layers: int) -> Experts | None:
 
 
 GEMMA4 = Family(
-    model_type="gemma4_text", architecture="Gemma4ForCausalLM", read=_read, joined_experts=True
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    read=_read,
+    renames={"memory": ""},
+    joined_experts=True,
 )
 GEMMA4_MULTIMODAL = text_part(
     GEMMA4,
