@@ -392,6 +392,31 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         34661,
         [],
     ),
+    "google/gemma-4-E2B": (
+        _GEMMA4
+        | {
+            "audio_config": {"model_type": "gemma4_audio"},
+            "text_config": _GEMMA4_TEXT
+            | {
+                "attention_k_eq_v": False,
+                "enable_moe_block": False,
+                "hidden_size": 1536,
+                "hidden_size_per_layer_input": 256,
+                "intermediate_size": 6144,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 35,
+                "num_key_value_heads": 1,
+                "num_kv_shared_layers": 20,
+                "sliding_window": 512,
+                "use_bidirectional_attention": None,
+                "use_double_wide_mlp": True,
+            },
+        },
+        4629,
+        [],
+    ),
     "google/gemma-4-31B": (
         _GEMMA4
         | {

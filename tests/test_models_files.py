@@ -220,6 +220,21 @@ def test_buffers_and_further_layers_are_written_as_they_were_read(tmp_path):
     check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
 
 
+def test_what_no_layer_reads_is_written_as_it_was_read(tmp_path):
+    source = save(make_torch("gemma4-shared"), tmp_path / "m", torch.bfloat16)
+    # The fourth layer attends to keys and values of another; files may have its own, too.
+    unread = {
+        f"model.layers.3.self_attn.{name}": np.arange(5, dtype=np.float32)
+        for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight")
+    }
+    rewrite(source, lambda t: t.update(unread))
+    model = filled(load_pretrained(source), jnp.bfloat16)
+    check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
+    rewrite(source, lambda t: t.update({"model.layers.1.self_attn.k2": unread.popitem()[1]}))
+    with pytest.raises(ValueError, match=r"not part of the model: model.layers.1.self_attn.k2"):
+        load_pretrained(source)
+
+
 def test_experts_of_a_layer_in_one_tensor_and_some_tensors_in_fp32(tmp_path):
     reference = make_torch("qwen3.5-moe-multimodal")
     source = save(reference, tmp_path / "m", torch.bfloat16)

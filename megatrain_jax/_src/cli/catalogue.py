@@ -77,6 +77,7 @@ _GEMMA_4 = {
     "global_head_dim": 512,
     "sliding_window": 1024,
 }
+_FIFTH_FULL = (["sliding_attention"] * 4 + ["full_attention"]) * 7
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 # fmt: off
@@ -96,6 +97,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     "Gemma-3-270M": KnownModel("gemma3_text", 268_098_176, 640, 2048, 18, 4, 1, 256, 262144, True, {"sliding_window": 512}),
     "Gemma-4-26B-A4B": KnownModel("gemma4_text", 25_233_141_760, 2816, 2112, 30, 16, 8, 256, 262144, True, _GEMMA_4 | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704, "num_global_key_value_heads": 2}),
     "Gemma-4-31B": KnownModel("gemma4_text", 30_697_345_280, 5376, 21504, 60, 32, 16, 256, 262144, True, _GEMMA_4 | {"num_global_key_value_heads": 4}),
+    "Gemma-4-E2B": KnownModel("gemma4_text", 4_628_569_344, 1536, 6144, 35, 8, 1, 256, 262144, True, {"num_kv_shared_layers": 20, "use_double_wide_mlp": True, "layer_types": _FIFTH_FULL}),
     "GLM-4-9B-0414": KnownModel("glm4", 9_400_279_040, 4096, 13696, 40, 32, 2, 128, 151552),
     "Granite-3.1-2B": KnownModel("granite", 2_533_531_648, 2048, 8192, 40, 32, 8, 64, 49155, True),
     "Granite-3.1-8B": KnownModel("granite", 8_170_848_256, 4096, 12800, 40, 32, 8, 128, 49155, True),
