@@ -66,7 +66,7 @@ def theirs(model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
         "glm4-moe",
         "qwen3-next",
         "qwen3.5-moe-multimodal",
-        "gemma4",
+        "gemma4-shared",
     ],
     indirect=True,
 )
