@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 _CHUNK = 64
 _BLOCK = 16
 # Backward prepares chunks again: it keeps the state before each span of them, and what one span has
-# inside, some ten times these bytes.
+# inside, some twenty times these bytes.
 _SPAN_BYTES = 2**25
 
 Keys = Float[Array, "rows length key_heads key_dim"]
