@@ -1,4 +1,4 @@
-"""What `megatrain-jax finetune` is asked for: every option, its default and its check."""
+"""The settings of `megatrain-jax finetune`: every option, its default and its check."""
 
 import math
 from dataclasses import dataclass
