@@ -16,24 +16,11 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
-from megatrain_jax._src.models.layers import Layer, Linear, Maker, make_norm
+from megatrain_jax._src.models.layers import Embedding, Layer, Linear, Maker, make_norm
 from megatrain_jax._src.models.moe import balancing_loss
 from megatrain_jax._src.models.rotary import rotation
 
 Integers = Integer[Array | np.ndarray, "rows length"]
-
-
-class Embedding(nnx.Module):
-    """An embedding: a row for every token."""
-
-    def __init__(self, num: int, dim: int, make: Maker):
-        """Makes the rows."""
-        self.weight = make.weight(num, dim)
-
-    def __call__(self, tokens: Integers) -> Float[Array, "rows length dim"]:
-        """Returns the rows of tokens; NaN for tokens beyond the vocabulary."""
-        rows = jnp.asarray(self.weight[...]).at[tokens]
-        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 class Decoder(nnx.Module):
@@ -68,6 +55,8 @@ class Decoder(nnx.Module):
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
+        if config.memory is not None:
+            self.memory = config.memory(config, make)
         layer = config.layer or Layer
         self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
         self.norm = make_norm(config.hidden_size, config, make)
@@ -158,8 +147,9 @@ class Decoder(nnx.Module):
         # Once for each embedding, not for each layer: it depends on positions alone.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
+        handed = [] if self.config.memory is None else [self.memory(tokens, x)]
         for layer, rope in zip(self.layers, ropes, strict=True):
-            x, tally = layer(x, rotations[rope], segments)
+            x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
         x = self.norm(x)
         if self.config.logit_scale != 1.0:
