@@ -1,4 +1,4 @@
-"""Qwen 3.5: the layers of Qwen3-Next, with projections of their own for what it has in two.
+"""Qwen3.5: the layers of Qwen3-Next, with projections of their own for what it has in two.
 
 Checkpoints have a vision tower beside the decoder. Positions of images have three numbers each;
 in a text all three are the same, so that `mrope_section` changes nothing.

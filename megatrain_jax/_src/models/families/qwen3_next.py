@@ -1,7 +1,7 @@
 """Qwen3-Next: linear attention in most layers, attention with a gate in the others.
 
 A layer of linear attention has a state in place of keys and values of all tokens (`delta_rule`).
-What its projections are called differs between this family and Qwen 3.5, which derives from it.
+What its projections are called differs between this family and Qwen3.5, which derives from it.
 """
 
 from dataclasses import dataclass
@@ -201,7 +201,7 @@ class HybridLayer(Layer):
 
 
 def common(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `DecoderConfig` that Qwen3-Next and Qwen 3.5 have in common.
+    """Returns the arguments of `DecoderConfig` that Qwen3-Next and Qwen3.5 have in common.
 
     Args:
         fields: The configuration.
