@@ -18,10 +18,12 @@ import transformers
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
-from megatrain_jax._src.cli.finetune import read
+from megatrain_jax._src.cli.finetune import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.recipe import schedule_of
+from megatrain_jax._src.cli.run_data import RunData
+from megatrain_jax._src.cli.run_data import read as read_data
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
@@ -168,6 +170,10 @@ def test_a_part_of_the_parameters_is_trained(given, tmp_path, monkeypatch, capsy
     # All others are as they were, to the bit.
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.split(".")[-2] in ("q_proj", "v_proj") for name in changed)
+
+
+def read(settings: FinetuneSettings) -> RunData:
+    return read_data(settings, lambda files, epochs: dataset(settings, files, epochs))
 
 
 def test_files_are_mixed_by_their_weights(given):

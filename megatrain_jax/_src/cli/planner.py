@@ -180,20 +180,33 @@ def config_of(model: str) -> models.DecoderConfig:
         FileNotFoundError: If there is no such file, folder or name.
         ValueError: If the architecture or an option of it isn't supported.
     """
+    return models.DecoderConfig.from_hf(config_values(model))
+
+
+def config_values(model: str) -> dict[str, Any]:
+    """The fields of the `config.json` of a model.
+
+    Args:
+        model: See `config_of`.
+
+    Raises:
+        FileNotFoundError: If there is no such file, folder or name.
+        ValueError: If the file is damaged.
+    """
     path = Path(model).expanduser()
     if path.exists():
         # A configuration may have any name, as one that was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         if (file := regular_file(folder, name)) is None:
             raise FileNotFoundError(f"there is no config.json in {path}")
-        return models.DecoderConfig.from_hf(read_json(file))
+        return read_json(file)
     if (known := known_model(model)) is None:
         near = get_close_matches(model, KNOWN_MODELS, n=3)
         hint = f"did you mean {' or '.join(near)}" if near else f"known are {_NAMES}"
         raise FileNotFoundError(
             f"`model` = {model!r} is no folder, no file and no known name; {hint}"
         )
-    return models.DecoderConfig.from_hf(known.config())
+    return known.config()
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:
