@@ -283,7 +283,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         2,
     ),
     "qwen3.5": ("Qwen3_5Text", _LINEAR | {"attention_bias": True}, 2),
-    "qwen3.5-moe": ("Qwen3_5MoeText", _MOE | _LINEAR | _SHARED, 2),
+    "qwen3.5-moe": ("Qwen3_5MoeText", _MOE | _LINEAR | _SHARED | {"linear_num_key_heads": 4}, 2),
     "qwen3.5-multimodal": (
         "Qwen3_5",
         {

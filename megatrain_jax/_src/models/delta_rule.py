@@ -54,7 +54,7 @@ class _Chunk(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What a chunk does to the state, and the state to its results.
+    """A chunk ready for the loop: its effect on the state, and the state's on its results.
 
     Attributes:
         corrections: What values become where the state is empty (..., tokens, value_dim).

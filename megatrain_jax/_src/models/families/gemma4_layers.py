@@ -37,7 +37,7 @@ Segments = Integer[Array, "rows length"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Options:
-    """What differs between layers with a window and those without.
+    """The sizes of Gemma 4 that differ between its layers.
 
     Attributes:
         local_head_dim: Width of a head in layers with a window; `head_dim` is that of the others.
@@ -61,7 +61,7 @@ class Gemma4Options:
 
 
 class Memory(NamedTuple):
-    """What is handed from layer to layer.
+    """A memory that is handed from layer to layer.
 
     Attributes:
         inputs: For each layer its own embeddings of the tokens (rows, length, inputs_dim).
