@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from megatrain_jax._src.build.bound_step import spanning
+from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.runtime.engine import Engine
@@ -23,6 +23,11 @@ def spec_of(trainer: mt.Trainer) -> RunSpec:
 def engine_of(trainer: mt.Trainer) -> Engine:
     """The engine that runs a trainer's steps."""
     return trainer._engine
+
+
+def steps_of(trainer: mt.Trainer) -> list[BoundStep]:
+    """The steps of a trainer, one of each batch shape and kind that it has met."""
+    return list(trainer._steps.values())
 
 
 def store_of(trainer: mt.Trainer) -> Store:

@@ -172,18 +172,18 @@ def _differentiate(loss: _Loss) -> Callable[..., Any]:
 
 # Apart from `_differentiate`: in one program XLA might skip rounding to the gradients' dtype.
 @lru_cache(maxsize=32)
-def _accumulate(microbatches: int) -> Callable[..., Any]:
+def _accumulate(microbatches: int, dtype: Any) -> Callable[..., Any]:
     def accumulate(sums: Any, terms: Any) -> Any:
-        terms = jax.tree.map(lambda x: x / microbatches, cast(terms, jnp.float32))
+        terms = jax.tree.map(lambda x: x / microbatches, cast(terms, dtype))
         return terms if sums is None else jax.tree.map(jnp.add, sums, terms)
 
     return plain_jit(accumulate)
 
 
 def _mean_gradients(
-    loss: _Loss, params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array
+    loss: _Loss, params: Any, variables: Any, parts: Sequence[Any], step_key: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Any, dict[str, jax.Array], Any]:
-    """Return fp32 means over the microbatches: loss, gradients, metrics; and the new variables.
+    """Return means over the microbatches: loss, gradients, metrics; and the new variables.
 
     Those are what the first microbatch gives, but for the state of random numbers, which goes on.
     """
@@ -191,7 +191,7 @@ def _mean_gradients(
     for m, part in enumerate(parts):
         rng = jax.random.fold_in(step_key, m)
         (value, (metrics, new)), grads = _differentiate(loss)(params, current, part, rng)
-        sums = _accumulate(len(parts))(sums, (value, grads, metrics))
+        sums = _accumulate(len(parts), dtype)(sums, (value, grads, metrics))
         first = new if first is None else first
         current, first = _with_random_state(variables, new), _with_random_state(first, new)
     assert sums is not None
@@ -232,7 +232,33 @@ def train_plain(
     """
     batches = list(batches)
     model = open_model(case, batches[0], seed)
-    params, variables = cast(model.params, jnp.float32), model.variables
+    return _train(case, model, optimizer, batches, microbatches, seed, compute, jnp.float32)
+
+
+def train_exact(case: Case, optimizer: Optimizer, batches: Iterable[Any]) -> PlainRun:
+    """Train as `train_plain` does, in float64 throughout, from the same initial parameters.
+
+    What it tells: how far from the truth results in fp32 may be. Of no use where random numbers
+    are drawn, as JAX draws other ones in float64.
+    """
+    batches = list(batches)
+    model = open_model(case, batches[0])
+    with jax.enable_x64(True):
+        return _train(case, model, optimizer, batches, 1, 0, jnp.float64, jnp.float64)
+
+
+def _train(
+    case: Case,
+    model: PlainModel,
+    optimizer: Optimizer,
+    batches: Sequence[Any],
+    microbatches: int,
+    seed: int,
+    compute: Any,
+    masters: Any,
+) -> PlainRun:
+    """Train an initialised model; its masters, gradients and optimizer state have one dtype."""
+    params, variables = cast(model.params, masters), model.variables
     made = optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(params)
     tx = optax.with_extra_args_support(made)
     to_compute = plain_jit(lambda params: cast(params, compute))
@@ -248,7 +274,7 @@ def train_plain(
         step_key = jax.random.fold_in(jax.random.key(seed), t)
         parts = split_batch(batch, microbatches)
         loss, grads, metrics, variables = _mean_gradients(
-            _Loss(case, model.loss), to_compute(params), variables, parts, step_key
+            _Loss(case, model.loss), to_compute(params), variables, parts, step_key, masters
         )
         if t == 0:
             first_grads = _to_host(grads)

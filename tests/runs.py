@@ -132,6 +132,22 @@ def check_close(actual: Any, expected: Any, tolerance: float, what: str) -> None
         )
 
 
+def check_as_near(actual: Any, plain: Any, exact: Any, tolerance: float, what: str) -> None:
+    """Checks that no leaf is farther from float64 than plain fp32 is, but for a tolerance.
+
+    It is relative to each leaf's largest value.
+    """
+    ours, theirs, true = map(jax.tree_util.tree_leaves_with_path, (actual, plain, exact))
+    assert [p for p, _ in ours] == [p for p, _ in theirs] == [p for p, _ in true]
+    for (path, a), (_, b), (_, e) in zip(ours, theirs, true, strict=True):
+        a, b, e = (np.asarray(x, np.float64) for x in (a, b, e))
+        allowed = np.abs(b - e).max(initial=0) + tolerance * np.abs(e).max(initial=0)
+        error = np.abs(a - e).max(initial=0)
+        assert error <= allowed, (
+            f"{what} {jax.tree_util.keystr(path)}: off by {error:.3g}, {allowed:.3g} are allowed"
+        )
+
+
 def check_same_bits(actual: Any, expected: Any) -> None:
     """Checks that two trees are equal bit for bit."""
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -12,6 +12,7 @@ from optax import contrib
 from orbax.checkpoint import v1
 
 import megatrain_jax as mt
+from inside import spec_of
 from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.checkpoint.contents import entries_of, flat
 from megatrain_jax._src.checkpoint.forms import coding_of, decoded
@@ -64,7 +65,7 @@ def test_streamed_resident_and_resumed_are_the_same_bits(tmp_path, case, optimiz
     batches = [case.batch(seed) for seed in range(NUM_STEPS)]
     streamed = make_trainer(case, optimizer, setting)
     reference = train(streamed, batches, gradients=False)
-    workload = streamed._spec.first.workload
+    workload = spec_of(streamed).first.workload
     resident = make_trainer(case, optimizer, setting, 10 * all_resident_bytes(workload))
     runs = [train(resident, batches, gradients=False)]
     half = make_trainer(case, optimizer, setting)
@@ -145,7 +146,8 @@ def test_codes_are_for_matrices_by_default():
             lambda: Model(nnx.Rngs(0)), loss_fn,
             optimizer, {"x": np.zeros((2, 4), int)}, precision=precision, progress=False,
         )  # fmt: skip
-        return trainer, coding_of(trainer._spec, entries_of(trainer._spec))
+        spec = spec_of(trainer)
+        return trainer, coding_of(spec, entries_of(spec))
 
     adam, muon = optax.adamw(1e-3), contrib.muon(1e-3)
     trainer, coded = codes(mt.Precision.compact(), adam)

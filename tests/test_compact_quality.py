@@ -23,6 +23,7 @@ from record import Origin
 from tokenizers import decoders
 
 import megatrain_jax as mt
+from inside import spec_of
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.forms import coding_of
 
@@ -169,7 +170,7 @@ def test_the_last_row_of_a_vocabulary_codes_embeddings_and_no_norms():
             one_run.optimizer(setting, SIZES), batch, progress=False,
             precision=mt.Precision(compute=jnp.float32, **setting.held),
         )  # fmt: skip
-        coded.append(coding_of(trainer._spec, entries_of(trainer._spec)))
+        coded.append(coding_of(spec_of(trainer), entries_of(spec_of(trainer))))
     usual, too = coded
     moments = [f"opt_state/1/0/{moment}" for moment in ("mu", "nu")]
     assert set(too) - set(usual) == {f"{m}/embedding/embedding/value" for m in moments}

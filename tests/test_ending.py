@@ -25,11 +25,11 @@ from megatrain_jax._src.checkpoint import folder, manifest
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.interrupt import Signals
-from poison import poisoned
+from poison import WIDTH, batch, loss_fn, poisoned
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
-WIDTH, EXAMPLES, STEPS = 6, 4, 8
+STEPS = 8
 
 
 class Net(nnx.Module):
@@ -43,22 +43,6 @@ class Net(nnx.Module):
     def __call__(self, x, poison):
         x = x + nnx.relu(self.blocks[0](x))
         return self.blocks[1](poisoned(self.drop(self.norm(x)), poison))
-
-
-def loss_fn(model, batch):
-    return ((model(batch["x"], batch["poison"]) - batch["y"][:, None]) ** 2).mean()
-
-
-def batch(seed, **changes):
-    rng = np.random.default_rng(seed)
-    made = {
-        "x": rng.normal(size=(EXAMPLES, WIDTH)).astype(np.float32),
-        "y": rng.normal(size=EXAMPLES).astype(np.float32),
-        "poison": np.ones(EXAMPLES, np.float32),
-    }
-    for name, value in changes.items():
-        made[name][0] = value
-    return made
 
 
 BATCHES = [batch(seed) for seed in range(STEPS)]

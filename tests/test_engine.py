@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inside import engine_of, spec_of, store_of
+from inside import engine_of, spec_of, steps_of, store_of
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
@@ -240,7 +240,7 @@ def test_a_shape_with_another_schedule_starts_from_rest(optimizer):
         losses.append(apart.read(apart.step(batch))["loss"])
         apart.flush()
     run = train(together, batches, gradients=False)
-    stays = [step.schedule.resident for step in together._steps.values()]
+    stays = [step.schedule.resident for step in steps_of(together)]
     assert len(stays) == 2 and stays[0] != stays[1]
     assert list(run.losses) == losses
     check_same_bits(run.params, apart.params)

@@ -9,10 +9,11 @@ import pytest
 
 from inside import spec_of
 from optimizers import OPTIMIZERS, SIGN_LIKE
-from oracle import train_plain
+from oracle import train_exact, train_plain
 from runs import (
     NUM_STEPS,
     SLOW,
+    check_as_near,
     check_close,
     check_first_gradients,
     check_same_bits,
@@ -26,6 +27,9 @@ from zoo import CASES
 
 TOLERANCE = 2e-6
 LOSS_TOLERANCE = 1e-6
+# After five steps of Adam, plain fp32 is itself up to 1.1e-5 from float64 in a second moment, and
+# two programs that differ in rounding alone are up to 4.1e-6 from each other.
+ILL_CONDITIONED = {"sliced_towers"}
 
 
 # Every number of microbatches, with updates at once and deferred.
@@ -76,9 +80,20 @@ def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
     run = train(trainer, batches)
     check_close(run.first_grads, plain.first_grads, TOLERANCE, "gradient")
     np.testing.assert_allclose(run.losses, plain.losses, rtol=LOSS_TOLERANCE)
-    check_close(run.params, plain.params, TOLERANCE, "parameter")
     # A second moment has twice the relative error of its gradient.
-    check_close(run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state")
+    rows = [
+        (run.params, plain.params, TOLERANCE, "parameter"),
+        (run.opt_state[1], plain.opt_state, 2 * TOLERANCE, "optimizer state"),
+    ]
+    if name in ILL_CONDITIONED:
+        exact = train_exact(case, OPTIMIZERS[optimizer], batches)
+        for (ours, theirs, tolerance, what), true in zip(
+            rows, (exact.params, exact.opt_state), strict=True
+        ):
+            check_as_near(ours, theirs, true, tolerance, what)
+    else:
+        for row in rows:
+            check_close(*row)
     check_close(variables_of(trainer.model), plain.variables, TOLERANCE, "variable")
     for ours, theirs in zip(run.metrics, plain.metrics, strict=True):
         for key, value in theirs.items():

@@ -55,6 +55,7 @@ import json, os, sys, threading, time
 import jax, numpy as np, optax
 from flax import nnx
 import megatrain_jax as mt
+from inside import spec_of
 from megatrain_jax._src.common.keys import LASTING
 
 def rss():
@@ -89,7 +90,7 @@ def watched(function, *args):
 
 trainer = mt.Trainer(lambda: Model(nnx.Rngs(0)), loss_fn, optax.adamw(1e-3),
                      {"x": np.ones((2, 4096), np.float32)})
-sizes = trainer._spec.first.workload.sizes
+sizes = spec_of(trainer).first.workload.sizes
 path = sys.argv[1] + "/large"
 result = {
     "state": trainer.plan.host_bytes,
@@ -103,7 +104,7 @@ print(json.dumps(result))
 
 def run(script: str, folder: Path):
     """Runs a script in a process of its own, as memory and files are the process's."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
     command = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
     return json.loads(out.splitlines()[-1])

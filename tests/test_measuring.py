@@ -24,7 +24,7 @@ import record
 import small_gpu
 import updates
 from flax import nnx
-from timing import MIN_STEPS, Work, time_steps
+from timing import MIN_STEPS, Work, time_long_steps, time_steps
 
 from inside import engine_of, store_of
 from megatrain_jax import models
@@ -99,6 +99,20 @@ def test_a_step_is_timed_with_its_update_and_without_the_way_to_the_device(seed,
     assert not all(reads)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_of_minutes_are_timed_with_the_update_of_the_step_before(seed):
+    rng = random.Random(seed)
+    machine, num_steps = Machine(rng, ahead=True), rng.randint(1, 3)
+    times = time_long_steps(machine.work(), num_steps, clock=machine.clock)
+    cost = machine.dispatch + machine.step + machine.update
+    assert times.intervals == pytest.approx([cost] * num_steps)
+    assert len(times.losses) == num_steps + 1
+    spread = times.figures()["stdev_seconds_per_step"]
+    assert spread is None if num_steps == 1 else spread == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        time_long_steps(machine.work(), 0)
+
+
 def test_too_few_steps_are_no_mean():
     with pytest.raises(ValueError, match="at least 8, not 7"):
         time_steps(Machine(random.Random(0), ahead=True).work(), 7)
@@ -127,6 +141,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
         devices=1,
         loss="own",
         steps=MIN_STEPS,
+        timed="drained",
         profile=None,
         master="float32",
         state="float32",

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.wide_attention import in_pieces, is_wide
 from megatrain_jax.models import attention
 from test_models_attention import defined
 
@@ -63,3 +65,56 @@ def test_packed_documents_take_little_memory(options):
     assert analysis is not None
     # The scores of all pairs would be 16 GiB in fp32.
     assert analysis.temp_size_in_bytes < 2 * 2**30
+
+
+LONG_CASES = {
+    "all": (602_112, {}),
+    "window": (1_048_576, {"window": 1024}),
+    "packed": (524_288, {"segments": 100_000}),
+}
+
+
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_more_elements_than_32_bits_count(case):
+    length, options = LONG_CASES[case]
+    heads, kv_heads, head_dim, few = 28, 4, 128, 32
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (
+        jax.random.normal(key, (1, length, n, head_dim), jnp.bfloat16)
+        for key, n in zip(keys[:3], (heads, kv_heads, kv_heads), strict=True)
+    )
+    if size := options.get("segments"):
+        options = {"segments": jnp.arange(length)[None] // size}
+    # The first and the last queries tell all about keys and values, and are few to compute plainly.
+    rows = np.r_[:few, length - few : length]
+    weights = jax.random.normal(keys[3], (1, 2 * few, heads, head_dim), jnp.float32)
+
+    def ours(q, k, v):
+        out = attention(q, k, v, **options)[:, rows]
+        return jnp.sum(out.astype(jnp.float32) * weights), out
+
+    def plainly(q, k, v):
+        there = jnp.arange(length)
+        seen = there <= rows[:, None]
+        if window := options.get("window"):
+            seen &= there > rows[:, None] - window
+        if "segments" in options:
+            owner = options["segments"][0]
+            seen &= owner == owner[rows][:, None]
+        grouped = q.reshape(1, len(rows), kv_heads, -1, head_dim)
+        scores = jnp.einsum("bmkgh,bnkh->bkgmn", grouped, k) / head_dim**0.5
+        scores = jnp.where(seen, scores, -jnp.inf)
+        out = jnp.einsum("bkgmn,bnkh->bmkgh", jax.nn.softmax(scores), v).reshape(q.shape)
+        return jnp.sum(out * weights), out
+
+    traced = jx.trace(jax.grad(ours, (0, 1, 2), has_aux=True), q, k, v)
+    assert is_wide(traced.jaxpr)
+    narrow = jax.jit(lambda *args: in_pieces(traced.jaxpr, (), [*traced.consts, *args], 1))
+    gradients, out = jax.tree.unflatten(traced.out_tree, narrow(q, k, v))
+    found = jax.device_get((gradients[0][:, rows], *gradients[1:], out))
+    assert not jnp.any(gradients[0][:, few:-few])
+    del gradients, out
+    wide = [x.astype(jnp.float32) for x in (q[:, rows], k, v)]
+    exact, exact_out = jax.jit(jax.grad(plainly, (0, 1, 2), has_aux=True))(*wide)
+    for a, b in zip(found, (*exact, exact_out), strict=True):
+        assert np.abs(a.astype(np.float32) - b).max() < 0.03 * np.abs(b).max()

@@ -10,11 +10,10 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from poison import poisoned
+from poison import EXAMPLES, WIDTH, batch, loss_fn, poisoned
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
-WIDTH, EXAMPLES = 8, 4
 
 
 class Normed(nnx.Module):
@@ -29,22 +28,6 @@ class Normed(nnx.Module):
         for layer in self.layers[:2]:
             x = x + nnx.relu(layer(x))
         return self.layers[2](poisoned(self.drop(self.norm(x)), poison))
-
-
-def loss_fn(model, batch):
-    return ((model(batch["x"], batch["poison"]) - batch["y"][:, None]) ** 2).mean()
-
-
-def batch(seed, **changes):
-    rng = np.random.default_rng(seed)
-    made = {
-        "x": rng.normal(size=(EXAMPLES, WIDTH)).astype(np.float32),
-        "y": rng.normal(size=EXAMPLES).astype(np.float32),
-        "poison": np.ones(EXAMPLES, np.float32),
-    }
-    for name, value in changes.items():
-        made[name][0] = value
-    return made
 
 
 OPTIMIZERS = {

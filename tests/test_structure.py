@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: which room imports which, and that all stays small."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_schedules_need_nothing_but_the_standard_library():
 
 @pytest.mark.parametrize("room", ["data", "models", "callbacks", "cli"])
 def test_what_is_built_on_the_library_uses_its_public_names(room: str):
-    for path in (SOURCES / room).glob("*.py"):
+    for path in (SOURCES / room).rglob("*.py"):
         rooms = {room_of(file) for file in imported(path)}
         assert rooms <= {room, "common", "losses"}, path
 
@@ -99,3 +100,38 @@ def test_files_and_functions_stay_small(path: Path):
             body = node.body[bool(ast.get_docstring(node)) :] or node.body
             lines = (body[-1].end_lineno or 0) - body[0].lineno + 1
             assert lines <= MOST_LINES_OF_A_FUNCTION, node.name
+
+
+def test_one_file_of_the_tests_knows_where_a_trainer_keeps_its_parts():
+    """The others read public views, or test a part by itself."""
+    parts = {"_engine", "_spec", "_steps", "_store", "_training"}
+    found = set()
+    for path in Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in parts:
+                found.add(path.name)
+    assert found == {"inside.py"}
+
+
+def test_no_two_classes_have_one_name():
+    """A word is for one thing."""
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, count in names.items() if count > 1}
+
+
+def test_docstrings_begin_with_the_noun():
+    """What a thing is comes first: `Bytes of a value`, not `How many bytes it has`."""
+    riddles = ("What ", "How ", "Where ", "When ", "Which ", "Who ", "Of ", "By ", "For ")
+    found = [
+        f"{short(path)}:{getattr(node, 'lineno', 1)}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and (ast.get_docstring(node) or "").startswith(riddles)
+    ]
+    assert not found

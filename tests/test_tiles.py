@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from inside import divide, on_one_device, spec_of
+from inside import divide, on_one_device, spec_of, steps_of
 from megatrain_jax import models
 from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.build.step_kernels import compile_ahead
@@ -158,7 +158,7 @@ def test_stages_get_the_tiles_that_the_device_has_room_for(monkeypatch):
     np.testing.assert_allclose(
         trainer.evaluate(longer)["loss"], whole.evaluate(longer)["loss"], rtol=1e-4
     )
-    steps = [step for step in trainer._steps.values() if step is not spec_of(trainer).first]
+    steps = [step for step in steps_of(trainer) if step is not spec_of(trainer).first]
     assert any(bound.tiles for bound in steps[0].stages)
 
     on_a_device_of(monkeypatch, fixed)

@@ -6,7 +6,7 @@ from jax.extend.core import jaxpr_as_fun
 from megatrain_jax._src.program.tiling.axes import Label
 from megatrain_jax._src.program.tiling.flow import flow_of
 from megatrain_jax._src.program.tiling.labels import Carrier, chosen
-from megatrain_jax._src.program.tiling.order import Loop, ordered
+from megatrain_jax._src.program.tiling.order import TileLoop, ordered
 from megatrain_jax._src.program.tiling.tiled import Tiled, tiled
 from runs import check_close
 
@@ -56,7 +56,7 @@ def all_divisions(jaxpr, num_tiles):
 
 
 def loops_of(division):
-    return [step for step in division.steps if isinstance(step, Loop)]
+    return [step for step in division.steps if isinstance(step, TileLoop)]
 
 
 def in_loops(division):

@@ -29,6 +29,8 @@ from file_list import RESULTS, ROOT, check_list, write_list
 from timing import MIN_STEPS
 
 EARLY = "before the protocol"
+# Seconds from which a step is timed alone: what a clock and Python take of it is nothing then.
+_LONG_STEP = 20.0
 
 _LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
 _NUMBER = re.compile(
@@ -228,7 +230,8 @@ def _source(page: Page, cell: str) -> tuple[Path, str] | None:
 def _too_few_steps(path: Path) -> list[str]:
     result = figures.read(path)
     steps = figures.num_measured_steps(result)
-    if figures.is_early(result) or not steps or steps >= MIN_STEPS:
+    is_long = (figures.seconds_per_step(result) or 0) >= _LONG_STEP
+    if figures.is_early(result) or not steps or steps >= MIN_STEPS or is_long:
         return []
     return [f"{path.name} is the mean of {steps} steps, fewer than {MIN_STEPS}"]
 

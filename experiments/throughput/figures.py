@@ -265,6 +265,8 @@ COLUMNS = {
     "of one GPU": _column("{:.2f}", "of_one_gpu"),
     "parameters": _column("{:,d}", "num_parameters"),
     "tokens": _column("{:,d}", "tokens"),
+    "tokens a step": _column("{:,d}", "tokens_per_step"),
+    "layers": _column("{:d}", "sizes.num_layers"),
     "temporaries": _column("{:.1f} GiB", "temporary_gib"),
     "peak device memory": _column("{:.1f} GiB", "peak_device_gib"),
     "reserved": _column("{:.1f} GiB", "peak_device_gib_reserved"),

@@ -6,13 +6,13 @@ the figures depend on.
 """
 
 import argparse
+import dataclasses
 import gc
 import os
 import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from machine import (
 )
 from record import add_origin_options, find_origin, write
 from shapes import Shape, add_shape_options, chosen_shape
-from timing import MIN_STEPS, Times, Work, time_steps
+from timing import MIN_STEPS, Times, Work, time_long_steps, time_steps
 
 import megatrain_jax as mt
 from megatrain_jax._src.build import bound_step as steps
@@ -55,17 +55,22 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     trainer = make_trainer(args, shape)
     prepared, peak_of_start = time.perf_counter(), peak_device_gib()
     print(trainer.plan, flush=True)
-    losses = [trainer.read(trainer.step(next(batches)))["loss"]]
-    first_over, since_process_start = time.perf_counter(), process_seconds()
-    work = Work(
-        begin=lambda: trainer.step(next(batches)),
-        finish=lambda metrics: trainer.read(metrics)["loss"],
-        drain=trainer.flush,
-    )
-    losses += [work.finish(work.begin()) for _ in range(_WARM_UP_STEPS - 1)]
-    times = time_steps(work, args.steps)
-    dispatch = dispatch_seconds(trainer, [next(batches) for _ in range(3)])
-    trainer.flush()
+    ends: list[tuple[float, float]] = []
+
+    def finish(metrics: Any) -> float:
+        loss = trainer.read(metrics)["loss"]
+        ends.append((time.perf_counter(), process_seconds()))
+        return loss
+
+    work = Work(begin=lambda: trainer.step(next(batches)), finish=finish, drain=trainer.flush)
+    losses, dispatch = [], None
+    if args.timed == "ends":
+        times = time_long_steps(work, args.steps)
+    else:
+        losses = [finish(work.begin()) for _ in range(_WARM_UP_STEPS)]
+        times = time_steps(work, args.steps)
+        dispatch = dispatch_seconds(trainer, [next(batches) for _ in range(3)])
+        trainer.flush()
     if args.profile is not None:
         with jax.profiler.trace(args.profile):
             work.finish([work.begin() for _ in range(2)][-1])
@@ -79,8 +84,8 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "peak_device_gib_of_start": peak_of_start,
         "peak_host_gib": peak_host_gib(),
         "seconds_to_prepare": prepared - start,
-        "seconds_of_first_step": first_over - prepared,
-        "seconds_from_process_start_to_first_step": since_process_start,
+        "seconds_of_first_step": ends[0][0] - prepared,
+        "seconds_from_process_start_to_first_step": ends[0][1],
         "losses": losses + times.losses,
     }
 
@@ -136,6 +141,9 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "num_stages": plan.num_stages,
         "planned_tflop_per_step": plan.flops_per_step / 1e12,
         "num_devices": plan.num_devices,
+        "tiles": [dataclasses.asdict(row) for row in plan.tiles],
+        "keeps_costliest": plan.keeps_costliest,
+        "stages_computed_again": plan.num_again,
     }
 
 
@@ -225,6 +233,13 @@ def parse_arguments() -> argparse.Namespace:
         help="be one of so many processes with a GPU each; the first one writes the result",
     )
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
+    parser.add_argument(
+        "--timed",
+        choices=("drained", "ends"),
+        default="drained",
+        help="by runs from a drained state to one; or, for steps of minutes, from end to end, with "
+        "no warm-up",
+    )
     parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/measure.json"))
     add_origin_options(parser)
@@ -250,7 +265,7 @@ def main() -> None:
     result = {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "shape": args.shape,
-        "sizes": asdict(shape),
+        "sizes": dataclasses.asdict(shape),
         "device_budget": args.device_budget,
         "clip": args.clip,
         "microbatches": args.microbatches,

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 MIN_STEPS = 8
@@ -61,10 +62,11 @@ class Times:
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures of a step's time for a result file."""
+        spread = statistics.stdev(self.intervals) if len(self.intervals) > 1 else None
         return {
             "num_measured_steps": len(self.intervals),
             "mean_seconds_per_step": self.mean,
-            "stdev_seconds_per_step": statistics.stdev(self.intervals),
+            "stdev_seconds_per_step": spread,
             "seconds_of_steps": self.intervals,
             "seconds_of_drained_runs": {str(steps): s for steps, s in self.runs.items()},
         }
@@ -111,6 +113,41 @@ def time_steps(
         intervals=[end - start for start, end in pairs],
         runs={len(run.ends): run.seconds for run in (short, long)},
         losses=[loss for run in (*shorts, long) for loss in run.losses],
+    )
+
+
+def time_long_steps(work: Work, num_steps: int, *, clock: Clock = time.perf_counter) -> Times:
+    """Times steps of minutes, each from the end of one to the end of the next.
+
+    None is begun before the one before it is over, which costs a step what little of it could have
+    been overlapped. The first step begins at rest and has no update to apply; each one after it
+    applies that of the step before, as in a long run, and is timed. For example, with steps of 35 s
+    whose updates take 1 s more, and 3 s to bring the state, steps end after 38, 74 and 110 s: two
+    intervals of 36 s. Nothing warms up: what is compiled late is in the first interval.
+
+    Args:
+        work: The steps to time; `finish` waits for all of a step.
+        num_steps: Number of steps that the mean is of; one more is run.
+        clock: Tells seconds.
+
+    Raises:
+        ValueError: If there is no step to time.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, not {num_steps}")
+    losses, ends = [], []
+    cpu_start, start = time.thread_time(), clock()
+    for _ in range(num_steps + 1):
+        losses.append(work.finish(work.begin()))
+        ends.append(clock())
+    work.drain()
+    intervals = [end - before for before, end in pairwise(ends)]
+    return Times(
+        mean=statistics.mean(intervals),
+        driver_cpu=(time.thread_time() - cpu_start) / (num_steps + 1),
+        intervals=intervals,
+        runs={num_steps + 1: clock() - start},
+        losses=losses,
     )
 
 

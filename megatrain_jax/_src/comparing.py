@@ -107,6 +107,7 @@ def _named(argument: str, values: Any) -> dict[str, Any]:
     allowed = "a mapping from names to values, or a sequence of machines, numbers or strings"
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(checks.refused(argument, allowed, values))
+    # A batch or an optimizer has no name that would tell it from others in a table.
     pairs = [*values.items()] if isinstance(values, Mapping) else [(_name(v), v) for v in values]
     if not pairs:
         raise ValueError(f"`{argument}` is empty")

@@ -122,10 +122,13 @@ def fit(
     processes = placed_on(run.mesh).processes
     with _series(loop, processes) as series:
         source = Source(data)
+        # Drawn before anything is made: its shapes decide on all that follows, and it is trained
+        # on.
         sample = _first_batch(source, run.microbatches, run.num_devices // processes.count)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
+        # Nothing here holds them while the run lasts: they may be as large as the model.
         del params
         with handed_over(trainer):
             batches: Iterator[Any] = chain([sample], source)
@@ -137,6 +140,7 @@ def fit(
                 if shown:
                     tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
                 source.go_to(own_position(facts["data"], processes), shown)
+                # The sample was the data's first batch, which the run has already trained on then.
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
             return call.train(batches, loop, series)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.report.curves import draw_curves, is_number
+from megatrain_jax._src.common.records import is_number
+from megatrain_jax._src.report.curves import draw_curves
 from megatrain_jax._src.report.run_view import record_cells
 from megatrain_jax._src.report.table import (
     aligned,
@@ -86,6 +87,7 @@ class History(list[dict[str, Any]]):
         """
         names = [metrics] if isinstance(metrics, str) else _names(metrics)
         log, smooth = checks.boolean("log", log), checks.integer("smooth", smooth)
+        # In the order in which they appear; a callback's texts among them are no metrics.
         known = list(dict.fromkeys(n for r in self for n, v in r.items() if is_number(v)))
         for name in names:
             if self and name not in known:

@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Shaped
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.losses import (
     REAL,
-    Options,
+    LossOptions,
     array_of,
     checked_arrays,
     chunked,
@@ -62,7 +62,7 @@ def log_probabilities(
         [[-3.912..., -3.912..., 0.0]]
     """
     hidden, head, labels = checked_arrays(hidden, head, labels)
-    options = Options(
+    options = LossOptions(
         checks.integer("chunk", chunk),
         0.0,
         None if softcap is None else checks.number("softcap", softcap, above=0),
@@ -140,7 +140,7 @@ def dpo(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logs(
-    options: Options,
+    options: LossOptions,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocabulary width"],
     labels: Integer[Array, " tokens"],
@@ -160,15 +160,16 @@ def _logs(
     return jnp.where(labels < 0, 0, beyond)
 
 
-def _forward(options: Options, hidden, head, labels):
+def _forward(options: LossOptions, hidden, head, labels):
     return _logs(options, hidden, head, labels), (hidden, head, labels)
 
 
-def _backward(options: Options, saved, cotangent):
+def _backward(options: LossOptions, saved, cotangent):
     """The gradients: a token's `log p` is minus its loss, weighed by what comes back to it."""
     hidden, head, labels = saved
     weights = jnp.where(labels < 0, 0, -cotangent)
     weights = jnp.where((labels >= head.shape[0]) & (weights != 0), jnp.nan, weights)
+    # A cotangent for each token, so the gradients can't be taken in the forward as `_sum` does.
     _, (by_hidden, by_head, _) = sum_and_gradients(options, hidden, head, labels, weights)
     return by_hidden, by_head, None
 

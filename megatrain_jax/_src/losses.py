@@ -20,7 +20,7 @@ from megatrain_jax._src.common.sharing import num_sharing
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """The options of `next_token` that are fixed when it is traced."""
 
     chunk: int
@@ -87,7 +87,7 @@ def next_token(
         count = array_of("count", count, "real numbers", *REAL)
         if count.shape:
             raise ValueError(f"`count` must be a scalar, but has shape {count.shape}")
-    options = Options(
+    options = LossOptions(
         checks.integer("chunk", chunk),
         checks.number("z_loss", z_loss, least=0),
         None if softcap is None else checks.number("softcap", softcap, above=0),
@@ -175,7 +175,7 @@ def array_of(name: str, value: Any, what: str, *kinds: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    options: Options,
+    options: LossOptions,
     hidden: Float[Array, "tokens width"],
     head: Float[Array, "vocabulary width"],
     labels: Integer[Array, " tokens"],
@@ -193,7 +193,7 @@ def _sum(
     return of_parts(options.parts, sum_part, hidden, labels, weights).sum()
 
 
-def sum_and_gradients(options: Options, hidden, head, labels, weights):
+def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
     """The forward of `_sum`: its result, and the gradients by `hidden` and `head`.
 
     A chunk's logits are made once, and read while they are there:
@@ -240,9 +240,10 @@ def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "t
     return jax.vmap(function)(*(x.reshape(parts, -1, *x.shape[1:]) for x in arrays))
 
 
-def _backward(_: Options, gradients, cotangent):
+def _backward(_: LossOptions, gradients, cotangent):
     """The backward of `_sum`: scales the gradients that its forward has taken."""
     hidden, head, labels = gradients
+    # Gradients are linear in the cotangent, which is one number: the forward could take them for 1.
     scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
     return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
 
@@ -258,6 +259,7 @@ def chunked(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
     """
     size = arrays[0].shape[0]
     count = max(1, -(-size // chunk))
+    # Chunks of equal size: the last one is short of a few tokens, not nearly empty.
     rows = -(-size // count)
     missing = count * rows - size
     if missing:
@@ -284,7 +286,7 @@ class LabelLogits(NamedTuple):
 
 
 def label_logits(
-    options: Options,
+    options: LossOptions,
     head: Float[Array, "vocabulary width"],
     hidden: Float[Array, "chunk width"],
     labels: Integer[Array, " chunk"],
@@ -296,13 +298,14 @@ def label_logits(
         tanh = jnp.tanh(logits / options.softcap)
         logits, slope = options.softcap * tanh, 1 - tanh * tanh
     log_sum = jax.nn.logsumexp(logits, axis=-1)
+    # A comparison instead of a gather: it is fused with what reads the logits anyway.
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
     of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
     return LabelLogits(logits, slope, is_label, of_label, log_sum)
 
 
 def _chunk(
-    options: Options,
+    options: LossOptions,
     head: Float[Array, "vocabulary width"],
     hidden: Float[Array, "chunk width"],
     labels: Integer[Array, " chunk"],

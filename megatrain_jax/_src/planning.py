@@ -83,6 +83,7 @@ def plan(
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
     check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
+    # Whatever mesh is given, on however many axes: a run divides everything over all devices.
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     machine, widest_heads = run.machine, None
     # The library's own attention goes by the GPU that it is traced on; here that may be none.

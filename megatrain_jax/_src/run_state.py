@@ -244,12 +244,15 @@ class RunState:
         entries = entries_of(self._spec)
         facts, others = check(path, self._spec, entries)
         training = self._training
+        # A state that is lost can't be brought to rest, and need not be.
         if training.lost is None:
             training.settle_all()
             self.flush()
         placement = self._store.placement
         what = "restoring", self._spec, placement, self._progress
         with deferred_interrupt(), placement.outside_meshes(), group_bar(*what) as bar:
+            # Said before and taken back after: whatever interrupts what lies between, the state is
+            # known to be lost.
             training.lose(f"{path} could not be restored to its end")
             self._engine.abandon()
             known = facts.get("arrays")

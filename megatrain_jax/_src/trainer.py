@@ -113,6 +113,7 @@ class Trainer(RunState):
         num_devices = len(placement.local_devices)
         check_batch(sample_batch, run.microbatches, "sample_batch", num_devices, or_shapes=True)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
+        # What isn't part of the run may go: the caller may have given up its own reference, too.
         del model
         adapted.check_batch(sample_batch)
         sample = joined_shapes(sample_batch, placement.processes.count)
@@ -168,6 +169,7 @@ class Trainer(RunState):
         self._training.check_whole()
         self.check_batch(batch)
         step = self._bound_step(batch, train=True, loss_fn=self._spec.loss_fn)
+        # Steps queue on the device without bound otherwise, each with its batch.
         self._training.wait_for_room()
         placement, where = self._store.placement, f"training step {self.num_steps + 1}"
         with deferred_interrupt(), placement.outside_meshes():
@@ -267,6 +269,7 @@ class Trainer(RunState):
 
     def _bound_step(self, batch, *, train: bool, loss_fn) -> BoundStep:
         shapes = joined_shapes(batch, self._store.placement.processes.count)
+        # Losses are compared as functions: another one, of equal code, is cut again.
         key = (batch_key(shapes), train, loss_fn)
         if key not in self._steps:
             with self._store.placement.outside_meshes():

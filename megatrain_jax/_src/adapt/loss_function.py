@@ -93,6 +93,7 @@ def checked_result(
 def _as_number(value: Any) -> jax.Array | None:
     if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float):
         return None
+    # Of Python's numbers, too: they are as good a loss as arrays.
     dtype = jnp.result_type(value)
     is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
     return jnp.asarray(value) if is_real else None

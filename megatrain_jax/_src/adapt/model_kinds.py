@@ -233,6 +233,7 @@ def linen_parts(
     """
     # Initialised by the loss itself, so that no other call has to be made up for a sample batch.
     initialise = linen.init(loss_fn, module, mutable=True)
+    # Without boxes of metadata (sharding, names), which are the user's own and hold no numbers.
     collections = _plain(initialise(key, *args))
     params = collections.pop("params", {})
     state = {
@@ -300,6 +301,7 @@ def _pytree_parts(model: Any) -> Parts:
     kept = [_is_array(leaf) and not t for leaf, t in zip(leaves, trained, strict=True)]
     _check_kept([item for item, is_kept in zip(flat, kept, strict=True) if is_kept])
     arrays = [t or k for t, k in zip(trained, kept, strict=True)]
+    # Functions and numbers of the tree stay in the shell, as Equinox's modules have them.
     static = [None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True)]
 
     def only(chosen: Sequence[bool]) -> Any:

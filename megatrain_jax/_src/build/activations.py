@@ -66,6 +66,8 @@ def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> fr
         for s, stage in enumerate(stages)
         if stage.is_block and workload.backward[s] and not fires(stage.jaxpr)
     ]
+    # Every `span`-th block hands its output to the host, the ones between hand it on and forget it.
+    # A span of 1 leaves nothing out, and only keeps residuals from waiting.
     again = {s for position, s in enumerate(pure) if (position + 1) % span}
     # The last stage's backward follows its forward at once: what is just before it is there.
     at = max((s for s, backward in enumerate(workload.backward) if backward), default=0)
@@ -79,7 +81,7 @@ def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> fr
 def last_read_by_task(
     instructions: Sequence[Instruction], stages: Sequence[Stage], program: Program
 ) -> dict[int, tuple[int, ...]]:
-    """By task with a stage, ids of the values that nothing reads after its stage."""
+    """Ids of the values that nothing reads after a stage, by the task that the stage is in."""
     computing = [
         (i.task, i.op, stages[i.stage])
         for i in instructions
@@ -89,6 +91,7 @@ def last_read_by_task(
         [stage.inputs for _, _, stage in computing],
         [stage.outputs if op is Op.FORWARD else () for _, op, stage in computing],
     )
+    # The step's end reads its outputs, the loss and new variables: no stage drops them.
     passing = {i for stage in stages for i in stage.inputs}.difference(program.outputs)
     rows = zip(computing, found, strict=True)
     return {task: tuple(i for i in ids if i in passing) for (task, *_), ids in rows}

@@ -87,6 +87,7 @@ def check_like(batch: Any, sample: Any) -> None:
             "the batch is built differently from the first one: "
             f"missing: {', '.join(missing) or 'nothing'}; new: {', '.join(added) or 'nothing'}"
         )
+    # Equal paths may still be of other containers: a tuple where the first batch had a list.
     structure, expected = jax.tree.structure(batch), jax.tree.structure(sample)
     if structure != expected:
         raise ValueError(f"the batch has the structure {structure}, but the first had {expected}")
@@ -106,7 +107,10 @@ def batch_size(batch: Any) -> tuple[int, str]:
     """
     leaves = jax.tree.leaves(batch)
     tokens = [
-        leaf.size for leaf in leaves if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+        # Labels have one axis, images three or four: integers of two are tokens, as a rule.
+        leaf.size
+        for leaf in leaves
+        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
     return (max(tokens), "tokens") if tokens else (leaves[0].shape[0], "examples")
 
@@ -123,6 +127,7 @@ def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:
             f"a batch must be a pytree of NumPy or JAX arrays, but {name} is of type "
             f"{type(leaf).__name__}; convert a list with np.asarray; {_SCALAR}"
         )
+    # Random keys are of extended dtypes.
     known = (np.number, np.bool_, jax.dtypes.extended)
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in known):
         raise TypeError(

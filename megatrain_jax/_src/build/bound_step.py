@@ -72,7 +72,7 @@ class BoundStep:
 
     @functools.cached_property
     def gradient_dtypes(self) -> Mapping[int, str]:
-        """By group, the dtype of its gradient; fp32 for zeros, where no backward computes one."""
+        """Dtype of each group's gradient; fp32 for zeros, where no backward computes one."""
         dtypes = {g: "float32" for g in range(len(self.workload.sizes))}
         for bound in self.stages:
             if bound.mode is not None:
@@ -105,7 +105,7 @@ class BoundStep:
 
     @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
-        """By number of a variable of the model, the id of its new value, if a stage computes it.
+        """Ids of new values that stages compute, by the number of the model's variable.
 
         The others' new values are known after the prologue.
         """
@@ -188,6 +188,8 @@ def bind_step(
     if training and span is not None:
         workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
     lean = None
+    # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
+    # or the costliest of many.
     if any(kept := [b.lean for b in bound]):
         costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
         lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)

@@ -33,9 +33,6 @@ from megatrain_jax._src.state.placement import Placement
 # Share of the device's memory that an automatic budget leaves to the allocator's gaps, beside room
 # for one more of the largest arrays.
 _RESERVED = 0.05
-# By how much an estimate of a function's memory may be above its compiler's figure, as
-# tests/test_liveness.py holds it: functions that may fit are compiled whole to see.
-_OVERESTIMATE = 2.0
 # Shares of what functions need that are tried instead, if it is more than this share of the device.
 _SHARES = (0.5, 0.25)
 _LARGE = 0.2
@@ -63,9 +60,11 @@ def fit_to_device(
     room = _room(spec, device_bytes)
     if room <= 0:  # refused in any case
         return fitting.whole()
-    trusted = _OVERESTIMATE if placement.devices else 1.0
     share = 1.0
-    fitted = fitting.whole() if fitting.tiles.most(spec.first) <= trusted * room else None
+    # An estimate may be twice the compiler's figure (tests/test_liveness.py holds that). Tiles that
+    # were not needed cost little; a function that only may fit takes XLA minutes to compile whole,
+    # as it tries all ways to compute products of a second each.
+    fitted = fitting.whole() if fitting.tiles.most(spec.first) <= room else None
     for _ in range(_MAX_TURNS):
         if fitted is not None and _needed(fitted) <= room:
             break

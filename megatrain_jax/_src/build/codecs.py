@@ -31,6 +31,7 @@ def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: Optimiz
     Raises:
         ValueError: A pattern fits no path; the first paths there are are listed.
     """
+    # Only state of a parameter's shape is ever coded, so a pattern for any other fits nothing.
     state = (leaf for row in optimizer.state for leaf in row if leaf.mirrors is not None)
     there = {
         "master": dict.fromkeys(path_name(leaf.path) for leaf in leaves),
@@ -55,8 +56,10 @@ def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, li
         leaves: The group's parameters: all of them are trained, or none is.
     """
     held = [held_dtype(precision, leaf) for leaf in leaves]
+    # What is never updated is computed on in the dtype it is kept in; codes are decoded first.
     frozen = not leaves[0].is_trainable and precision.frozen is not None
     dtype = precision.frozen if frozen and precision.frozen not in _CODES else precision.update
+    # Rounding at random keeps small updates from being lost; without updates it only adds noise.
     stochastic = leaves[0].is_trainable and precision.rounding == "stochastic"
 
     def codec(form: Any) -> Plain:
@@ -94,6 +97,8 @@ def state_codecs(
 def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Traits) -> Plain:
     stochastic = precision.rounding == "stochastic"
     form = precision.state_of(path)
+    # Counts, keys and factored statistics are small; integers and narrow floats are as they are for
+    # the optimizer's own reasons.
     if form is None or leaf.mirrors is None or leaf.dtype != jnp.float32:
         return Plain()
     # A mapping says all by itself; exceptions are made from one form for everything.

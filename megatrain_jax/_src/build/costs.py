@@ -47,6 +47,7 @@ def collective_bytes(
     """
     if num_devices == 1:
         return ((0, 0),) * len(bound)
+    # Each of the others sends its share.
     received = microbatches * (num_devices - 1)
     known: dict[Hashable, tuple[bool, ...]] = {}
     found = []

@@ -42,6 +42,7 @@ def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int =
     """
     hardware = spec.options.machine
     own = spec.first.num_devices // num_processes
+    # Devices of a host share its memory: `times` says what all of them are on.
     total = hardware and hardware.times(own * processes_per_host).assumed_host_bytes
     if total is None:
         return spec
@@ -50,6 +51,9 @@ def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int =
         return processes_per_host * process_bytes(spec, num_processes, total) <= total
 
     if not fits(spec):
+        # Spans in order, so that the first that fits computes the least again. They don't grow one
+        # by one: each try is a search for a schedule, and beyond 8 a span more frees next to
+        # nothing.
         for span in _SPANS:
             first = spanning(spec.first, span, spec.budget_bytes)
             found = dataclasses.replace(spec, span=span, first=first)
@@ -102,6 +106,8 @@ def waiting_bytes(step: BoundStep) -> int:
 def _in_flight_bytes(step: BoundStep) -> int:
     """Most host bytes of one device that are both old copies being read and new ones written."""
     sizes = step.workload.sizes
+    # An update writes new arrays while old ones may still be on their way to the device: for as
+    # many groups as tasks are in flight, taken to be the largest, both exist.
     keys = (r.key for r in step.schedule.steady if r.op is Op.OFFLOAD)
     groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
     moving = sorted(

@@ -60,6 +60,7 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     if mesh is None:
         return
     owned = Counter(device.process_index for device in mesh.devices.flat)
+    # A run of one process alone, whatever others there are.
     if owned[jax.process_index()] == mesh.size:
         return
     if len(owned) != jax.process_count() or len(set(owned.values())) > 1:
@@ -128,6 +129,7 @@ def check_trainer(trainer: Any) -> None:
     # Told by what it can do, since its class is above this file.
     methods = ("dispatch", "read", "evaluate", "flush")
     if isinstance(trainer, type) or not all(callable(getattr(trainer, m, None)) for m in methods):
+        # A `FitResult` has its trainer there.
         found = getattr(trainer, "trainer", None)
         hint = "pass result.trainer" if found is not None else "make one with Trainer(...)"
         raise TypeError(refused("trainer", "a Trainer", trainer, hint))

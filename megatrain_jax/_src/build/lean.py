@@ -43,6 +43,7 @@ def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) ->
     """
     costs = {} if every is None else seconds_per_byte(stage, every, hardware)
     costly = {kind for kind, (_, is_costly) in costs.items() if is_costly}
+    # Nothing stands out: the costliest are all, or there are none.
     if not costly or len(costly) == len(costs):
         return None
 
@@ -55,7 +56,7 @@ def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) ->
 def seconds_per_byte(
     stage: Stage, every: Residuals, hardware: Hardware
 ) -> dict[Hashable, tuple[float, bool]]:
-    """For each kind of result that a stage keeps, what a byte saves, and whether that is much.
+    """Seconds that a byte of each kind of result saves, and whether that is much.
 
     Results are of one kind if one primitive makes them of operands of the same shapes and dtypes.
     """
@@ -68,6 +69,7 @@ def seconds_per_byte(
 
         flops = count_flops(stage.jaxpr, is_made)
         attention = count_flops(stage.jaxpr, lambda e, made=is_made: made(e) and is_attention(e))
+        # All equations of a kind together: their bytes are counted together, too.
         seconds[kind] = hardware.compute_seconds(flops, attention)
     least = _COSTLY * sum(seconds.values()) / max(1, sum(num_bytes.values()))
     found = {kind: seconds[kind] / size for kind, size in num_bytes.items()}
@@ -78,6 +80,7 @@ def _bytes_by_kind(residuals: Residuals) -> Counter[Hashable]:
     """The bytes of residuals by the kind of the equation that made them."""
     jaxpr = residuals.traced.jaxpr
     found: Counter[Hashable] = Counter()
+    # A set, since an array may be in the pullback several times, and is kept once.
     for v in set(jx.variables(jaxpr.outvars[residuals.num_outputs :])):
         maker = _maker(jaxpr, v)
         if maker is not None and is_kept(maker.primitive, **maker.params):

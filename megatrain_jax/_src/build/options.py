@@ -255,12 +255,14 @@ def options_of(
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
             )
+    # A function may show two records, each of which takes what is its own.
     own = {field.name for field in fields(record)}
     return record(**{name: value for name, value in given.items() if name in own})
 
 
 def are_batches(value: Any) -> bool:
     """Whether a value looks like an iterable of batches, not like a single one."""
+    # A batch is mostly a dict, which can be iterated over, too: by its keys.
     is_one = isinstance(value, Mapping | str | bytes) or getattr(value, "shape", None) == ()
     return isinstance(value, Iterable) and not is_one
 
@@ -326,6 +328,7 @@ def _callbacks(value: Any) -> tuple[Callable[..., None], ...]:
 
 
 def _check_eval_data(value: Any) -> None:
+    # Told from lists now, not at the second evaluation, hours later.
     if isinstance(value, Iterator):
         raise TypeError(
             "`eval_data` is an iterator, which can be used only once, but each evaluation goes "

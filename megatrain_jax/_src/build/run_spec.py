@@ -147,6 +147,7 @@ def make_run_spec(
         ValueError: If model, loss, optimizer, batch and options don't fit together.
     """
     microbatches = options.microbatches
+    # "least" is the only word.
     budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
     cut = cut_run(adapted, traced, optimizer, options)
@@ -216,6 +217,7 @@ def _text(fragment: Fragment) -> tuple[Any, ...]:
 def batch_key(batch: Any) -> Hashable:
     """The key of a batch shape: the structure, shapes and dtypes that a step is compiled for."""
     leaves, treedef = jax.tree.flatten(batch)
+    # As JAX will have them: int64 from NumPy is int32 without x64, and no other batch.
     return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
 
 

@@ -73,9 +73,11 @@ class TileFinder:
 
     def _kernels(self, step: BoundStep, training: bool = True) -> Iterator[tuple[int, Kernel]]:
         """The kernels, undivided, of the stages that a step runs, with the stages' numbers."""
+        # `stage_kernel` gives a kernel in the tiles of its stage: without them it is the whole one.
         bare = [dataclasses.replace(bound, tiles={}) for bound in step.stages]
         whole, schedule = dataclasses.replace(step, stages=tuple(bare)), step.schedule
         instructions = (*schedule.cold, *schedule.flush) if training else schedule.evaluation
+        # Between them, these have every forward and backward.
         for op, number in dict.fromkeys((i.op, i.stage) for i in instructions):
             if op in (Op.FORWARD, Op.BACKWARD) and number is not None:
                 yield number, stage_kernel(whole, op, number, self._placement)
@@ -89,6 +91,8 @@ class TileFinder:
             if count > _MOST_TILES:
                 break
             found = self._in_tiles(kernel, count)
+            # The first number that fits is taken; until then each has to need far less than the
+            # best so far.
             if found is not None and (found[1] <= room or found[1] < _WORTH * least):
                 best, least = found
                 if least <= room:

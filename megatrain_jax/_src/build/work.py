@@ -43,12 +43,12 @@ class Work(NamedTuple):
         )
 
     def seconds(self, hardware: Hardware, sustained: float = 1.0) -> float:
-        """How long they take one device of which all but attention reach the share `sustained`."""
+        """Seconds that they take one device; all but attention reach the share `sustained`."""
         return hardware.compute_seconds(self.flops, self.attention, sustained)
 
 
 def forward_work(stages: Sequence[Stage]) -> list[Work]:
-    """For each stage, what its forward computes; stages of one template are counted once."""
+    """Operations of each stage's forward; stages of one template are counted once."""
     known: dict[Hashable, Work] = {}
     for stage in stages:
         if stage.key not in known:
@@ -58,7 +58,7 @@ def forward_work(stages: Sequence[Stage]) -> list[Work]:
 
 
 def backward_work(stage: Stage, forward: Work) -> Work:
-    """What a stage's backward computes, which computes its forward again and differentiates it.
+    """Operations of a stage's backward, which computes its forward again and differentiates it.
 
     A product has two factors to differentiate, of which one may be frozen.
     """
@@ -68,7 +68,7 @@ def backward_work(stage: Stage, forward: Work) -> Work:
 
 
 def saved_work(residuals: Residuals | None) -> Work:
-    """What a stage's backward need not compute again if its forward keeps residuals."""
+    """Operations that a stage's backward need not do again if its forward keeps residuals."""
     if residuals is None:
         return Work(flops=0, attention=0)
     return Work(flops=residuals.saved_flops, attention=residuals.saved_attention)

@@ -66,10 +66,12 @@ class _Best:
                 )
             return None
         value = float(record[self.metric])
+        # With the sign, less is always better.
         best = math.inf if self.value is None else self._sign * self.value
         if math.isfinite(value) and (self.value is None or self._sign * value < best - self._delta):
             self.value, self.step, self.since = value, record["step"], 0
             return True
+        # What is not finite is no better, and counts.
         self.since += 1
         return False
 
@@ -207,6 +209,7 @@ class KeepBest(Callback):
     def _finish(self, trainer: Trainer) -> None:
         """Waits for the checkpoint being written, and removes those before it."""
         if self._saving is not None:
+            # Forgotten first: a save that failed is not waited for again.
             (path, saving), self._saving = self._saving, None
             saving.wait()
             self._remove(trainer, [step for step in self._steps() if step != int(path.name)])

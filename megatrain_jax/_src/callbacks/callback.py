@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from megatrain_jax import FitResult, Trainer
+from megatrain_jax._src.common.records import is_number
 
 
 class Callback:
@@ -76,12 +75,8 @@ class Log(Callback):
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record but for its step; a callback may have put anything else there."""
-    found = {}
-    for name, value in record.items():
-        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if name != "step" and is_number:
-            found[name] = float(value)
-    return found
+    pairs = record.items()
+    return {name: float(value) for name, value in pairs if name != "step" and is_number(value)}
 
 
 def finite_or_none(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -54,6 +54,7 @@ class CSVLog(Log):
             self._rewrite(kept)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
+        # A header says what columns there are, so a new one means that the file is written anew.
         if new := [name for name in ("step", *values) if name not in self._columns]:
             rows = self._rows()[1:]
             self._columns += new

@@ -62,6 +62,7 @@ class LiveCurve(Callback):
             self._draw(result.trainer)
 
     def _draw(self, trainer: Trainer) -> None:
+        # Only one process has the notebook.
         if not trainer.processes.is_first:
             return
         buffer = io.BytesIO()

@@ -54,6 +54,7 @@ class MLflow(Log):
 
     def _open(self, num_steps: int) -> None:
         if self.run_id is not None:
+            # It was ended by the process that went before.
             self._client.update_run(self.run_id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(self._experiment)

@@ -42,6 +42,7 @@ class Profile(Callback):
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Begins the trace before the first step, ends it after the last one."""
+        # A record is complete when its step has been computed.
         if self._tracing and record["step"] >= self._last:
             self._stop()
         elif not self._tracing:

@@ -41,7 +41,7 @@ class Guest:
         self.path = path
 
     def share(self) -> None:
-        """Does nothing, as the next two."""
+        """Does nothing: the process that holds the folder does it."""
 
     def release(self, *, run: bool) -> None:
         """See `share`."""

@@ -1,4 +1,4 @@
-"""What is asked of the devices that are here: how many there are, and how much they have held."""
+"""The devices that are here: how many there are, and the most memory that they have held."""
 
 import jax
 

@@ -25,6 +25,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Says what is wrong, in the words of the command line."""
+        # jsonargparse names an option by its key, as a configuration file has it.
         text = re.sub(r'Parser key "(\w+)":', lambda m: f"{_option(m[1])}:", message)
         print(f"{self.prog}: error: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(2)

@@ -37,6 +37,7 @@ def _run(settings: PlanSettings) -> int:
     config = None if settings.model is None else config_of(settings.model)
     if config is None or settings.tokens is None:
         print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
+        # Each size is printed as soon as it is found: the next one may take a minute.
         found = 0
         for size in largest_sizes(planner, settings.model, config):
             print(size, flush=True)

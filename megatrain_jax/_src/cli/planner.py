@@ -1,4 +1,4 @@
-"""What a plan is asked for on the command line, and plans of decoders by that."""
+"""The settings of plans on the command line, and plans of decoders by these."""
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -125,6 +125,7 @@ class Planner:
             "trainable": settings.trainable,
             "device_budget": budget_of(settings.device_budget),
         }
+        # No plan depends on the rate.
         self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)
 
     def plan(
@@ -139,6 +140,7 @@ class Planner:
             least: Whether to plan the least budget where the settings leave it open.
         """
         options = dict(self._options)
+        # Whether a size fits at all is decided by the least budget; a plan of it takes less time.
         if least and options["device_budget"] is None:
             options["device_budget"] = "least"
         return mt.plan(
@@ -164,7 +166,7 @@ class Planner:
 
 
 def rows_of(rows: int, length: int) -> str:
-    """So many rows in words."""
+    """A number of rows in words."""
     return f"{rows:,} row{'s' * (rows > 1)} of {length:,} tokens"
 
 
@@ -193,6 +195,7 @@ def config_values(model: str) -> dict[str, Any]:
     """
     path = Path(model).expanduser()
     if path.exists():
+        # A configuration may have any name, as one that was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         if (file := regular_file(folder, name)) is None:
             raise FileNotFoundError(f"there is no config.json in {path}")
@@ -210,6 +213,7 @@ def _machine(settings: PlanSettings) -> mt.Hardware:
     machine = mt.this_machine() if settings.gpu is None else mt.card(settings.gpu)
     if machine is None:
         raise ValueError("there is no GPU here to plan for: name one, such as --gpu H100")
+    # Any card may be in any host.
     if settings.host is None:
         return machine
     return replace(machine, host_bytes=bytes_of("host", settings.host))

@@ -58,6 +58,7 @@ def schedule_of(
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     rising = math.ceil(warmup * steps)
+    # Optax refuses a decay over no steps, which a run of warm-up alone has.
     falling = max(1, steps - rising)
     after = {
         "cosine": optax.cosine_decay_schedule(learning_rate, falling, alpha=final),

@@ -121,6 +121,7 @@ class Rows:
                 lengths = self.corpus.unit_lengths[self._chosen]
                 seed = self._options.seed if self._options.shuffle else None
                 self._epochs[number] = draw_epoch(self._packing, lengths, seed, number)
+                # Threads may reach back as well as ahead: the one just drawn is kept in any case.
                 for old in sorted(self._epochs)[:-_EPOCHS_KEPT]:
                     if old != number:
                         del self._epochs[old]
@@ -178,6 +179,7 @@ class Batches:
             )
             rows.append(self._parts[turn][before[turn]] + self._first[turn])
             before = after
+        # Counted over the whole batch, before each process takes its rows of it.
         whole = with_counts(self._arrays(spread(rows, self._size)))
         return {name: array[own_rows(self._size)] for name, array in whole.items()}
 
@@ -192,6 +194,7 @@ class Batches:
             if not any(len(row) for row in own):
                 continue
             for name, array in batch(part.corpus, own, self._length, self._num_pairs).items():
+                # Made by the first corpus that has rows; those of the others are of the same kinds.
                 if name not in whole:
                     whole[name] = np.zeros((len(rows), *array.shape[1:]), array.dtype)
                 whole[name][here] = array
@@ -202,6 +205,8 @@ class Batches:
         ends = []
         for turn, part in enumerate(self._parts):
             if part.count is not None:
+                # Counts only grow, so the first row that this corpus could not give is found by
+                # halving.
                 numbers = range((part.count + 2) * sum(self._proportions))
                 ends.append(
                     bisect_left(

@@ -157,6 +157,7 @@ class CorpusBuilder:
         if fault is not None:
             self._leave_out(origin, fault, self._errors)
             return
+        # The first token of each part is nobody's label: nothing comes before it.
         for bound in bounds:
             if bound < self.num_tokens:
                 self._learned[bound] = 0
@@ -175,6 +176,7 @@ class CorpusBuilder:
             self._leave_out(origin, fault, self._errors and not too_long)
             return
         self._report.num_cut += too_long and self._too_long == "cut"
+        # Pieces there would be if each had something to learn.
         every = sum(-(-(end - start) // self._length) for start, end in parts)
         self._report.num_pieces_left_out += every - len(pieces)
         self._report.num_split += too_long and self._too_long == "split"
@@ -188,8 +190,10 @@ class CorpusBuilder:
             self._goes_on.append(goes_on)
             self._documents.append(self._num_documents)
         for flat, width in ((self._tokens, 4), (self._learned, 1)):
+            # A view that is alive would keep the bytearray from growing.
             with memoryview(flat) as view, view[width * begin :] as new:
                 self._hash.update(new)
+        # Equal tokens in documents cut elsewhere are other data.
         for bound in (*bounds[1:], self.num_tokens):
             self._hash.update(bound.to_bytes(8, "little"))
         self._num_documents += 1
@@ -197,6 +201,7 @@ class CorpusBuilder:
 
     def finish(self) -> Corpus:
         """Hands the arrays over; the builder is of no further use."""
+        # The zero behind the last token is read as its label, and masked.
         self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_))
         return Corpus(
             tokens=np.frombuffer(self._tokens, np.int32),

@@ -159,6 +159,7 @@ class Dataset:
             )
         order = np.random.default_rng([seed, len(documents)]).permutation(groups.max() + 1)
         sizes = np.cumsum(np.bincount(groups)[order])
+        # Groups in their drawn order until the held-out share is reached; one always stays.
         num_groups = 1 + int(np.searchsorted(sizes, fraction * len(documents), "left"))
         held = np.isin(groups, order[: min(num_groups, len(order) - 1)])
         options = replace(self.options, shuffle=False, epochs=1)
@@ -201,6 +202,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """A hash of the tokens and of all that decides on the order of batches."""
         options = self.options
+        # What the position in the data means depends on all of this, and on nothing else: neither
+        # the number of workers nor of epochs is in it.
         digest = hashlib.blake2b(self._corpus.digest, digest_size=8)
         digest.update(self._chosen.tobytes())
         order = (options.length, options.batch_size, options.seed, options.shuffle)

@@ -80,10 +80,13 @@ def _read(
 def _divided(text: str) -> Iterable[str]:
     if len(text) <= _LONG:
         return [text]
+    # A tokenizer takes some 300 bytes for each token that it works on: a library in one go would
+    # take all the memory there is.
     return blocks_of(text[at : at + _BLOCK] for at in range(0, len(text), _BLOCK))
 
 
 def _parts(origin: RowOrigin, texts: Iterable[str], start: int) -> Iterator[TextPart]:
+    # One part behind, since the last one has to be known as such.
     before: str | None = None
     for text in texts:
         if before is not None:

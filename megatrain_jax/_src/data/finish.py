@@ -140,6 +140,7 @@ def finish(
     Raises:
         DataError: If there was a fault that the user did not allow, or there is no document.
     """
+    # Of documents of any length, so that the advice names a `length` that will do for all.
     longest = builder.longest
     too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
     report.check(
@@ -151,6 +152,7 @@ def finish(
         }
     )
     corpus = builder.finish()
+    # With faults dropped as the user allowed, nothing may be left: the reasons are shown then.
     if not corpus.num_documents:
         raise DataError("\n".join(["there is nothing to train on:", *report.examples()]))
     summary = Summary(

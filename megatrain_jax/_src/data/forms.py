@@ -128,6 +128,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
     if missing:
         raise InvalidRow("unknown form", f"no `{missing[0]}` among the fields {_names(row)}")
     answers = {name: _answer(name, row[name]) for name in ("chosen", "rejected")}
+    # An answer begins with the assistant, a whole conversation with someone else.
     whole = [turns.messages[0]["role"] != "assistant" for turns in answers.values()]
     if all(whole):
         read = {"chosen", "rejected"} | ({"prompt"} & set(row))
@@ -187,6 +188,7 @@ def _after_common_prompt(*both: Conversation) -> list[Conversation]:
     """The conversations, of which only that part is learned in which they differ."""
     pairs = zip(*(one.messages for one in both), strict=False)
     common = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    # One begins the other, or both are alike: then they differ where the shorter one ends.
     if common is None:
         common = min(len(one.messages) for one in both)
     learned = [[i >= common and it for i, it in enumerate(one.learned)] for one in both]

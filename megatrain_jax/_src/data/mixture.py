@@ -107,6 +107,7 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
     if weights is None:
         ends = [dataset.rows.count for dataset in datasets]
         own = [dataset.num_rows for dataset in datasets]
+        # An endless dataset has no end to share with the others.
         return Mixture(datasets, own if None in ends else [end for end in ends if end])
     given = [checks.number(f"weights[{i}]", weight, above=0) for i, weight in enumerate(weights)]
     if len(given) != len(datasets):

@@ -80,6 +80,7 @@ def pack(lengths: Int32[np.ndarray, " units"], length: int) -> Packing:
             room, row = length, num_rows
             num_rows += 1
         row_of[rank] = row
+        # A full row is never looked at again.
         if left := room - size:
             if left not in with_room:
                 insort(rooms, left)
@@ -103,10 +104,12 @@ def draw_epoch(
     """
     rng = np.random.default_rng([seed, epoch]) if seed is not None else None
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    # Units of one length in drawn order: a stable sort by length leaves them so.
     by_rank = order[np.argsort(-lengths[order], kind="stable")]
     units = by_rank[packing.ranks]
     starts, counts = packing.offsets[:-1], np.diff(packing.offsets)
     if rng is None:
+        # A row comes when its first unit would.
         rows = np.argsort(np.minimum.reduceat(units, starts), kind="stable")
     else:
         rows = rng.permutation(packing.num_rows)
@@ -162,6 +165,7 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
     here = np.repeat(row_of * length + columns, sizes) + positions
     source = np.repeat(corpus.starts[pieces], sizes) + positions
     number = np.arange(len(pieces)) - np.repeat(first[:-1], counts) + 1
+    # The next token in the corpus is the label, within a document.
     labels = corpus.tokens[source + 1]
     labels[ends[~corpus.goes_on[pieces]] - 1] = 0
     values: dict[str, Any] = {

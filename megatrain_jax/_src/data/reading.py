@@ -87,6 +87,7 @@ def _objects(
         report.num_rows += 1
         if not isinstance(row, InvalidRow) and not isinstance(row, Mapping):
             row = InvalidRow("a row is no object of fields", f"it is of type {type(row).__name__}")
+        # Readers give a fault in the place of its row, so that reading goes on behind it.
         if isinstance(row, InvalidRow):
             report.leave_out(origin, row, error)
         else:
@@ -111,7 +112,12 @@ def _bytes(path: str) -> BinaryIO:
 
 def _characters(path: str) -> TextIO:
     return io.TextIOWrapper(
-        _bytes(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
+        # A mark at the file's beginning goes; bytes that are no UTF-8 stay to be found in their
+        # row; line ends stay as they are, within cells of CSV, too.
+        _bytes(path),
+        encoding="utf-8-sig",
+        errors="surrogateescape",
+        newline="",
     )
 
 
@@ -154,6 +160,7 @@ def _line_start(text: str) -> int:
     """The start of the last line that begins with something but space; 0 if none does."""
     end = text.rfind("\n")
     while end >= 0:
+        # Tokenisers may take line ends and the spaces behind them as one token.
         if end + 1 < len(text) and not text[end + 1].isspace():
             return end + 1
         end = text.rfind("\n", 0, end)
@@ -234,6 +241,7 @@ def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
 
 
 def _rows_at_once(metadata: Any) -> int:
+    # Rows may be documents of megabytes: by the largest mean of a group, a batch stays small.
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
     return min(_PARQUET_ROWS, _PARQUET_BYTES // max(1, size) + 1)
@@ -243,6 +251,7 @@ def _pylist(batch: pyarrow.RecordBatch) -> Iterator[Any]:
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
+        # One row is at fault: the others are read one by one.
         for index in range(batch.num_rows):
             try:
                 row = batch.slice(index, 1).to_pylist()[0]

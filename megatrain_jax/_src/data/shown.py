@@ -49,8 +49,10 @@ def left_out(
     Returns:
         Names such as ``reasoning_content of assistant``; each is missing of one message at least.
     """
+    # Tools are shown in forms of their own: without them the text has to differ.
     found = {"tools"} if tools and render(messages, None) == text else set()
     parts = [p for p in _parts(messages) if p.seen is None or p.seen not in text]
+    # As a rule: every text of a message is found as it is, and nothing is rendered again.
     if not parts:
         return found
     marks = [_mark(number) for number in range(len(parts))]

@@ -75,6 +75,7 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
         )
     if not isinstance(given, Iterable):
         raise TypeError(checks.refused(name, _ALLOWED, given))
+    # What starts anew each time can be looked into; of an iterator the first item is put back.
     if iter(given) is not given:
         return isinstance(next(iter(given), None), Mapping), given
     items = iter(given)
@@ -90,6 +91,7 @@ def _files(given: Any, texts: bool) -> list[str]:
             known = ", ".join(KINDS + TEXT_KINDS * texts)
             raise ValueError(f"the folder {path}, of `source`, has no file of the kinds {known}")
         return found
+    # A file whose name has brackets in it is a file, not a pattern.
     if not os.path.exists(path) and glob.has_magic(path):
         found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         if not found:

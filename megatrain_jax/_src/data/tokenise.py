@@ -67,6 +67,7 @@ def add_conversations(
     """
     rendered = _render(documents, template, tokens, errors, report)
     for some in _batches(rendered, lambda item: sum(len(one.text) for one in item[1])):
+        # The run will be refused: what is left is read for further faults, and not tokenised.
         if errors and (report.errors[InvalidRow] or report.errors[Unclear]):
             continue
         encodings = iter(tokens.encode([one.text for _, parts in some for one in parts]))
@@ -166,6 +167,7 @@ def _assistant_tokens(
                 "would not learn to stop",
                 f"the turn's last tokens are {shown}",
             )
+        # A turn before the last may end without such a token: what follows it is the template's.
         learned[first : last if end is None else end] = True
     return learned
 

@@ -38,6 +38,7 @@ def load_tokenizer(given: Any) -> Any:
     folder = folder_or_download(
         "tokenizer", given, "a tokenizer (tokenizer.json)", (*_JSON, *_OTHER)
     )
+    # Looked at alone: a link out of the folder is refused before Transformers follows it.
     for name in _OTHER:
         regular_file(folder, name)
     files = {name: regular_file(folder, name) for name in _JSON}

@@ -45,6 +45,7 @@ class Tokens:
         special = {t for t, entry in tokenizer.added_tokens_decoder.items() if entry.special}
         special.update(tokenizer.all_special_ids)
         names = [added.get(token, "") for token in special] + list(tokenizer.all_special_tokens)
+        # The longest first, as a pattern takes the first of its choices that fits.
         names = sorted({name for name in names if name}, key=len, reverse=True)
         self._special = special
         self._written = re.compile("|".join(map(re.escape, names))) if names else None
@@ -70,6 +71,7 @@ class Tokens:
             return
         for number, message in enumerate(conversation.messages, 1):
             for field in ("content", "reasoning_content", "reasoning", "thinking"):
+                # Anyone who writes in a chat could end their own turn and speak as the assistant.
                 found = self._written.search(message.get(field) or "")
                 if found:
                     raise InvalidRow(
@@ -108,6 +110,7 @@ class Tokens:
                 "set `tokenizer.eos_token`"
             )
         first = tokenizer("a").input_ids[:1]
+        # Tokenizers that have such a token may not put it before texts: a call shows what they do.
         starts = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
         begin = np.array(first if starts else [], np.int32)
         return begin, np.array([tokenizer.eos_token_id], np.int32)

@@ -214,6 +214,7 @@ def _merged(turns: Turns, between: str) -> Turns:
             messages.append(message)
             learned.append(counts)
             continue
+        # One turn can't be learned in part: a weight is of the whole.
         if learned[-1] != counts:
             raise InvalidRow(
                 "turns that can't be merged",
@@ -245,6 +246,7 @@ def _joined(first: Message, second: Message, between: str, number: int) -> Messa
 
 def _without_leading(turns: Turns) -> Turns:
     roles = [message["role"] for message in turns.messages]
+    # System messages stay, and what comes between them and the first question goes.
     start = next((i for i, role in enumerate(roles) if role not in _BEFORE_QUESTIONS), 0)
     if roles[start] != "assistant":
         return turns

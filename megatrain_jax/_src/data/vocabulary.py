@@ -48,6 +48,7 @@ class Vocabulary:
             return
         ids = self.tokenizer.get_vocab()
         beyond = sorted((token for token in ids if ids[token] >= self.size), key=ids.__getitem__)
+        # Only a warning: data may well have none of them.
         if beyond:
             shown = ", ".join(map(repr, beyond[:_TOKENS_SHOWN]))
             warnings.warn(

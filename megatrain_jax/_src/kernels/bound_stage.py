@@ -25,7 +25,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binding:
-    """How the leaves of a stage lie in the slabs of the groups it reads.
+    """The places of a stage's leaves in the slabs of the groups it reads.
 
     A worked example: an embedding of 10 x 4 is tied to the head, whose stage reads it after a norm
     of its own. The norm's scale and bias are leaves 5 and 6 of the model and form group 3; the
@@ -97,6 +97,8 @@ class BoundStage:
     @functools.cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """The stage's leaves by slab and dtype, as their positions: those that travel together."""
+        # Equations may take leaves of one slab in several dtypes, as norms in fp32 beside products
+        # in bf16.
         rows: dict[Hashable, list[int]] = {}
         pairs = zip(self.binding.slots, self.stage.leaf_dtypes, strict=True)
         for i, (slot, dtype) in enumerate(pairs):

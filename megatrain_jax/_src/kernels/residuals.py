@@ -82,6 +82,7 @@ class Residuals:
         out = jx.evaluate(self.traced.jaxpr, [*self.traced.consts, *values])
         outputs, needed = out[: self.num_outputs], out[self.num_outputs :]
         first = len(self.traced.jaxpr.invars)
+        # Sorted by number, which is the order in which `find_residuals` has met them.
         kept = {s: x for s, x in zip(self.sources, needed, strict=True) if s >= first}
         return outputs, [kept[s] for s in sorted(kept)]
 

@@ -63,6 +63,7 @@ def forward_keeping(bound: BoundStage, program: Program, placement: Placement) -
 
     return Kernel(
         name=keeping_names(residuals.lean)[0],
+        # Which residuals exist follows from what is differentiated: these say so, beside the name.
         key=(bound.key, stage.is_trainable, stage.active, stage.has_cotangent),
         build=lambda: forward_stage,
         takes=(_masters(binding, placement), _values(program, placement, stage.inputs)),
@@ -101,6 +102,8 @@ def backward(
         return (outputs if mode.give_outputs else []), new, summed
 
     def build() -> Callable:
+        # What the recomputed forward prints has been printed by the forward's own kernel, if there
+        # is one.
         if fires(stage.jaxpr):
             return firing_once(backward_stage, position=2, has_forward=mode.give_outputs)
         return backward_stage
@@ -218,6 +221,7 @@ def _finish(
     leaf_gradients, input_cotangents = pulled
     slots = [slot for slot, yes in zip(binding.slots, stage.is_trainable, strict=True) if yes]
     new = _pack_gradients(binding, placement, slots, mode, leaf_gradients, gradients)
+    # Only active inputs get a cotangent; `sent` has what existed of these, in their order.
     earlier = iter(sent)
     flags = [e for e, a in zip(mode.existing, stage.active, strict=True) if a]
     summed = [
@@ -233,6 +237,8 @@ def _unpack(
     """The leaves that a stage reads, whole, in the dtypes that its equations were traced with."""
     binding, dtypes = bound.binding, bound.stage.leaf_dtypes
     leaves: dict[int, jax.Array] = {}
+    # Leaves of one slab and dtype are gathered from all devices together: one collective, not one
+    # for each leaf.
     for positions in bound.alike:
         slab, dtype = binding.slots[positions[0]].slab, dtypes[positions[0]]
         layout, rows = binding.layouts[slab], [binding.slots[i].leaf for i in positions]
@@ -261,6 +267,8 @@ def _pack_gradients(
         binding.layouts, mode.gradients, rows, mode.accumulate, strict=True
     ):
         if dtype is not None:
+            # Laid out as the masters are, whatever its dtype: updates read both by the same
+            # offsets.
             slab = dataclasses.replace(layout, dtype=dtype).pack(row, placement.spread)
             packed.append(slab + next(earlier) if adds else slab)
     return packed

@@ -68,6 +68,7 @@ def _chosen(mask, yes, no):
 
 
 def _slice(x, m, microbatches):
+    # It divides: batches that don't were refused.
     size = x.shape[0] // microbatches
     return x if microbatches == 1 else jax.lax.slice_in_dim(x, m * size, (m + 1) * size)
 

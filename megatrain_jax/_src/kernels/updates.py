@@ -150,6 +150,7 @@ def update(
         placement: Placement of its arrays.
     """
     fragment = cut.apply[group]
+    # A deferred update follows a REDUCE, which has measured the gradient.
     build = _update if cut.deferred else _update_at_once
     slabs, small = placement.slabs_on_device, placement.small_on_device
     return Kernel(

@@ -73,6 +73,7 @@ def attention(
     _check_options(window=window, piece=piece, softcap=softcap, scale=scale)
     length, head_dim = q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    # Nothing lies beyond such a window, and without one there are faster ways.
     if window is not None and window >= length:
         window = None
     if softcap is None and sinks is None and _fits_cudnn(q, packed=segments is not None):
@@ -211,6 +212,7 @@ def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
     count = -(-length // piece)
     own, others = owners if owners is not None else (None, None)
     if count == 1:
+        # A text of one piece has scores small enough to be kept for the backward.
         call = attend if start == 0 and piece >= length else jax.checkpoint(attend)
         return call(q, owners, start)
     # Queries behind the end are cut off again below.
@@ -261,6 +263,7 @@ def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
     # Finite, since a query behind the end may see nothing.
     scores = jnp.where(seen, scores, -1e30)
     if sinks is not None:
+        # One more key, of value zero: it takes a share of the softmax and gives nothing.
         column = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)

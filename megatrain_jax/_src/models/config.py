@@ -110,6 +110,7 @@ class DecoderConfig:
     layer: Callable[..., Any] | None = None
     options: Any = None
     init_std: float = 0.02
+    # Decoders of equal sizes are equal, whatever files they came from.
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)
     original: str | None = field(default=None, compare=False, repr=False)
@@ -127,6 +128,7 @@ class DecoderConfig:
                 raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
+        # Ascending numbers: the last is the largest.
         sparse = self.experts.layers if self.experts else ()
         for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
             if layers and layers[-1] >= self.num_layers:
@@ -184,6 +186,7 @@ class DecoderConfig:
             hint = "pass its `.to_dict()`" if hasattr(config, "to_dict") else ""
             allowed = "the object in a config.json"
             raise TypeError(checks.refused("config", allowed, config, hint))
+        # Before anything walks through it: each level takes one of Python's frames.
         if too_deep(dict(config)):
             raise ValueError("`config` is nested too deeply for a configuration")
         fields = hf_config.read(config, as_ignored(ignore))

@@ -130,6 +130,7 @@ class Decoder(nnx.Module):
             scale = self.config.hidden_size**0.5 if scale is True else scale
             x = x * jnp.asarray(scale, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
+        # Once for each embedding, not for each layer: it depends on positions alone.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
         for layer, rope in zip(self.layers, ropes, strict=True):

@@ -1,4 +1,4 @@
-"""What a family of open-weights models is to the library: how its files are read and written."""
+"""Families of open-weights models, as the library knows them: how files are read and written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

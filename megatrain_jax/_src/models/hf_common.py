@@ -134,6 +134,7 @@ def rope(
     """
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     values = values if parameters is None else parameters
+    # Taken even where `rope_scaling` stands beside it: what no reader takes is refused.
     fields.take("rope_parameters", None)
     theta = fields.take("rope_theta", theta)
     given = fields.take("partial_rotary_factor", None)
@@ -183,6 +184,7 @@ def two_ropes(
         "family": fields.family,
         "head_dim": head_dim,
         "max_length": fields.integer("max_position_embeddings", max_length),
+        # Each embedding has its own among its parameters.
         "original_length": None,
     }
     return {"rope": read_rope(full, **shared), "local_rope": read_rope(local, **shared)}
@@ -245,6 +247,7 @@ def experts(
         shared_size: The width inside the expert that all tokens share.
         balance: Factor of the balancing loss; None for that of `router_aux_loss_coef`.
     """
+    # Files of one family use either name; both are taken, so that neither is refused as unknown.
     second = fields.integer(names[1], None)
     num = fields.integer(names[0], None) or second or num
     weight = fields.number("router_aux_loss_coef", 0.001, least=0) if balance is None else balance

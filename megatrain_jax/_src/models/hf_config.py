@@ -28,6 +28,7 @@ def read(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
     family = FAMILIES[name]
     fields = Fields(config, ignore)
     names = fields.listed("architectures", str, "names") or []
+    # A classifier on the same body has another head, and no logits of tokens.
     others = [n for n in names if n != family.architecture]
     if others:
         raise ValueError(

@@ -144,6 +144,8 @@ class Fields:
         unknown = {
             name: value
             for name, value in self.values.items()
+            # Off or empty, an unknown option asks for nothing; names with `_` are the writer's own
+            # notes.
             if name not in self._read | self.ignore and not name.startswith("_") and value
         }
         if unknown:

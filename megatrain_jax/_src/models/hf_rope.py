@@ -56,6 +56,7 @@ def read_rope(
         TypeError: If an option has another type.
         ValueError: If a kind or an option isn't supported. The message names it.
     """
+    # Older files call it `type`.
     kind = next((values[k] for k in ("rope_type", "type") if values.get(k) is not None), "default")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {family}")
@@ -76,6 +77,7 @@ def read_rope(
     inner = values.get("original_max_position_embeddings")
     if inner is not None:
         inner = checks.integer("original_max_position_embeddings", inner)
+    # Phi-3 keeps it beside the embedding's options, others among them.
     original = original_length or inner or max_length
     shape: dict[str, Any] = {
         "dim": int(head_dim * share),

@@ -68,6 +68,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows dim_in"]) -> Float[Array, "*rows dim_out"]:
         """Multiplies the last axis by the matrix."""
+        # Along the matrix's second axis, without a transpose of it.
         y = jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
         return y if self.bias is None else y + self.bias[...]
 

@@ -106,6 +106,7 @@ def lora(
             _add(made, chooses, targets, settings)
             return made
 
+        # Shapes are enough to choose by: the model is built when a run begins.
         given = nnx.eval_shape(built)
     else:
         allowed = "an nnx.Module or a function that builds one"
@@ -282,8 +283,10 @@ def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
     for path, module in chosen.items():
         at = tree
         for key in path:
+            # What the parameters lack otherwise is named when a run starts from them.
             at = at.setdefault(str(key), {})
         at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
+        # Zeros of any shape in four bytes; read one by one, never held.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)
     return tree
 

@@ -39,6 +39,8 @@ def next_token_loss(
     checks.integer("chunk", chunk)
     hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
     labels, mask, per_row = batch["labels"], batch.get("mask"), batch.get("learned_per_row")
+    # `learned_per_row` is of the whole batch over its rows: summed over a microbatch's rows, it is
+    # that part's share of the labels, so parts with few labels don't count for more.
     count = losses.num_labels(labels, mask) if per_row is None else per_row.sum()
     loss = losses.next_token(
         hidden,

@@ -119,6 +119,7 @@ def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     y = self.plain_class.__call__(self, x, *args, **kwargs)
     axes = getattr(self, "axis", (-1,))
     x = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    # All axes that the product takes as one, which is how both adapters have them.
     x = x.reshape(*x.shape[: x.ndim - len(axes)], -1)
     if self.lora_settings.dropout:
         x = self.lora_dropout(x)
@@ -130,6 +131,7 @@ def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 def _adapted_experts(self: Any) -> LowRank:
     """The matrices of all experts with their adapters: `__call__` of a module that has some."""
     weight = self.plain_class.__call__(self)
+    # The scale goes into an adapter, which is far smaller than what it is added to.
     scaled = (self.lora_settings.scale * self.lora_B[...]).astype(weight.dtype)
     return LowRank(weight, self.lora_A[...].astype(weight.dtype), scaled)
 
@@ -218,5 +220,6 @@ class MergedMatrix:
         wide = np.promote_types(a.dtype, np.float32)
         added = self._module.lora_settings.scale * (b.astype(wide) @ a.astype(wide))
         added = added if self._matrix.out_first else added.swapaxes(-1, -2)
+        # Added in fp32 at least: an adapter's change may be below what a bfloat16 weight resolves.
         total = weight + added.reshape(weight.shape).astype(wide)
         return total if dtype is None else total.astype(dtype)

@@ -97,6 +97,7 @@ def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
     Returns:
         The experts chosen; their shares in fp32; and the probabilities of all in fp32.
     """
+    # In fp32 whatever the model's dtype, as Transformers has it.
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
     if experts.normalize:
@@ -194,7 +195,10 @@ def _slots(
         The row of each assignment; the expert of each block.
     """
     n = owner.size
+    # As many as there can be, whatever the routing, since shapes are fixed when it is traced: each
+    # expert chosen leaves at most one block partly empty.
     num_blocks = -(-n // block) + min(num, n)
+    # Stable, so that results don't depend on how a device sorts equal numbers.
     order = jnp.argsort(owner, stable=True)
     load = jnp.bincount(owner, length=num)
     blocks = -(-load // block)
@@ -205,6 +209,7 @@ def _slots(
     slots = jnp.zeros(n, jnp.int32).at[order].set(rows.astype(jnp.int32), unique_indices=True)
     ends = jnp.cumsum(blocks)
     experts = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
+    # Blocks behind the last used one belong to nobody: of zeros, they may be anyone's.
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 

@@ -103,6 +103,7 @@ def _config(
     def last(path: ModulePath) -> str:
         return _module_names(named[path])[0].rpartition(".")[2]
 
+    # A name that a module without adapters has, too, would give that one some when loaded.
     without = {last(path) for path in named if path not in modules}
     targets = {
         name

@@ -138,6 +138,7 @@ def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows leng
     For example, with `dim` = 4 and `base` = 100, position 3 rotates the pair (0, 2) by 3 radians
     and the pair (1, 3) by 3 · 100^(-2/4) = 0.3.
     """
+    # In fp32 whatever the model's dtype: bfloat16 can't tell positions beyond 256 apart.
     angles = positions[..., None].astype(jnp.float32) * _frequencies(rope, positions)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
@@ -204,6 +205,7 @@ def _frequencies(
         case "dynamic":
             assert rope.max_length
             length = jnp.maximum(jnp.max(positions) + 1, rope.max_length).astype(jnp.float32)
+            # 1 up to `max_length`, so that short texts are rotated as without it.
             stretch = rope.factor * length / rope.max_length - (rope.factor - 1)
             base = rope.base * stretch ** (rope.dim / (rope.dim - 2))
             return 1.0 / base**exponents
@@ -235,6 +237,7 @@ def _yarn(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, "
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
+    # As Transformers has it, so that the ramp can be divided by its width.
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)

@@ -74,6 +74,7 @@ class LazyArray:
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         if not self._stacked:
             return self._tensors[0].read().astype(dtype, copy=False)
+        # Tensor by tensor, so that no more than one is there twice.
         array = np.empty(self.shape, dtype)
         for i, tensor in enumerate(self._tensors):
             array[i] = tensor.read()
@@ -111,6 +112,7 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in filter(None, files.values()):
         tensors |= _open_file(file)
+    # A download that was cut off may have left files of an older version beside a new index.
     lost = [name for name in weight_map if name not in tensors]
     if lost:
         raise ValueError(f"{INDEX} in {folder} names tensors that its files lack: {some(lost)}")

@@ -41,6 +41,12 @@ def is_attention(eqn: Any) -> bool:
     return _name(eqn.primitive, eqn.params) in (*_FORWARD, *_BACKWARD)
 
 
+def heads_axis(eqn: Any) -> int:
+    """The axis of heads in queries, keys and values of a kernel of attention, from the last one."""
+    # Layouts of cuDNN's calls: 0 is (rows, length, heads, width), 1 has heads before the length.
+    return -3 if eqn.params.get("layout") == 1 else -2
+
+
 def is_attention_forward(primitive: Any, params: Mapping[str, Any]) -> bool:
     """Whether a primitive with these parameters is attention's forward."""
     return _name(primitive, params) in _FORWARD
@@ -63,13 +69,13 @@ def attention_flops(eqn: Any) -> int:
         return 0
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     if eqn.primitive.name == _CALL:
-        heads_first, causal = False, True
+        causal = True
         window = int(dict(eqn.params["attributes"])["window"]) or None
     else:
-        heads_first = eqn.params["layout"] == 1  # (rows, heads, length, width)
         causal = eqn.params["mask_type"].name.endswith("CAUSAL")
         window = eqn.params["sliding_window_length"]
-    length, heads = (-2, -3) if heads_first else (-3, -2)
+    heads = heads_axis(eqn)
+    length = -5 - heads
     pairs = attended_pairs(query[length], key[length], causal=causal, window=window)
     score, mixed = query[-1], value[-1]
     is_forward = is_attention_forward(eqn.primitive, eqn.params)

@@ -67,6 +67,7 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
         return eqn.params["length"] * count_flops(eqn.params["jaxpr"], counts)
     if name == "cond":
         return max(count_flops(branch, counts) for branch in eqn.params["branches"])
+    # A special primitive may have a jaxpr inside, as a scatter has its addition of two numbers.
     if inner := jx.inner_jaxprs(eqn) if name not in _SPECIAL else []:
         return sum(count_flops(jaxpr, counts) for jaxpr in inner)
     if not counts(eqn):
@@ -150,6 +151,7 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "reduce_window_sum": _reduce_window,
     "reduce_window_max": _reduce_window,
     "reduce_window_min": _reduce_window,
+    # Written, not added: but its parameters hold a jaxpr, which would be counted.
     "scatter": lambda eqn: 0,
     "scatter-add": _scatter,
     "scatter-mul": _scatter,

@@ -259,7 +259,7 @@ def merge(mask: Sequence[bool], yes: Sequence, no: Sequence) -> list:
 
 
 def members(owners: Sequence[int | None], num_owners: int) -> tuple[tuple[int, ...], ...]:
-    """For each owner, its positions, ascending: ((0, 2), (1,)) of the owners [0, 1, 0]."""
+    """Positions of each owner, ascending: ((0, 2), (1,)) of the owners [0, 1, 0]."""
     found: list[list[int]] = [[] for _ in range(num_owners)]
     for position, owner in enumerate(owners):
         if owner is not None:

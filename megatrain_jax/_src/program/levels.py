@@ -195,6 +195,7 @@ class Lists:
     def _matrices(self, members: Sequence[int], depth: int) -> Matrices:
         """An element's arrays of two axes or more, by name and shape, without very small ones."""
         own = [self.parameters[i] for i in members]
+        # Gates and biases with two axes would make unlike layers alike.
         least = max(p.size for p in own) / 16
         return frozenset(
             (p.path[depth:], p.shape)

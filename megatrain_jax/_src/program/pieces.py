@@ -126,6 +126,7 @@ def first(value: Value | Pieces, i: int) -> Value | Pieces:
         grid = value.grid[i : i + 1].reshape(value.grid.shape[1:])
         return _of(grid, tuple(a - 1 for a in value.axes[1:]))
     if isinstance(value, Pieces):
+        # Axis 0 lies within each slice, and all of them have a row of it.
         cells = [piece(part, (0,), (i,)) for part in value.grid.flat]
         return Pieces(_grid(value.grid.shape, cells), tuple(a - 1 for a in value.axes))
     return piece(value, (0,), (i,))
@@ -236,6 +237,7 @@ def _fold(eqn, operand: Pieces) -> Value | Pieces:
     if within:
         changed = eqn.replace(params={**eqn.params, "axes": within})
         parts = [_bound(changed, [part])[0] for part in parts]
+    # Axes that stay sliced go to the front: then each row of what is left is one sum.
     kept = tuple(k for k, a in enumerate(axes) if a not in reduced)
     grid = np.moveaxis(_grid(operand.grid.shape, parts), kept, range(len(kept)))
     shape = grid.shape[: len(kept)]

@@ -133,6 +133,7 @@ class Reads:
             return self._call(eqn.params[CALLS.get(name, "jaxpr")], ins)
         if name == "cond" and ins[0].integers is not None:
             branches = eqn.params["branches"]
+            # As JAX itself clamps the index of a branch.
             which = int(np.clip(ins[0].integers.value, 0, len(branches) - 1))
             return self._call(branches[which], ins[1:])
         if name == "scan" and self._is_over_layers(eqn, ins):
@@ -190,6 +191,7 @@ class Reads:
 
     def _together(self, trails: Sequence[_Trail]) -> _Trail:
         """The trail of a scan's stacked results, in which slices are lost as views."""
+        # A scan's results are stacked anew: a slice of a parameter among them is one of several.
         for view in (v for x in trails for v in x.views):
             self.mixed.setdefault(view.key, "scan")
         return _joined(trails)
@@ -283,6 +285,8 @@ def _moved(eqn, k: int, view: _View, ins: Sequence[_Trail]) -> list[_View | None
     if is_elementwise(eqn):
         if any(v.aval.shape != aval.shape for v in eqn.outvars):
             return None
+        # Two parameters in one array are no plain parameter, which a scan could take slice by
+        # slice.
         alone = all(v.parameter == view.parameter for x in ins for v in x.views)
         return [dataclasses.replace(view, plain=view.plain and alone) for _ in eqn.outvars]
     if k or not view.axes:

@@ -147,6 +147,7 @@ class _Finder:
         """
         taken = self.taken[p]
         axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
+        # More axes first: smaller slices, each with its own read.
         counts = range(len(axes), 0, -1)
         for chosen in itertools.chain(*(itertools.combinations(axes, n) for n in counts)):
             sliced = self._along(p, chosen)
@@ -165,6 +166,7 @@ class _Finder:
                 if place not in rows:
                     first.append(r)
                 rows[place] = rows.get(place, 0) | 1 << r
+        # A slice that is never read would be in no block, and its update in none either.
         if len(rows) < math.prod(self.shapes[p][axis] for axis in axes):
             return None
         order = tuple(index_of(axes, place) for place in rows)
@@ -186,6 +188,8 @@ class _Finder:
                 added = {s.parameter: _in_order(stack, lead, s) for s in mine}
                 stacks[k] = dataclasses.replace(stack, slices={**stack.slices, **added})
         while rest:
+            # Of what is read in turn, the parameter that is read first leads, and gives the layers'
+            # order.
             lead = min(rest, key=lambda s: s.first)
             group = [s for s in rest if s is lead or s.alternates_with(lead)]
             rest = [s for s in rest if s not in group]

@@ -54,6 +54,7 @@ def find_bound(
         The bound; "neither" if another one takes 90% as long, or more.
     """
     link, host = hardware.link_bytes_per_s, hardware.host_bytes_per_s
+    # With a connection of their own, collectives pass neither the links nor the host.
     over_links = collective_bytes if hardware.peer_bytes_per_s is None else 0
     shares: tuple[tuple[Bound, float, float], ...] = (
         (
@@ -66,6 +67,7 @@ def find_bound(
     )
     longest: dict[Bound, float] = {"dispatch": dispatch_seconds}
     for name, own, collectives in shares:
+        # What takes most of it names it.
         bound = "collectives" if collectives > own else name
         longest[bound] = max(longest.get(bound, 0.0), own + collectives)
     bound, most = max(longest.items(), key=lambda item: item[1])

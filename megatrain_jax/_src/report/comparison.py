@@ -83,6 +83,7 @@ def _measured(row: PlanRow) -> list[str]:
 def _fits(plan: Plan) -> str:
     """Whether host and device suffice; which of them doesn't."""
     known = {"host": plan.fits_host, "device": plan.fits_device}
+    # What is known not to fit decides, even where the other is unknown.
     if unfit := [name for name, fits in known.items() if fits is False]:
         return f"{UNFIT} the {' or the '.join(unfit)}"
     return "unknown" if None in known.values() else "yes"
@@ -110,5 +111,6 @@ def compare(axes: dict[str, dict[str, object]], make: Callable[..., Plan]) -> Pl
 def _row(names: tuple[str, ...], given: dict[str, object], make: Callable[..., Plan]) -> PlanRow:
     try:
         return PlanRow(names=names, plan=make(**given))
+    # Refusals are `ValueError`s with a text for users; anything else is a mistake of ours.
     except ValueError as error:
         return PlanRow(names=names, plan=None, refused=str(error))

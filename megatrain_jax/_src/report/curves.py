@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
+from megatrain_jax._src.common.records import is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +70,6 @@ def points(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     found = [(r["step"], r[name]) for r in records if is_number(r.get(name))]
     table = np.array(found, np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a record is a number; a callback may have put anything there."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:

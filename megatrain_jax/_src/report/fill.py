@@ -39,6 +39,7 @@ def fills(plan: "Plan") -> tuple[Fill, Fill]:
     each host's process: a host has 50 GiB of state, 10 GiB that wait or move and 5 GiB of others.
     """
     machine, own, of = plan.hardware, plan.devices_per_host, plan.num_devices
+    # A plan's bytes are of all devices; a host has those of its own.
     state, peak = (size * own // of for size in (plan.host_bytes, plan.host_peak_bytes))
     host = [("masters and optimizer state", state), ("waiting and in flight", peak - state)]
     if plan.host_process_bytes is not None:

@@ -31,6 +31,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         processes_per_host: How many of them share a host.
     """
     step, grouping, devices = spec.first, spec.grouping, spec.first.num_devices
+    # Of a process; a host's memory is shared by all devices of its processes.
     own = devices // num_processes
     hardware = spec.options.machine and spec.options.machine.times(own * processes_per_host)
     workload, schedule = step.workload, step.schedule
@@ -73,6 +74,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_dispatch=_dispatches(schedule.steady) * workload.costs.dispatch,
         warnings=find_warnings(spec),
         hardware=hardware,
+        # Of the step's two workloads that which the schedule was made for: it sizes what is kept.
         workload=step.scheduled,
         schedule=schedule,
     )
@@ -123,6 +125,7 @@ def microbatch_work(step: BoundStep) -> Work:
     total, last = Work(flops=0, attention=0), len(step.stages) - 1
     forwards = forward_work([bound.stage for bound in step.stages])
     for s, (bound, forward) in enumerate(zip(step.keeping, forwards, strict=True)):
+        # The fused last stage computes its forward within its backward, which counts it.
         if not (step.workload.fused_last and s == last):
             total = total.plus(forward)
         if step.workload.backward[s]:
@@ -137,6 +140,7 @@ def microbatch_work(step: BoundStep) -> Work:
 def _optimizer_flops(cut: OptimizerCut) -> int:
     """Counts the operations of one update of all groups."""
     parts = (*cut.reduce, *cut.apply)
+    # Counted once for each key: equal blocks have equal fragments.
     flops = {part.key: count_flops(part.jaxpr) for part in {p.key: p for p in parts}.values()}
     return sum(flops[part.key] for part in parts)
 
@@ -148,18 +152,21 @@ def _templates(step: BoundStep) -> tuple[list[int | str], int]:
     for bound in step.stages:
         number = numbers.setdefault(bound.key, len(numbers))
         for g in bound.groups:
+            # A tied group is read by several stages: the row shows the first one's.
             of_group.setdefault(g, number)
     return [of_group.get(g, "-") for g in range(len(step.workload.sizes))], len(numbers)
 
 
 def _tiles(step: BoundStep, names: Sequence[str]) -> tuple[TileRow, ...]:
-    """What is computed in tiles; stages of one template whose tiles are equal are one row."""
+    """Rows of what is computed in tiles, one for stages of one template with equal tiles."""
     alike: dict[tuple[Hashable, str, Tiling], list[str]] = {}
     for s, bound in enumerate(step.stages):
         name = names[bound.groups[0]] if bound.groups else "a stage without parameters"
         plain = "forward", "backward"
         own = keeping_names(step.schedule.lean) if s in step.schedule.kept else plain
         for what, kernel in zip(plain, own, strict=True):
+            # A stage may have tiles for both, whether it keeps residuals or not; the schedule says
+            # which of its kernels run.
             if kernel in bound.tiles:
                 alike.setdefault((bound.key, what, bound.tiles[kernel]), []).append(name)
     return tuple(

@@ -161,6 +161,7 @@ class Plan:
         Without a connection of their own, devices write and read there what they send each other.
         """
         apart = self.hardware is None or self.hardware.peer_bytes_per_s is not None
+        # Each byte is written there by its sender and read by its receiver.
         exchanged = 0 if apart else 2 * self.collective_bytes
         return self.devices_per_host * (self.bytes_in + self.bytes_out + exchanged)
 
@@ -214,6 +215,8 @@ class Plan:
         """
         if self.hardware is None:
             return "neither"
+        # Of one host: its memory and its links are what bounds a step; other hosts do the same
+        # beside.
         own, of = self.devices_per_host, self.num_devices
         return find_bound(
             hardware=self.hardware,
@@ -238,6 +241,7 @@ class Plan:
     @property
     def fits_host(self) -> bool | None:
         """Whether a host's memory suffices for its processes; `None` if it isn't known."""
+        # Without a GPU there is no pool, and a process takes what its arrays do.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
         needed = process * self.processes_per_host
         return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)

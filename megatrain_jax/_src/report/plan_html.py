@@ -33,6 +33,7 @@ def as_html(plan: "Plan") -> str:
 
 def _bar(fill: Fill) -> str:
     """A memory as a bar, as long as its limit, or as what is needed where that is more."""
+    # 1 for a memory of nothing, which can't be divided by.
     scale = max(fill.needed, fill.limit or 0) or 1
     parts = [
         (name, size, colour) for (name, size), colour in zip(fill.parts, _COLOURS, strict=False)

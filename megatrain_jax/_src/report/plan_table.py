@@ -62,6 +62,7 @@ def group_cells(plan: "Plan") -> list[list[str]]:
         )
     hidden = len(plan.groups) - _SHOWN_ROWS
     if hidden > 0:
+        # Row 0 is the header; one of the rows shown is that of the dots.
         middle = 1 + (_SHOWN_ROWS + 1) // 2
         count = sum(row.count for row in plan.groups[middle - 1 : middle - 1 + hidden])
         cells[middle : middle + hidden] = [["…", str(count), "", "", "", ""]]
@@ -83,6 +84,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     within = "the least" if budget is None else f"of a budget of {size(budget)}"
     taken = plan.host_process_bytes
     fits = _host_verdict(plan)
+    # The verdict stands once: beside what the process takes, where that is known.
     at_peak = "" if taken else fits
     if plan.devices_per_host < plan.num_devices:
         of_host = size(plan.host_peak_bytes * plan.devices_per_host // plan.num_devices)
@@ -92,6 +94,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
     process = [["host memory, the process", size(taken), said]] if taken else []
     if plan.num_frozen:
         trained = plan.num_parameters - plan.num_frozen
+        # What all would take, by the bytes that a trained parameter has with its optimizer state.
         whole = (plan.host_bytes - plan.frozen_bytes) * plan.num_parameters // max(1, trained)
         saved = f"{size(plan.frozen_bytes)}; at rest all trained takes {size(whole)}"
         frozen = [["parameters not trained", short(plan.num_frozen), saved]]
@@ -127,7 +130,7 @@ def total_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _sizes(plan: "Plan") -> Callable[[int], str]:
-    """How the table spells bytes: in the unit of the largest number, where that shows them."""
+    """The table's spelling of bytes: in the unit of the largest number, where that shows them."""
     process, through = plan.host_process_bytes or 0, plan.bytes_through_host
     return functools.partial(sized, largest=max(plan.host_peak_bytes, process, through))
 
@@ -138,7 +141,7 @@ def _dispatched(plan: "Plan") -> str:
 
 
 def _shared_cells(plan: "Plan") -> list[list[str]]:
-    """What passes between several devices, and through the host's memory for all of them."""
+    """Cells of what passes between several devices, and through the host's memory for all."""
     if plan.num_devices == 1:
         return []
     size = _sizes(plan)
@@ -166,7 +169,7 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _recompute_cells(plan: "Plan") -> list[list[str]]:
-    """Which stages spare their backward some of the forward, and which compute it once more."""
+    """Cells of the stages that spare their backward some of the forward, or compute it again."""
     cells = []
     if plan.num_kept:
         every = "no recomputation of products in"
@@ -179,7 +182,7 @@ def _recompute_cells(plan: "Plan") -> list[list[str]]:
 
 
 def _tile_cells(plan: "Plan") -> list[list[str]]:
-    """What is computed in tiles."""
+    """Cells of what is computed in tiles."""
     return [
         [f"in tiles, {row.what} of {row.name}", str(row.num_tiles), f"of {row.num_rows:,} rows"]
         for row in plan.tiles

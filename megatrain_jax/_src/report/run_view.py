@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain_jax._src.adapt.loss_function import EVALUATED
+from megatrain_jax._src.common.records import is_number
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.report.curves import is_number, points
+from megatrain_jax._src.report.curves import points
 from megatrain_jax._src.report.table import seconds as spelled
 from megatrain_jax._src.report.table import short
 
@@ -36,6 +37,7 @@ def result_cells(
     for name in ("loss", EVALUATED + "loss"):
         numbers, values = points(records, name)
         if len(values):
+            # What is not a number comes last, as nothing is less than it.
             best = min(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
             first = f"{values[0]:.6g} at step {numbers[0]:.0f}"
             least = f"least {values[best]:.6g} at step {numbers[best]:.0f}"

@@ -27,6 +27,7 @@ def short(value: int, flops: bool = False) -> str:
     """A count with three digits, of operations if they are `flops`."""
     steps = ("", "K", "M", "G" if flops else "B", "T", "P", "E")
     size = float(value)
+    # From 999.5 on three digits would be rounded to a thousand.
     while size >= 999.5 and len(steps) > 1:
         size, steps = size / 1000, steps[1:]
     return f"{size:.3g} {steps[0]}FLOP" if flops else f"{size:.3g}{steps[0]}"

@@ -56,6 +56,7 @@ def _wide_products(spec: RunSpec) -> list[str]:
     compute = np.dtype(spec.precision.compute)
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
     every = sum(count_flops(j, is_product) for j in jaxprs)
+    # A router or a loss in fp32 is a few percent, and meant so.
     wide = sum(count_flops(j, lambda e: is_product(e, compute.itemsize)) for j in jaxprs)
     if wide <= every / 10:
         return []

@@ -62,7 +62,7 @@ class Clock:
         self.arrived[key] = self._carry(link, self.inward, size * link.inward, size)
 
     def inward_until(self, key: Key) -> float:
-        """When the lane to the device over which a part would come has nothing left to do."""
+        """The time at which the lane to the device that a part would take has nothing to do."""
         return self.inward.get(self.costs.link_of(key).name, 0.0)
 
     def compute(
@@ -72,14 +72,17 @@ class Clock:
         self._dispatch()
         self.device = self.computed[task] = over = self.over(touches, seconds)
         if on_link:
+            # Collectives through the host take both ways and the memory: copies wait until they are
+            # over.
             for lane in (self.inward, self.outward, self.shared):
                 name = self.costs.link.name
                 lane[name] = max(lane.get(name, 0.0), over - seconds) + on_link
+        # Once computed with, a part is there: later computations need not ask again.
         for key in touches:
             self.arrived.pop(key, None)
 
     def over(self, touches: Iterable[Key], seconds: float) -> float:
-        """When a computation on parts would be over if it came next."""
+        """The time at which a computation on parts would be over if it came next."""
         ready = (self.arrived.get(key, 0.0) for key in touches)
         return max(self.driver, self.device, *ready) + seconds
 
@@ -115,6 +118,8 @@ class Clock:
     def _carry(self, link: Link, lane: dict[str, float], seconds: float, size: int) -> float:
         """Copies a part over one lane of a link; returns when that is done."""
         ready = max(self.driver, self.device)
+        # The copy is done when both its lane and the shared memory have carried it; whichever is
+        # slower holds the lane.
         self.shared[link.name] = max(ready, self.shared.get(link.name, 0.0)) + size * link.shared
         own = max(ready, lane.get(link.name, 0.0)) + seconds
         lane[link.name] = max(own, self.shared[link.name])

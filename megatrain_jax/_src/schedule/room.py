@@ -67,7 +67,7 @@ class _Residents:
 def _residents_at(
     workload: Workload, tasks: Sequence[Task], resident: frozenset[Key]
 ) -> Iterator[_Residents]:
-    """For each task, the residents that exist when it begins; one object, good until the next."""
+    """The residents that exist when each task begins; one object, good until the next."""
     # One object changes from task to task, as a copy of it for each of them would take time with
     # the square of the number of layers; and the search asks for this over and over.
     passing = {key for key in resident if key.kind in PASSING}

@@ -168,7 +168,7 @@ def _as_tasks(
 def last_reads(
     reads: Sequence[Iterable[int]], makes: Sequence[Iterable[int]]
 ) -> list[tuple[int, ...]]:
-    """For each of some computations in their order, the values that nothing needs after it.
+    """The values that nothing needs after each of some computations.
 
     A value may be made more than once, and is not needed from its last read until it is made again.
     Where x is made by computations 0, 2 and 4, and read by 1 and 3::
@@ -177,9 +177,10 @@ def last_reads(
         # [(), ("x",), (), ("x",), ("x",)]: nothing reads what the last one makes
 
     Args:
-        reads: The values that each computation reads.
+        reads: The values that each computation reads, in their order.
         makes: The values that each makes.
     """
+    # From the end: a value is needed by those before its last read, until one that makes it.
     needed: set[int] = set()
     found = []
     for read, made in zip(reversed(reads), reversed(makes), strict=True):

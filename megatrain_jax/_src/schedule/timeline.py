@@ -93,6 +93,7 @@ def _run(
     Returns:
         What the lanes were busy with, and when the device is done before each instruction.
     """
+    # Instructions have no costs: computations come in the same order, and bring theirs.
     computations = ((c, n) for n, task in enumerate(tasks) for c in task.computations)
     spans: list[Span] = []
     times: list[float] = []
@@ -122,6 +123,7 @@ def _copied(clock: Clock, workload: Workload, op: Op, key: Key, task: int) -> Sp
         clock.fetch(key, size)
     else:
         clock.offload(key, size, task)
+    # As `Clock._carry` has it: the lane is free, and the device has been given work until then.
     start = max(free, clock.driver, clock.device)
     return Span(lane=lane, what=key.kind, of=key.owner, start=start, end=times[name])
 

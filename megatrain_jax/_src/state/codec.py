@@ -120,6 +120,7 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     Returns:
         bfloat16 of shape (n,).
     """
+    # As integers, since fp32's sum with its random part would be rounded itself.
     given = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = ((given + (bits >> 16)) >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)

@@ -40,7 +40,7 @@ class Grouping:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """For each leaf, the number of its group."""
+        """The number of each leaf's group."""
         owner = {leaf: g for g, leaves in enumerate(self.leaves) for leaf in leaves}
         return tuple(owner[leaf] for leaf in range(len(owner)))
 
@@ -107,6 +107,8 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
             uses[i].append(s)
     members: dict[tuple, list[int]] = {}
     for i, leaf in enumerate(leaves):
+        # A block travels whole, whichever stages read it; outside of blocks, what the same stages
+        # read.
         place = (leaf.block,) if leaf.block else (None, *uses[i])
         members.setdefault((leaf.is_trainable, *place), []).append(i)
 

@@ -82,6 +82,8 @@ class Hardware:
             ("peer_bytes_per_s", None),
             ("device_share", None),
         ):
+            # A rate that isn't known bounds nothing: infinite where it would be divided by, else
+            # None.
             if (value := getattr(self, name)) != unknown:
                 checks.number(name, value, above=0)
         for name in ("sustained", "sustained_attention", "device_share"):
@@ -93,6 +95,7 @@ class Hardware:
         """Device memory that JAX may allocate; `None` if unknown."""
         if self.device_bytes is None:
             return None
+        # Read when it is asked for: the user may have set JAX's variable after the import.
         share = allocator.fraction() if self.device_share is None else self.device_share
         return int(share * self.device_bytes)
 
@@ -109,6 +112,8 @@ class Hardware:
             attention: Those of attention's kernels among them.
             sustained: Share of `flops_per_s` that the others reach.
         """
+        # `sustained` of 1 asks for the least time possible, as a bound does; a plan gives the
+        # stages' own. Attention's kernels have no better one: what they reach is the measured rate.
         others = (flops - attention) / sustained
         return (others + attention / self.sustained_attention) / self.flops_per_s
 

@@ -117,6 +117,7 @@ class Layout:
             slab: The slab.
             draw: Draw of the random bits for rounding; None rounds to nearest.
         """
+        # A row is a shard: segments are ranges of every shard, so that each device encodes its own.
         rows, found = slab.reshape(-1, self.size // self.num_shards), []
         for number, segment in enumerate(self.segments):
             part = rows[:, segment.start : segment.stop]
@@ -192,6 +193,8 @@ class Layout:
         parts = []
         rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
         for offset, share, leaf, shape in sorted(rows, key=lambda row: row[:2]):
+            # Between leaves lies alignment, filled with zeros: reductions over whole slabs don't
+            # see it.
             if offset > end:
                 parts.append(jnp.zeros((*shards, offset - end), dtype))
             if leaf is None:
@@ -274,6 +277,7 @@ def layout_of(
         offsets[i] = start = end
         # A leaf without elements takes room, too, so that no slab and no segment is empty.
         end += max(1, -(-shares[i] // step)) * step
+        # Neighbours of one codec are one segment, alignment between them included.
         if segments and segments[-1].codec == codecs[i]:
             start = segments.pop().start
         segments.append(Segment(codec=codecs[i], start=start, stop=end))

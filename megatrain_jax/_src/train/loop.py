@@ -130,6 +130,7 @@ class Loop:
     def begin(self) -> None:
         """Tells the callbacks that have a method `begin` that a run begins."""
         for callback in self.callbacks:
+            # Before it is told, so that it hears of the end even where its own beginning fails.
             self.begun.append(callback)
             self._call(getattr(callback, "begin", None), self.trainer)
 
@@ -169,6 +170,7 @@ class Loop:
             every = self.options.eval_every
             due = every is not None and step % every == 0
             evaluate = self.options.eval_data is not None and (due or batches.exhausted)
+            # Both need the numbers of this very step, so none stays in flight then.
             save = self.save.is_due(step)
             self.complete(keep=0 if evaluate or save else 1, evaluate=evaluate)
             if save:
@@ -224,6 +226,8 @@ class Loop:
             self.pending.clear()  # what was dispatched after that step did nothing
             raise
         self.pending.popleft()
+        # A step lasts until the next one is dispatched: the driver waits for the device, so the
+        # mean of many is the device's time.
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began
         record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}

@@ -54,6 +54,7 @@ class Run:
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
         processes.agree("the beginning of training", lambda: options.rhythm)
+        # A resumed `fit` counts from 0, so steps before the checkpoint are done already.
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
@@ -63,9 +64,11 @@ class Run:
         with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
+                # `islice` takes no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
                 loop.run(Prefetch(some, trainer.check_batch, processes))
+                # A run that was finished may be called again with data to evaluate on.
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()
             except BaseException as raised:
@@ -74,6 +77,7 @@ class Run:
             insisted: KeyboardInterrupt | None = None
             try:
                 error = self._wound_up(loop, error, before)
+            # Whoever insists so often gets no save.
             except KeyboardInterrupt as third:
                 insisted = third
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)

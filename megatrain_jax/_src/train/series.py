@@ -85,6 +85,7 @@ class Checkpoints:
             except CheckpointError as raised:
                 error = raised
             rows = self._processes.gather(f"the restoring of step {step}", error and str(error))
+            # One process that can't read it is enough: all go on from the same step.
             if errors := [row for row in rows if row is not None]:
                 refused[step] = error or CheckpointError(errors[0])
                 continue
@@ -154,6 +155,7 @@ class Checkpoints:
             try:
                 self._saving.wait()
             except CheckpointError:
+                # Not saved after all, so that the run's end tries once more.
                 self._saving = self.saved = None
                 raise
             self._saving = None
@@ -182,6 +184,7 @@ class Checkpoints:
     def _set_aside(self, step: int, error: CheckpointError, resumed: int) -> None:
         """Gives a checkpoint that was refused another name, so that steps go by number again."""
         path, number = self.folder / str(step), 1
+        # A link that leads nowhere takes its name, too.
         while os.path.lexists(aside := path.with_name(f"{step}.refused-{number}")):
             number += 1
         try:
@@ -198,6 +201,7 @@ class Checkpoints:
         """Removes all but the newest checkpoints; warns once of what can't be removed."""
         assert self.saved is not None
         steps = [s for s in folder.steps(self.folder) if s not in self._left_alone]
+        # Later ones are none of this run's: they stay.
         for step in [s for s in steps if s <= self.saved][: -self._keep]:
             path = self.folder / str(step)
             try:

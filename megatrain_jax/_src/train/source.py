@@ -139,6 +139,7 @@ class Prefetch(Iterator[Any]):
                 self._check(batch)
             # Of several processes, none has all of it.
             self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
+        # A message that is cut off halfway would be taken for the next one.
         with deferred_interrupt():
             self._agree_on_end(batch is _END)
 

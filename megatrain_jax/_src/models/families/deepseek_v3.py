@@ -86,8 +86,10 @@ class LatentAttention(nnx.Module):
             rotate(y, rotation.cos_sin, interleaved=self.interleaved)
             for y in (q_rotated, k_rotated[:, :, None])
         )
+        # One rotated part of the keys serves all heads.
         k_rotated = jnp.broadcast_to(k_rotated, q_rotated.shape)
         q, k = jnp.concatenate([q, q_rotated], -1), jnp.concatenate([k, k_rotated], -1)
+        # `attention` wants values as wide as keys: zeros behind them come out as zeros.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - sizes.value_dim)])
         mixed = attention(q, k, v, segments=segments, scale=self.scale)
         return self.o_proj(mixed[..., : sizes.value_dim].reshape(rows, length, -1))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedRouting:
-    """How a token's experts are chosen, beside the options of every mixture.
+    """The options by which a token's experts are chosen, beside those of every mixture.
 
     Attributes:
         groups: Number of groups of experts, equally large.
@@ -73,6 +73,7 @@ class BiasedMixture(MixtureOfExperts):
         scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ weight.T)
         biased = scores + self.gate.e_score_correction_bias[...].astype(jnp.float32)
         grouped = biased.reshape(scores.shape[0], self.routing.groups, -1)
+        # The bias, which balances loads, has a say in the choice and none in the shares.
         best = jax.lax.top_k(grouped, 2)[0].sum(-1)
         _, groups = jax.lax.top_k(best, self.routing.groups_per_token)
         allowed = jax.nn.one_hot(groups, self.routing.groups).any(1)
@@ -80,6 +81,7 @@ class BiasedMixture(MixtureOfExperts):
         _, chosen = jax.lax.top_k(grouped.reshape(scores.shape), self.settings.per_token)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.settings.normalize:
+            # Sigmoids may all be 0 in fp32; the summand is Transformers'.
             shares = shares / (shares.sum(-1, keepdims=True) + 1e-20)
         return chosen, shares * self.routing.scale, scores
 

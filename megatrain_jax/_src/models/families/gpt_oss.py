@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssOptions:
-    """What the experts of a gpt-oss have beside the options of every mixture.
+    """The options of a gpt-oss's experts beside those of every mixture.
 
     Attributes:
         alpha: Factor within the gate's sigmoid.
@@ -73,6 +73,7 @@ class GptOssMixture(MixtureOfExperts):
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
+        # Not the base class's: its router has no bias, and its experts are three matrices.
         self.settings = experts
         self.expert = _clamped(config.options.alpha, config.options.limit)
         self.router = Linear(config.hidden_size, experts.num, make, bias=True)

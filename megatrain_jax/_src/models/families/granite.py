@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteOptions:
-    """What a Granite's layers have beside the options of every decoder.
+    """The options of a Granite's layers beside those of every decoder.
 
     Attributes:
         residual_scale: Factor of what attention and MLP add to what came in.
@@ -49,6 +49,8 @@ class GraniteLayer(Layer):
 
 def _read(fields: Fields) -> dict[str, Any]:
     sizes = hf_common.sizes(fields)
+    # In Granite's files attention's factor stands for 1 / sqrt(head_dim), and does not follow from
+    # it.
     factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
     embedding, attention, residual = (fields.number(name, 1.0, above=0) for name in factors)
     return {

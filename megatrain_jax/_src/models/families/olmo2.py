@@ -42,6 +42,7 @@ class Olmo2Layer(Layer):
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
+        # Not by `Layer`'s own constructor, which would make norms before attention and MLP.
         self.self_attn = WideNormAttention(config, layer, make)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, make)
         self.mlp = MLP(config, make)

@@ -35,6 +35,7 @@ class PhiLayer(Layer):
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
+        # Not by `Layer`'s own constructor: one norm serves both parts.
         self.input_layernorm = make_norm(config.hidden_size, config, make)
         self.self_attn = Attention(config, layer, make)
         self.mlp = PhiMLP(config, make)

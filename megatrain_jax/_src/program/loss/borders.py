@@ -233,7 +233,7 @@ def _row(flow: Dataflow, i: int) -> tuple:
 
 
 def _distances(flow: Dataflow, i: int, p: int, position: dict[int, int]) -> list[int]:
-    """For each operand, how many main equations before `p` it is made; 0 if by none of them."""
+    """Distances from the main equations that make operands to `p`; 0 where none makes one."""
     return [
         0 if jx.is_literal(a) or flow.kind[a] != MAIN else p - position[flow.producer[a]]
         for a in flow.jaxpr.eqns[i].invars

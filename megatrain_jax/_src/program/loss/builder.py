@@ -83,7 +83,7 @@ class _Builder:
         return self.ids.setdefault(self.aliases.get(var, var), len(self.ids))
 
     def _data_homes(self) -> dict[int, int | None]:
-        """For each data-only equation the one stage that computes it, or None for the prologue."""
+        """The one stage that computes each data-only equation, or None for the prologue."""
         flow, jaxpr = self.flow, self.flow.jaxpr
         uses: dict[Any, set] = defaultdict(set)
         for v in jx.variables(jaxpr.outvars):

@@ -46,6 +46,7 @@ def find_examples(jaxpr: Any, batch: Sequence[Any], ids: Iterable[tuple[Any, int
         ids: Variables of the jaxpr with the ids of their values.
     """
     of_batch = jx.dependent(jaxpr, batch)
+    # All arrays of a batch have the same leading axis: it was checked before.
     number = batch[0].aval.shape[0]
     found = Examples(number=number, values=frozenset())
     values = frozenset(i for v, i in ids if v in of_batch and found.along(v.aval))

@@ -47,6 +47,7 @@ def differentiated(
         leaves = jx.merge(stage.is_trainable, trainable, frozen)
         values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
         outputs = jx.evaluate(stage.jaxpr, values)
+        # Outputs without a cotangent are handed out beside, so that no zeros are made for them.
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
 
     _, pull, outputs = jax.vjp(wrap(run), trainable, active, has_aux=True)
@@ -98,6 +99,7 @@ def _reached_leaves(program: Program) -> frozenset[int]:
             o in with_cotangent and s
             for o, s in zip(stage.outputs, stage.has_cotangent, strict=True)
         )
+        # No cotangent reaches this stage, so none leaves it either.
         if not any(arriving):
             continue
         # Like stages are differentiated once: 36 layers cost one trace, where the same arrives.

@@ -62,6 +62,8 @@ class Stage:
         first = len(self.consts)
         leaves = self.jaxpr.invars[first : first + len(self.leaves)]
         sizes = [jx.num_elements(v.aval) for v in leaves]
+        # Elements stand for the operations of the products that a leaf is in: most of them are
+        # proportional to it.
         trainable = sum(n for n, yes in zip(sizes, self.is_trainable, strict=True) if yes)
         return trainable / sum(sizes) if any(sizes) else 1.0
 

@@ -1,4 +1,4 @@
-"""From a loss to a program: traced on abstract arrays, its leaves found, cut into stages.
+"""The way from a loss to a program: traced on abstract arrays, its leaves found, cut into stages.
 
 Example: parameters `e (4, 8)` and `w (2, 8, 8)`, which `jax.lax.scan` takes slice by slice, of
 float32. `trace_loss` lists equations on these shapes, `leaves_of` finds `e`, `w[0]` and `w[1]`,
@@ -67,6 +67,7 @@ def trace_loss(
     def flat(parameters, variables, batch, rng):
         nonlocal names
         value, metrics, new = loss(parameters, variables, batch, rng)
+        # Only the trace tells which metrics there are; their values alone can leave it.
         names = tuple(metrics)
         # A metric may be a parameter itself; a copy makes it a value of some stage.
         return value, [jnp.copy(metrics[k]) for k in names], list(new)
@@ -170,6 +171,7 @@ def _module_keys(leaves: Sequence[Leaf]) -> list:
     """
     depth = 0
     paths = [leaf.path for leaf in leaves]
+    # What all paths begin with, as the `model` of a wrapper, tells no parameters apart.
     while len({p[: depth + 1] for p in paths}) == 1 and all(len(p) > depth + 1 for p in paths):
         depth += 1
     return [leaf.block or leaf.path[: depth + 1] for leaf in leaves]

@@ -25,6 +25,7 @@ def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
     reasons: dict[str, dict[int, Leaf]] = defaultdict(dict)
     for p, name in stacks.mixed.items():
         reasons[f"one operation ({name}) takes several of them together"][p] = whole[p]
+    # What is in a block is cut already, along another list: nothing is lost.
     blocks = {leaf.parameter for leaf in leaves if leaf.block is not None}
     looped = "a loop that can't be unrolled (while_loop) takes them by its counter"
     alone = [

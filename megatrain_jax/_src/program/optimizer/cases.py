@@ -56,8 +56,10 @@ def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
         # A value that its group computes alone is the same in each case.
         if u not in slicer.late and slicer.group[u] != MIXED:
             continue
+        # Where the walk meets a yes or no, it ends: either answer is put in for it.
         if u.aval.dtype == np.bool_ and jx.num_elements(u.aval) == 1:
             conditions[u] = None
+        # Any other number of all groups has more than two values to compute for.
         elif u in slicer.junctions or u not in slicer.producer:
             return None
         elif slicer.producer[u] not in between:
@@ -76,6 +78,7 @@ def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) ->
         for eqn in jaxpr.eqns:
             _bind(eqn, env)
             for v in eqn.outvars:
+                # Bound first, as its other readers may want it; without any, it is dead code.
                 if v in plans:
                     env[v] = _selected(jaxpr, env, v, *plans[v])
         return [_read(a, env) for a in jaxpr.outvars]

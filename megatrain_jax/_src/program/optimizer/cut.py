@@ -264,6 +264,7 @@ class _Cutter:
         combine, reduced = self._combine(list(ids))
         reduce = tuple(self._reduce(g, reduced[g]) for g in groups)
         return OptimizerCut(
+            # With nothing to reduce, no update needs to know of another group's gradient.
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
             skips=False,

@@ -74,6 +74,7 @@ def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
         _NotElementwise: It needs another leaf, or is not elementwise.
     """
     used = [i in outputs for i in range(len(jaxpr.outvars))]
+    # Of all equations, those behind this leaf's outputs: other leaves' are none of its business.
     sliced, needed = partial_eval.dce_jaxpr(jaxpr, used)
     wide = {i for row in wide_inputs for i in row}
     places = [i for i, needs in enumerate(needed) if needs]
@@ -137,6 +138,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
             params, out_flags = _check(_closed(inner), flags, shape)
+        # Arithmetic on numbers that all leaves share, as a learning rate: any primitive will do.
         elif not any(flags) and all(v.aval.shape == () for v in eqn.outvars):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
         elif name == "broadcast_in_dim" and _fills(eqn, flags, shape):
@@ -160,6 +162,7 @@ def _closed(jaxpr: Any) -> Any:
 
 def _params(eqn: Any) -> Hashable:
     """Parameters of an equation as a key."""
+    # As text, since some values, jaxprs among them, can't be hashed.
     return tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
 
 

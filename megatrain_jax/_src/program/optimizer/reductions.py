@@ -86,8 +86,11 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
         shape = operand.aval.shape
         behind, read = _behind(jaxpr, operand, producer)
         arrays = tuple(sorted(number[v] for v in read if v.aval.shape))
+        # A sum along one axis gives an array; a small array among the operands would have to be cut
+        # into pieces like the large ones, which it is not.
         if len(eqn.params["axes"]) < len(shape) or not large.keys() >= set(arrays):
             continue
+        # All of one shape, so that pieces of them hold the same elements.
         if {jaxpr.invars[i].aval.shape for i in arrays} != {shape}:
             continue
         if len({large[i] for i in arrays}) > 1:
@@ -99,6 +102,7 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
     results = [reduction.eqn.outvars[0] for reduction in found]
     rest = jx.sub_jaxpr(jaxpr, eqns, [*jaxpr.invars, *results], jaxpr.outvars)
+    # What only the reductions read is not read here any more: large arrays among it.
     rest, used = partial_eval.dce_jaxpr(rest, [True] * len(rest.outvars))
     inputs = tuple(i for i, yes in enumerate(used) if yes)
     return Reductions(found=tuple(found), rest=rest, inputs=inputs)

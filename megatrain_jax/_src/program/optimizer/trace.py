@@ -1,4 +1,4 @@
-"""From an Optax transformation to a flat traced update: one array per leaf and piece of state.
+"""The flat traced update of an Optax transformation: one array per leaf and piece of state.
 
 Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
 of a stacked parameter, and of the state that mirrors it, as an array of its own: a token.
@@ -123,6 +123,7 @@ def trace_optimizer(
     state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
+    # Optax keeps state in trees like the parameters', so a path's end says whose it is.
     owners = {tuple(path): i for path, i in params}
     return TracedOptimizer(
         update=jx.without_dead_code(traced),

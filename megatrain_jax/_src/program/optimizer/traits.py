@@ -111,11 +111,13 @@ def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
             results = _never_negative(inner, operands)
         elif name == "integer_pow":
             results = [operands[0] or eqn.params["y"] % 2 == 0]
+        # A square, however it is written.
         elif name == "mul" and eqn.invars[0] is eqn.invars[1]:
             results = [True]
         elif name == "max":
             results = [any(operands)]  # one bound from below is enough
         elif name == "select_n":
+            # The first operand says which of the others is taken.
             results = [all(operands[1:])]
         elif name == "clamp":
             results = [operands[0] or all(operands[1:])]
@@ -135,6 +137,7 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
     Sets of inputs are the bits of numbers, so that one walk serves all of them.
     """
     reaches = {v: 1 << i for i, v in enumerate(tokens)}
+    # By variable, the tokens that have passed a product on their way to it.
     mixes: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
         operands = jx.variables(eqn.invars)

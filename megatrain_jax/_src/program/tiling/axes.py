@@ -29,7 +29,7 @@ from megatrain_jax._src.program.tiling.rules import MAPPED, Together, shape_of, 
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """How an array is divided: along an axis of `outer * num_tiles * inner` entries."""
+    """The division of an array: along an axis of `outer * num_tiles * inner` entries."""
 
     axis: int
     outer: int
@@ -43,7 +43,7 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How an operation is divided.
+    """The division of an operation: a label for each operand and result that it takes in tiles.
 
     Attributes:
         operands: Label of each operand; None for those that every tile reads whole.
@@ -66,6 +66,7 @@ class Axes:
         self._count = len(eqn.invars)
         self._all = self._count + len(eqn.outvars)
         self._found: dict[tuple[int, int], Together] = {}
+        # A callback would be shown tiles, and be called once for each.
         for group in () if eqn.effects else together(eqn):
             if not any(_is_key(eqn, at) for at, _ in group[0]):
                 self._found.update((place, group) for place in group[0])
@@ -109,6 +110,7 @@ def _reshaped(eqn: Any, at: int, label: Label, num_tiles: int) -> Division | Non
     outer = math.prod(mine[: label.axis]) * label.outer
     inner = label.inner * math.prod(mine[label.axis + 1 :])
     found = _label_between(other, outer, inner, num_tiles)
+    # The divided entries lie within one axis here and across the border of two there.
     if found is None:
         return None
     labels = (label, found) if at == 0 else (found, label)
@@ -120,6 +122,8 @@ def _label_between(shape: Sequence[int], outer: int, inner: int, num_tiles: int)
     before = 1
     for axis, size in enumerate(shape):
         after = math.prod(shape[axis + 1 :])
+        # The first axis that fits is the outermost: `outer` counts what lies before the tiles
+        # within it.
         if size > 1 and not outer % before and not inner % after:
             label = Label(axis, outer // before, inner // after)
             if label.outer * num_tiles * label.inner == size:

@@ -24,7 +24,7 @@ BARRIER = "optimization_barrier"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op:
+class Operation:
     """An operation: an equation, and the numbers of the values that it reads and makes."""
 
     eqn: Any
@@ -49,7 +49,7 @@ class Flow:
         outputs: Numbers of the outputs.
     """
 
-    ops: tuple[Op, ...]
+    ops: tuple[Operation, ...]
     avals: tuple[Any, ...]
     constants: Mapping[int, Any]
     inputs: tuple[int, ...]
@@ -91,7 +91,7 @@ class _Opening:
     def __init__(self) -> None:
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
-        self.ops: list[Op] = []
+        self.ops: list[Operation] = []
 
     def value(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -129,7 +129,7 @@ class _Opening:
         if name == BARRIER:
             return self._barriers(eqn, reads)
         makes = [self.value(v.aval) for v in eqn.outvars]
-        self.ops.append(Op(eqn, tuple(reads), tuple(makes)))
+        self.ops.append(Operation(eqn, tuple(reads), tuple(makes)))
         return makes
 
     def _barriers(self, eqn: Any, values: list[int]) -> list[int]:
@@ -145,7 +145,7 @@ class _Opening:
                     outvars=[atom],
                 )
                 made = self.value(self.avals[value])
-                self.ops.append(Op(barrier, (value,), (made,)))
+                self.ops.append(Operation(barrier, (value,), (made,)))
                 value = made
             passed.append(value)
         return passed
@@ -156,7 +156,7 @@ def _barrier_primitive() -> Any:
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
 
 
-def _needed(ops: Sequence[Op], outputs: Sequence[int]) -> list[Op]:
+def _needed(ops: Sequence[Operation], outputs: Sequence[int]) -> list[Operation]:
     """The operations that outputs depend on, and those with effects."""
     needed, kept = set(outputs), []
     for op in reversed(ops):

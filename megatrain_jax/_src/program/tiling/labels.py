@@ -26,7 +26,7 @@ from megatrain_jax._src.program.tiling.rules import MAPPED
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Labels:
-    """Which operations of a flow are divided, and how.
+    """The divided operations of a flow, with their divisions.
 
     Attributes:
         divisions: By position among the operations, those that are divided.
@@ -56,7 +56,7 @@ class Carried:
 
 
 class Carrier:
-    """What carries labels through a flow: who reads and makes each value, with which axes."""
+    """The carrier of labels through a flow: knows who reads and makes each value, by which axes."""
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
@@ -80,6 +80,8 @@ class Carrier:
                 op = self._flow.ops[number]
                 labels = (*way.operands, *way.results)
                 for v, other in zip((*op.reads, *op.makes), labels, strict=True):
+                    # Labels don't travel over constants: that two operations read one says nothing
+                    # of their axes.
                     if other is None or v in self._flow.constants or (v, other) in seen:
                         continue
                     seen.add((v, other))
@@ -99,6 +101,7 @@ def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
     """
     divisions: dict[int, Division] = {}
     made: dict[int, Label] = {}
+    # By axis: the first one is of the first axis, or with `last` of the last.
     open_ways = {n: sorted(w, key=_order, reverse=last) for n, w in carried.ways.items()}
     readers: dict[int, list[tuple[int, int]]] = {}
     for number, op in enumerate(flow.ops):
@@ -120,6 +123,9 @@ def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
             if len(options) == 1 or any(known):
                 decide(number, max(options, key=lambda way: _matching(flow, op.reads, way, made)))
 
+    # Forward, as far as operands decide; then backward, from readers to what is made of nothing;
+    # where neither decides anything, the first open operation is decided by order alone, and both
+    # go on from there. Each round decides at least one, so this ends.
     while open_ways:
         before = len(open_ways)
         forward()
@@ -146,4 +152,5 @@ def _order(way: Division) -> tuple:
 def _matching(flow: Flow, reads: tuple[int, ...], way: Division, made: Mapping[int, Label]) -> int:
     """Bytes of the operands that a division reads tile by tile as they are made, less others."""
     pairs = zip(reads, way.operands, strict=True)
+    # A value read otherwise than it was made has to be whole first: as bad as the other is good.
     return sum(flow.num_bytes(v) * (1 if made[v] == x else -1) for v, x in pairs if v in made)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from megatrain_jax._src.program.tiling.axes import Division, Label
-from megatrain_jax._src.program.tiling.flow import Flow, Op
+from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
-from megatrain_jax._src.program.tiling.order import Loop
+from megatrain_jax._src.program.tiling.order import TileLoop
 from megatrain_jax._src.program.tiling.rules import MAPPED
 from megatrain_jax._src.program.tiling.tile import (
     add_tile,
@@ -26,7 +26,7 @@ from megatrain_jax._src.program.tiling.tile import (
 
 
 def run_loop(
-    loop: Loop, flow: Flow, labels: Labels, num_tiles: int, values: Mapping[int, Any]
+    loop: TileLoop, flow: Flow, labels: Labels, num_tiles: int, values: Mapping[int, Any]
 ) -> dict[int, Any]:
     """Runs a loop over tiles.
 
@@ -41,11 +41,14 @@ def run_loop(
         The values that the loop stores or sums up, whole.
     """
     avals, made = flow.avals, labels.made
+    # A value made here and read here with the same label goes from one to the other within a tile;
+    # everything else comes from outside, whole or as slices of whole arrays.
     inside = {v for op, division in loop.ops if division.kind == MAPPED for v in op.makes}
 
     def is_inside(v: int, label: Label) -> bool:
         return v in inside and made[v] == label
 
+    # Reshaped once, before the loop, so that each tile takes a slice with one index.
     sliced = {
         (v, label): lax.reshape(values[v], label.split(avals[v].shape, num_tiles))
         for op, division in loop.ops
@@ -53,6 +56,7 @@ def run_loop(
         if label is not None and not is_inside(v, label)
     }
     shapes = [made[v].split(avals[v].shape, num_tiles) for v in loop.stored]
+    # Each tile writes its own part, so that no zero is left.
     buffers = [
         jnp.zeros(shape, avals[v].dtype) for v, shape in zip(loop.stored, shapes, strict=True)
     ]
@@ -80,11 +84,12 @@ def run_loop(
 
     buffers, totals = lax.fori_loop(0, num_tiles, body, (buffers, totals))
     pairs = zip((*loop.stored, *loop.summed), (*buffers, *totals), strict=True)
+    # Narrow floats were summed up in fp32, and are rounded once, here.
     return {
         v: lax.convert_element_type(lax.reshape(x, avals[v].shape), avals[v].dtype)
         for v, x in pairs
     }
 
 
-def _start(op: Op, division: Division, values: Mapping[int, Any]) -> Any:
+def _start(op: Operation, division: Division, values: Mapping[int, Any]) -> Any:
     return start_of_sum(op.eqn, division, [values.get(v) for v in op.reads])

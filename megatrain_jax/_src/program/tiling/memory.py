@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import FREE, FUSED, FUSING
-from megatrain_jax._src.program.tiling.flow import Flow, Op
-from megatrain_jax._src.program.tiling.order import Loop
+from megatrain_jax._src.program.tiling.flow import Flow, Operation
+from megatrain_jax._src.program.tiling.order import TileLoop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,13 @@ class _Event:
     within: int = 0
 
 
-def peak_bytes(flow: Flow, steps: Sequence[Loop | Op], num_tiles: int) -> int:
+def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int) -> int:
     """Estimates the most bytes that a flow's own values take at one time, without its results."""
     outputs = set(flow.outputs)
     sizes = {v: flow.num_bytes(v) for op in flow.ops for v in op.makes if v not in outputs}
     events = []
     for step in steps:
-        if isinstance(step, Op):
+        if isinstance(step, Operation):
             events.append(_Event(step.reads, step.makes, step.name))
             continue
         for v in step.summed:  # in fp32
@@ -52,7 +52,7 @@ def peak_bytes(flow: Flow, steps: Sequence[Loop | Op], num_tiles: int) -> int:
     return _peak(events, sizes)
 
 
-def loop_bytes(flow: Flow, loop: Loop) -> int:
+def loop_bytes(flow: Flow, loop: TileLoop) -> int:
     """Estimates the most bytes within a loop if it had one tile."""
     events = [_Event(op.reads, op.makes, op.name) for op, _ in loop.ops]
     given = {*loop.stored, *loop.summed}
@@ -71,6 +71,8 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
         behind = frozenset().union(*(roots.get(v, ()) for v in event.reads))
         for v in event.makes:
             read = readers.get(v, [])
+            # Fused into its only reader, a result is never written; with two readers a compiler may
+            # compute it twice or keep it, and this counts it as kept.
             free = event.name in FREE or (event.name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
     last: dict[int, int] = {}
@@ -85,6 +87,7 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
                 live += sizes.get(v, 0)
                 end = last.get(v, number)
                 ends[end] = ends.get(end, 0) + sizes.get(v, 0)
+        # A step's results and its operands are there at once: operands end after the step.
         most = max(most, live + event.within)
         live -= ends.pop(number, 0)
     return most

@@ -26,7 +26,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from megatrain_jax._src.program.primitives import CUMULATIVE, PRODUCTS
 from megatrain_jax._src.program.tiling.axes import Division
-from megatrain_jax._src.program.tiling.flow import Flow, Op
+from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
 from megatrain_jax._src.program.tiling.rules import MAPPED
 
@@ -37,7 +37,7 @@ _MUCH_LARGER = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Loop:
+class TileLoop:
     """A loop over tiles.
 
     Attributes:
@@ -46,17 +46,17 @@ class Loop:
         summed: Values to which each tile contributes.
     """
 
-    ops: tuple[tuple[Op, Division], ...]
+    ops: tuple[tuple[Operation, Division], ...]
     stored: tuple[int, ...]
     summed: tuple[int, ...]
 
 
-def ordered(flow: Flow, labels: Labels) -> tuple[Loop | Op, ...]:
+def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
     """A divided flow as loops over tiles and operations on whole values, one after another."""
     reads = _Reads(flow, labels)
     levels = _levels(flow, labels, reads)
     stored = _stored(flow, labels, reads, levels)
-    steps: list[Loop | Op] = []
+    steps: list[TileLoop | Operation] = []
     for level in range(max(levels, default=0) + 1):
         own = [n for n, at in enumerate(levels) if at == level]
         steps += [flow.ops[n] for n in own if n not in labels.divisions]
@@ -67,7 +67,7 @@ def ordered(flow: Flow, labels: Labels) -> tuple[Loop | Op, ...]:
 
 
 class _Reads:
-    """Who makes each value, and who reads it how."""
+    """The maker of each value, and its readers: in tiles as it is made, or whole."""
 
     def __init__(self, flow: Flow, labels: Labels) -> None:
         self.maker = {v: n for n, op in enumerate(flow.ops) for v in op.makes}
@@ -98,10 +98,13 @@ def _levels(flow: Flow, labels: Labels, reads: _Reads) -> list[int]:
             edges[maker, n] = max(edges.get((maker, n), 0), int(waits))
             lasts.setdefault(v, set()).add(n)
     firing = [n for n, op in enumerate(flow.ops) if op.eqn.effects]
+    # Prints and callbacks keep their order, which no value between them holds.
     edges.update({pair: 0 for pair in itertools.pairwise(firing) if pair not in edges})
     earliest = [0] * len(flow.ops)
+    # Operations are numbered in an order in which they can be computed, so one pass is enough.
     for (maker, n), step in sorted(edges.items(), key=lambda item: item[0][1]):
         earliest[n] = max(earliest[n], earliest[maker] + step)
+    # All that is divided is in one loop: there is nothing to choose.
     if not max(earliest, default=0):
         return earliest
     return _least_waiting(flow, reads, edges, lasts, max(earliest))
@@ -117,6 +120,9 @@ def _least_waiting(
     """Solves for levels: minimal bytes, each times the levels from its making to its last use."""
     count = len(flow.ops)
     values = sorted(lasts)
+    # Variables: a level for each operation, then for each value the level of its last use. A value
+    # costs its bytes times last use minus making. The small cost of every level breaks ties towards
+    # early ones: without it, what no bytes depend on could be anywhere.
     cost = np.full(count + len(values), 1e-6)
     total = sum(map(flow.num_bytes, values)) or 1
     rows: list[tuple[int, int, int]] = [(a, b, step) for (a, b), step in edges.items()]
@@ -126,6 +132,8 @@ def _least_waiting(
         cost[reads.maker[v]] -= size
         rows += [(n, at, 0) for n in lasts[v]]
     first, second, step = (np.array(column) for column in zip(*rows, strict=True))
+    # Each row says `first - second <= -step`, with one +1 and one -1: such a matrix is totally
+    # unimodular, so that a vertex of the solutions, which the simplex method ends at, is whole.
     which = np.arange(len(rows))
     signs = np.repeat([1.0, -1.0], len(rows))
     places = (np.concatenate([which, which]), np.concatenate([first, second]))
@@ -140,6 +148,7 @@ def _stored(flow: Flow, labels: Labels, reads: _Reads, levels: Sequence[int]) ->
     outputs = set(flow.outputs)
     stored = {v for whole in reads.whole for v in whole} | outputs
     stored &= labels.made.keys()
+    # From the first level on: what an earlier cut has stored is there for later ones, too.
     for level in range(1, max(levels) + 1):
         own = [n for n in labels.divisions if levels[n] == level]
         needed = {v for n in own for v in reads.along[n] if levels[reads.maker[v]] < level}
@@ -161,12 +170,14 @@ def _cut(
     todo = list(needed)
     if not todo:
         return set()
+    # SciPy's flows are 32-bit integers: in this unit all bytes together stay below `endless`.
     unit = max(1, sum(map(flow.num_bytes, labels.made)) // 2**29)
     source, sink = 0, 1
     while todo:
         v = todo.pop()
         if v in nodes:
             continue
+        # A value is two nodes with an edge of its bytes between them: cutting that is storing it.
         at = nodes[v] = 2 + 2 * len(nodes)
         edges[at, at + 1] = max(1, flow.num_bytes(v) // unit)
         maker = reads.maker[v]
@@ -177,11 +188,14 @@ def _cut(
         maker = reads.maker[v]
         edges.update({(at + 1, nodes[u]): endless for u in reads.along[maker] if u not in stored})
     edges.update({(source, nodes[v]): endless for v in needed})
+    # Edges between values are endless, so that only storing a value can cut a way.
     first, second = zip(*edges, strict=True)
     size = 2 + 2 * len(nodes)
     capacity = csr_array((np.array([*edges.values()], np.int32), (first, second)), (size, size))
     rest = capacity - maximum_flow(capacity, source, sink).flow
     rest.eliminate_zeros()
+    # What the source still reaches in the rest of the capacities is one side of a minimal cut; the
+    # values whose two nodes lie on either side of it are cut.
     reached = set(breadth_first_order(rest, source, return_predecessors=False))
     return {v for v, at in nodes.items() if at in reached and at + 1 not in reached}
 
@@ -195,11 +209,15 @@ def _is_costly(flow: Flow, labels: Labels, number: int) -> bool:
     return flow.num_bytes(op.makes[0]) < _MUCH_LARGER * read
 
 
-def _loop(flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]) -> Loop:
+def _loop(
+    flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]
+) -> TileLoop:
     """The loop in which these operations have their place: only what is stored or summed up."""
     summed = [v for n in own if labels.divisions[n].kind != MAPPED for v in flow.ops[n].makes]
     kept = [v for n in own for v in flow.ops[n].makes if v in stored]
     mine, found = set(own), set()
+    # Backward from what leaves the loop: operations of earlier levels come in again where their
+    # results are needed and not stored, and what nothing here needs stays out.
     todo = [reads.maker[v] for v in [*summed, *kept]]
     while todo:
         n = todo.pop()
@@ -210,4 +228,4 @@ def _loop(flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequ
             if v not in stored or reads.maker[v] in mine:
                 todo.append(reads.maker[v])
     ops = tuple((flow.ops[n], labels.divisions[n]) for n in sorted(found))
-    return Loop(ops=ops, stored=tuple(kept), summed=tuple(summed))
+    return TileLoop(ops=ops, stored=tuple(kept), summed=tuple(summed))

@@ -49,6 +49,8 @@ def together(eqn: Any) -> Iterator[Together]:
 
 def _elementwise(eqn: Any) -> Iterator[Together]:
     count = len(eqn.invars)
+    # Operands of fewer axes, scalars as a rule, and those with 1 where the result has more are read
+    # whole by each tile.
     for axis, size in enumerate(shape_of(eqn, count)):
         places = [(at, axis) for at in range(count) if axis < len(s := shape_of(eqn, at))
                   and s[axis] == size]  # fmt: skip
@@ -108,6 +110,7 @@ def _broadcast(eqn: Any) -> Iterator[Together]:
 def _made(eqn: Any) -> Iterator[Together]:
     """Arrays made of nothing that has axes: counters, and random bits of a key."""
     at = len(eqn.invars)
+    # With a sharding asked for, the shape says how devices divide it: a tile's would be another.
     if eqn.params.get("sharding") is None:
         yield from (([(at, axis)], MAPPED) for axis in range(len(shape_of(eqn, at))))
 
@@ -136,6 +139,7 @@ def _dot_general(eqn: Any) -> Iterator[Together]:
         return
     for new, pair in enumerate(zip(*batch, strict=True)):
         yield [*enumerate(pair), (2, new)], MAPPED
+    # The result's axes are the batch's, then the left operand's free ones, then the right one's.
     new = len(batch[0])
     for at in (0, 1):
         for axis in range(len(shape_of(eqn, at))):
@@ -150,6 +154,7 @@ def _convolution(eqn: Any) -> Iterator[Together]:
     left, right, result = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] != 1:
         return
+    # Examples, the first entry of each layout, never mix; spatial axes do, through windows.
     yield [(0, left[0]), (2, result[0])], MAPPED
     if eqn.params["feature_group_count"] == 1:
         yield [(1, right[0]), (2, result[1])], MAPPED
@@ -158,6 +163,7 @@ def _convolution(eqn: Any) -> Iterator[Together]:
 
 def _pad(eqn: Any) -> Iterator[Together]:
     for axis, config in enumerate(eqn.params["padding_config"]):
+        # Along an axis that is padded, entries of the result are none of the operand's.
         if tuple(config) == (0, 0, 0):
             yield [(0, axis), (2, axis)], MAPPED
 
@@ -210,6 +216,7 @@ def _scatter(eqn: Any) -> Iterator[Together]:
         if axis in together:
             own = together[axis]
             yield [(0, own), (1, axis), (2, update), (3, own)], MAPPED
+        # Any order of additions will do; of other scatters, the last one to write wins.
         elif eqn.primitive.name in ADDING:
             yield [(1, axis), (2, update)], ADDED_INTO
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

@@ -92,6 +92,8 @@ def on_tile(
     """
     name, label = eqn.primitive.name, division.results[0]
     assert label is not None
+    # Two primitives make an array of nothing divisible: their tiles can't be slices of operands,
+    # and depend on the number of the tile instead.
     if name == "random_bits":
         return [tile_of_bits(eqn, label, tile, num_tiles, operands[0])]
     if name == "iota":

@@ -6,11 +6,11 @@ from typing import Any
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.tiling.axes import Label
-from megatrain_jax._src.program.tiling.flow import Flow, Op, flow_of
+from megatrain_jax._src.program.tiling.flow import Flow, Operation, flow_of
 from megatrain_jax._src.program.tiling.labels import Carried, Carrier, Labels, chosen
 from megatrain_jax._src.program.tiling.loop import run_loop
 from megatrain_jax._src.program.tiling.memory import loop_bytes, peak_bytes
-from megatrain_jax._src.program.tiling.order import Loop, ordered
+from megatrain_jax._src.program.tiling.order import TileLoop, ordered
 
 _SEEDS = 8  # shapes of values whose axes are tried: those of most bytes
 _TRIED = 3  # ways to divide that are compared by the memory they need
@@ -39,7 +39,7 @@ class Tiled:
     num_rows: int
     flow: Flow
     labels: Labels
-    steps: tuple[Loop | Op, ...]
+    steps: tuple[TileLoop | Operation, ...]
 
     @property
     def rows_per_tile(self) -> int:
@@ -52,7 +52,7 @@ class Tiled:
         values: dict[int, Any] = dict(flow.constants)
         values.update(zip(flow.inputs, args, strict=True))
         for step in self.steps:
-            if isinstance(step, Op):
+            if isinstance(step, Operation):
                 made = jx.bind(step.eqn, [values[v] for v in step.reads])
                 values.update(zip(step.makes, made, strict=True))
             else:
@@ -99,11 +99,14 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
     for carried in _candidates(flow, num_tiles, num_devices):
         lasts = (False, True) if any(len(ways) > 1 for ways in carried.ways.values()) else (False,)
         ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in lasts]
+        # Candidates come with the most bytes reached first. A later one has to be far better to be
+        # taken: memory estimates are rough, and reaching more means fewer whole arrays in between.
         best = min(ways, key=lambda way: way.peak)
         if best.peak < _FAR_LESS * least:
             found, least = best, best.peak
     if found is None:
         return None
+    # Without any loop the number of tiles doesn't count.
     whole = peak_bytes(flow, flow.ops, num_tiles)
     labels, steps = _without_small_loops(flow, found.labels, found.steps, whole // _SMALL)
     if peak_bytes(flow, steps, at_least) >= _WORTH * whole:
@@ -133,6 +136,8 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
     carrier, found = Carrier(flow), []
     for v in _seeds(flow):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
+            # `outer` is the number of devices, so that a tile has rows of each device's part, and
+            # no device waits while another one computes its own.
             label = Label(axis, num_devices, size // (num_tiles * num_devices))
             if size % (num_tiles * num_devices) or any((v, label) in x.labels for x in found):
                 continue
@@ -152,18 +157,19 @@ def _seeds(flow: Flow) -> list[int]:
 
 
 def _without_small_loops(
-    flow: Flow, labels: Labels, steps: tuple[Loop | Op, ...], limit: int
-) -> tuple[Labels, tuple[Loop | Op, ...]]:
+    flow: Flow, labels: Labels, steps: tuple[TileLoop | Operation, ...], limit: int
+) -> tuple[Labels, tuple[TileLoop | Operation, ...]]:
     """The flow with what small loops compute made whole: a loop costs time, and spares nothing.
 
     The sum of a mask, which a mean divides by, is an example.
     """
-    loops = [step for step in steps if isinstance(step, Loop)]
+    loops = [step for step in steps if isinstance(step, TileLoop)]
     small = [loop for loop in loops if loop_bytes(flow, loop) <= limit]
     kept = {op for loop in loops if loop not in small for op, _ in loop.ops}
     whole = {op for loop in small for op, _ in loop.ops} - kept
     if not whole:
         return labels, steps
+    # Who reads them may have to wait for all of them now, so loops are found anew.
     makes = {v for op in whole for v in op.makes}
     fewer = Labels(
         divisions={n: d for n, d in labels.divisions.items() if flow.ops[n] not in whole},
