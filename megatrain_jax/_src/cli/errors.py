@@ -21,6 +21,6 @@ def checking() -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """What an error says, with what was added to it on its way."""
+    """The text of an error, with the notes that were added to it on its way."""
     notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)
     return " ".join([str(error), *notes])
