@@ -40,16 +40,21 @@ class Tensor:
         name: The tensor's name there.
         shape: Its shape.
         dtype: Its dtype as the file calls it, such as "BF16".
+        part: Where it lies in the tensor of this name if it is a part of it: a number along the
+            first axis, and rows.
     """
 
     file: Any
     name: str
     shape: tuple[int, ...]
     dtype: str
+    part: tuple[int, slice] | None = None
 
     def read(self) -> np.ndarray:
         """Returns a copy of its numbers."""
-        return self.file.get_tensor(self.name)
+        if self.part is None:
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[self.part]
 
 
 class LazyArray:

@@ -21,5 +21,5 @@ def check_device(plan: Plan, free_bytes: int | None) -> None:
         f"available: {sized(plan.device_state_bytes)} for state and activations (least with "
         f'device_budget="least"), {sized(plan.device_temporary_bytes or 0)} for what one '
         "compiled function needs. Nothing was allocated. Use more `microbatches`, smaller batches "
-        "or a loss that makes fewer logits at a time."
+        "or a loss that makes fewer logits at a time (a smaller `chunk` of `losses.next_token`)."
     )
