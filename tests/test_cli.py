@@ -20,7 +20,7 @@ from megatrain_jax._src.cli.largest import (
     confirmed,
     fits,
     largest,
-    largest_sizes,
+    largest_size,
     round_number,
     shallow,
 )
@@ -188,16 +188,20 @@ def test_few_layers_stand_for_all_kinds_of_layers():
 
 
 @pytest.mark.long
-def test_the_largest_sizes_fit_and_larger_ones_do_not(tiny):
+def test_the_largest_sizes_fit_and_larger_ones_do_not(tiny, capsys):
     planner = Planner(PlanSettings(gpu="RTX3080", host="6GiB", length=512))
     config = config_of(str(tiny))
-    sizes = list(largest_sizes(planner, "tiny", config))
-    assert [size.what for size in sizes] == ["batch", "context", "model"]
-    assert all(fits(size.plan) and size.model in str(size) for size in sizes)
-    batch, context, _ = sizes
+    kinds = ["batch", "context", "model"]
+    sizes = [largest_size(planner, kind, str(tiny), config) for kind in kinds]
+    batch, context, model = sizes
+    assert batch and context and model and [size and size.what for size in sizes] == kinds
+    assert fits(batch.plan) and fits(context.plan) and fits(model.plan)
     assert batch.length == 512 and context.rows == 1
     assert not fits(planner.plan(config, batch.rows * 5 // 4, 512))
     assert not fits(planner.plan(config, 1, context.length * 5 // 4))
+    options = ["--gpu", "RTX3080", "--host", "6GiB", "--length", "512"]
+    assert main(["plan", str(tiny), *options]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == list(map(str, sizes))
 
 
 def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What `megatrain-jax finetune` is asked for beside what all training is."""
+"""The settings of `megatrain-jax finetune` beside those of all training."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a command trains: the part of a run in which `finetune` and `pretrain` differ."""
+"""The part of a run in which `finetune` and `pretrain` differ: what is trained, read, exported."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ on below that.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatrain_jax import Plan
@@ -23,7 +23,7 @@ _LAYERS = 4
 _UNKNOWN_LAYERS = 7
 # Where a search begins, and by how much more than in proportion it then goes up: what a step takes
 # beside its tokens is there once, and functions that don't fit are computed in tiles.
-_FIRST, _STEP = 16, 2.5
+_FIRST, _FIRST_CONTEXT, _STEP = 16, 64, 2.5
 # A model may need so much less of the host for each parameter than the small one of the guess.
 _SLACK = 1.15
 # Contexts are multiples of this.
@@ -60,31 +60,35 @@ class Size:
         )
 
 
-def largest_sizes(
-    planner: Planner, name: str | None, config: DecoderConfig | None
-) -> Iterator[Size]:
-    """Gives the largest batch and context of a model that fit, then the largest known model.
+def largest_size(
+    planner: Planner, what: str, name: str | None, config: DecoderConfig | None
+) -> Size | None:
+    """The largest batch or context of a model that fits, or the largest known model.
 
-    The batch has rows of the settings' length, the context is that of the fewest rows, and the
-    model is planned with the fewest rows of the settings' length.
+    Args:
+        planner: The planner.
+        what: "batch", of rows of the settings' length; "context", of the fewest rows; or "model",
+            with the fewest rows of the settings' length.
+        name: Name of the model whose batch or context it is.
+        config: Sizes of that model.
+
+    Returns:
+        The size; None if nothing fits.
     """
     rows, length = planner.settings.least_rows, planner.settings.length
-    if config is not None and name is not None:
-        first = _FIRST
-        for what, shape in (
-            ("batch", lambda n: (n * rows, length)),
-            ("context", lambda n: (rows, n * _TOKENS)),
-        ):
-            found = _largest_of(planner, config, shape, first)
-            if found is not None:
-                number, plan = found
-                at = shape(number)
-                yield Size(what=what, model=name, rows=at[0], length=at[1], plan=plan)
-                # As many tokens in one row need about as much.
-                first = max(1, at[0] // rows * at[1] // _TOKENS)
-    model = _largest_model(planner, rows, length)
-    if model is not None:
-        yield Size(what="model", model=model[0], rows=rows, length=length, plan=model[1])
+    if what == "model":
+        found = _largest_model(planner, rows, length)
+        return found and Size(what=what, model=found[0], rows=rows, length=length, plan=found[1])
+    assert name is not None and config is not None
+
+    def shape(n: int) -> tuple[int, int]:
+        return (n * rows, length) if what == "batch" else (rows, n * _TOKENS)
+
+    best = _largest_of(planner, config, shape, _FIRST if what == "batch" else _FIRST_CONTEXT)
+    if best is None:
+        return None
+    of_rows, of_length = shape(best[0])
+    return Size(what=what, model=name, rows=of_rows, length=of_length, plan=best[1])
 
 
 def _largest_of(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatrain_jax import CheckpointError, __version__
-from megatrain_jax._src.cli.errors import AskedWronglyError, checking
+from megatrain_jax._src.cli.errors import AskedWronglyError, checking, told
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AskedWronglyError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (CheckpointError, FloatingPointError, MemoryError) as error:
-        _told(f"megatrain-jax {name}: {' '.join([str(error), *getattr(error, '__notes__', ())])}")
+        _told(f"megatrain-jax {name}: {told(error)}")
         return _FAILED
     except SystemExit as end:  # of the parser, which has said why, or after SIGTERM
         return end.code if isinstance(end.code, int) else 0

@@ -28,7 +28,9 @@ def preferred(beta: float) -> Loss:
     """
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
-        reference = _answers(models.without_lora(model), batch)
+        before = models.without_lora(model)
+        assert isinstance(before, models.Decoder)
+        reference = _answers(before, batch)
         ours = _answers(model, batch)
         pairs, count = batch["pairs"], batch["pairs_per_row"].sum()
         columns = ours[:, 0::2], ours[:, 1::2], reference[:, 0::2], reference[:, 1::2]

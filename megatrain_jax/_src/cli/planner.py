@@ -108,14 +108,18 @@ class Planner:
         machine: The machine, with the host memory that the settings say.
     """
 
-    def __init__(self, settings: PlanSettings):
+    def __init__(self, settings: PlanSettings, machine: mt.Hardware | None = None):
         """Finds the machine and makes the optimizer.
+
+        Args:
+            settings: The settings.
+            machine: The machine, if another planner has found it.
 
         Raises:
             ValueError: If the GPU isn't known, or there is none here and none is named.
         """
         self.settings = settings
-        self.machine = _machine(settings)
+        self.machine = machine or _machine(settings)
         precision = precision_of(settings.state, settings.master, settings.frozen, jnp.bfloat16)
         self._options: dict[str, Any] = {
             "hardware": self.machine,

@@ -1,4 +1,4 @@
-"""What `megatrain-jax pretrain` is asked for beside what all training is."""
+"""The settings of `megatrain-jax pretrain` beside those of all training."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -33,12 +33,16 @@ class Lines:
     microbatches: int
     every: int
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _compiled: bool = False
 
     def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
         """Prints the line of a record, if it is due or has an evaluation in it."""
         record["learning_rate"] = np.asarray(self.schedule(record["step"] - 1)).item()
         if not self._recent and record["step"] > 1:
             _print(f"went on after step {record['step'] - 1}")
+        if len(self._recent) == 1 and not self._compiled:
+            self._recent.clear()  # the first step of a process compiles
+            self._compiled = True
         self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))
         evaluated = "eval_loss" in record
         if evaluated or record["step"] % self.every == 0 or record["step"] == self.steps:

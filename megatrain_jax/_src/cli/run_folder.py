@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def ended(self) -> dict[str, Any] | None:
-        """How training ended; None if it goes on."""
+        """The end of training, and its reason; None if it goes on."""
         return self._read(_ENDED)
 
     @property
@@ -96,7 +96,7 @@ class RunFolder:
         return self._read(_REPORT)
 
     def note(self, name: str) -> str | None:
-        """What an earlier process took a note of; None for nothing."""
+        """The note that an earlier process took under a name; None for none."""
         return (self._read(_NOTES) or {}).get(name)
 
     def take_note(self, name: str, value: str) -> None:

@@ -84,7 +84,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
 
 
 def _how(ending: Mapping[str, Any]) -> str:
-    """How a run ended, in words."""
+    """The end of a run in words."""
     if ending["ended"] == "stopped":
         of = f"{ending['steps']} of {ending['steps_asked_for']} steps"
         return f"{of}, stopped early: {ending['reason']}"

@@ -1,4 +1,4 @@
-"""What `finetune` and `pretrain` are both asked for: every option, its default and its check."""
+"""The settings that `finetune` and `pretrain` share: every option, its default and its check."""
 
 import math
 from dataclasses import dataclass
