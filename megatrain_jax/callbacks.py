@@ -9,6 +9,7 @@ from megatrain_jax._src.callbacks.files import CSVLog, JSONLog
 from megatrain_jax._src.callbacks.live import LiveCurve
 from megatrain_jax._src.callbacks.mlflow import MLflow
 from megatrain_jax._src.callbacks.profile import Profile
+from megatrain_jax._src.callbacks.samples import Samples
 from megatrain_jax._src.callbacks.tensorboard import TensorBoard
 from megatrain_jax._src.callbacks.wandb import WandB
 
@@ -21,6 +22,7 @@ __all__ = [
     "LiveCurve",
     "MLflow",
     "Profile",
+    "Samples",
     "TensorBoard",
     "WandB",
 ]

@@ -52,6 +52,18 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+_LINEAR = {
+    "rms_norm_eps": 1e-3,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+_SHARED = {"shared_expert_intermediate_size": 24}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -59,6 +71,45 @@ _VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 100.0,
+            "factor": 2.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    },
+}
+_VISION_GEMMA4 = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
+_VISION_QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
 }
 
 # Name: family, what differs from the sizes, kinds of layers.
@@ -219,6 +270,83 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         1,
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        _MOE
+        | _LINEAR
+        | _SHARED
+        | {
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
+        2,
+    ),
+    "qwen3.5": ("Qwen3_5Text", _LINEAR | {"attention_bias": True}, 2),
+    "qwen3.5-moe": ("Qwen3_5MoeText", _MOE | _LINEAR | _SHARED | {"linear_num_key_heads": 4}, 2),
+    "qwen3.5-multimodal": (
+        "Qwen3_5",
+        {
+            "text_config": _LINEAR
+            | {"rope_parameters": _LINEAR["rope_parameters"] | {"mrope_section": [2, 1, 1]}},
+            "vision_config": _VISION_QWEN,
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+    "qwen3.5-moe-multimodal": (
+        "Qwen3_5Moe",
+        {
+            "text_config": _MOE | _LINEAR | _SHARED,
+            "vision_config": _VISION_QWEN,
+            "tie_word_embeddings": False,
+        },
+        2,
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "final_logit_softcapping": 3.0,
+        },
+        2,
+    ),
+    "gemma4-shared": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "attention_bias": True,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB + 1,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        4,
+    ),
+    "gemma4-multimodal": (
+        "Gemma4",
+        {
+            "text_config": _GEMMA4
+            | {
+                "attention_k_eq_v": False,
+                "hidden_size_per_layer_input": 6,
+                "vocab_size_per_layer_input": VOCAB + 1,
+                "use_bidirectional_attention": "vision",
+                # Which the class wants, and has no gradient of.
+                "vocab_size": VOCAB + 1,
+                "pad_token_id": VOCAB,
+            },
+            "vision_config": _VISION_GEMMA4,
+        },
+        2,
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -236,6 +364,12 @@ _CLASSES = {
     "Mistral3": "Mistral3ForConditionalGeneration",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3": "Gemma3ForConditionalGeneration",
+    "Gemma4Text": "Gemma4ForCausalLM",
+    "Gemma4": "Gemma4ForConditionalGeneration",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+    "Qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5Moe": "Qwen3_5MoeForConditionalGeneration",
 }
 
 
@@ -255,7 +389,7 @@ def make_torch(name: str, **changes: Any) -> Any:
             if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("_bias"):
+            if name.endswith(("_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return model.eval()
 
@@ -266,7 +400,7 @@ def named(arrays: dict[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, array in arrays.items():
-        if "language_model" in next(iter(arrays)) or "vision" in next(iter(arrays)):
+        if model.config.model_type in ("gemma3", "mistral3"):
             name = name.replace("model.language_model.", "language_model.model.")
             name = name.replace("lm_head.", "language_model.lm_head.")
         if mixtral:

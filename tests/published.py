@@ -1,6 +1,15 @@
 """The configurations of released checkpoints, as they are on the Hugging Face Hub."""
 
+import functools
+import math
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megatrain_jax._src.models.layers import Layer, Maker
+from megatrain_jax.models import DecoderConfig
 
 _COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -19,6 +28,102 @@ _SIGLIP = {
     "num_hidden_layers": 27,
     "patch_size": 14,
     "vision_use_head": False,
+}
+_EVERY_FOURTH_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+_QWEN3_5: dict[str, Any] = {
+    "image_token_id": 248056,
+    "language_model_only": False,
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+_QWEN3_5_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+_EVERY_SIXTH = ["sliding_attention"] * 5 + ["full_attention"]
+_GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": None,
+    "audio_token_id": 258881,
+    "boa_token_id": 256000,
+    "boi_token_id": 255999,
+    "dtype": "bfloat16",
+    "eoa_token_id": 258883,
+    "eoa_token_index": 258883,
+    "eoi_token_id": 258882,
+    "eos_token_id": [1, 106],
+    "image_token_id": 258880,
+    "initializer_range": 0.02,
+    "model_type": "gemma4",
+    "tie_word_embeddings": True,
+    "transformers_version": "5.5.0.dev0",
+    "video_token_id": 258884,
+    "vision_config": {"model_type": "gemma4_vision"},
+    "vision_soft_tokens_per_image": 280,
+}
+_GEMMA4_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": "vision",
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
 }
 
 # Name: configuration, its number of parameters in millions, and the fields that have to be ignored.
@@ -198,6 +303,159 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, list[str]]] = {
             "vocab_size": 151936,
         },
         14316,
+        [],
+    ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        _COMMON
+        | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "bos_token_id": 151643,
+            "decoder_sparse_step": 1,
+            "eos_token_id": 151645,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_next",
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_attention_heads": 16,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "output_router_logits": False,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 10000000,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "transformers_version": "4.57.0.dev0",
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        # Without the layer that predicts a second token, which is kept as it is.
+        79674,
+        [],
+    ),
+    "Qwen/Qwen3.5-27B": (
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            **_QWEN3_5,
+            "model_type": "qwen3_5",
+            "text_config": _QWEN3_5_TEXT
+            | {
+                "hidden_size": 5120,
+                "intermediate_size": 17408,
+                "layer_types": _EVERY_FOURTH_LINEAR * 16,
+                "linear_num_value_heads": 48,
+                "model_type": "qwen3_5_text",
+                "num_attention_heads": 24,
+                "num_hidden_layers": 64,
+                "num_key_value_heads": 4,
+            },
+        },
+        26896,
+        [],
+    ),
+    "Qwen/Qwen3.5-35B-A3B": (
+        {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            **_QWEN3_5,
+            "model_type": "qwen3_5_moe",
+            "text_config": _QWEN3_5_TEXT
+            | {
+                "hidden_size": 2048,
+                "layer_types": _EVERY_FOURTH_LINEAR * 10,
+                "linear_num_value_heads": 32,
+                "mlp_only_layers": [],
+                "model_type": "qwen3_5_moe_text",
+                "moe_intermediate_size": 512,
+                "num_attention_heads": 16,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 2,
+                "router_aux_loss_coef": 0.001,
+                "shared_expert_intermediate_size": 512,
+            },
+        },
+        34661,
+        [],
+    ),
+    "google/gemma-4-E2B": (
+        _GEMMA4
+        | {
+            "audio_config": {"model_type": "gemma4_audio"},
+            "text_config": _GEMMA4_TEXT
+            | {
+                "attention_k_eq_v": False,
+                "enable_moe_block": False,
+                "hidden_size": 1536,
+                "hidden_size_per_layer_input": 256,
+                "intermediate_size": 6144,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 35,
+                "num_key_value_heads": 1,
+                "num_kv_shared_layers": 20,
+                "sliding_window": 512,
+                "use_bidirectional_attention": None,
+                "use_double_wide_mlp": True,
+            },
+        },
+        4629,
+        [],
+    ),
+    "google/gemma-4-31B": (
+        _GEMMA4
+        | {
+            "text_config": _GEMMA4_TEXT
+            | {
+                "enable_moe_block": False,
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "layer_types": _EVERY_SIXTH * 10,
+                "num_attention_heads": 32,
+                "num_experts": None,
+                "num_global_key_value_heads": 4,
+                "num_hidden_layers": 60,
+                "num_key_value_heads": 16,
+                "top_k_experts": None,
+            }
+        },
+        30697,
+        [],
+    ),
+    "google/gemma-4-26B-A4B": (
+        _GEMMA4
+        | {
+            "text_config": _GEMMA4_TEXT
+            | {
+                "enable_moe_block": True,
+                "hidden_size": 2816,
+                "intermediate_size": 2112,
+                "layer_types": _EVERY_SIXTH * 5,
+                "moe_intermediate_size": 704,
+                "num_attention_heads": 16,
+                "num_experts": 128,
+                "num_global_key_value_heads": 2,
+                "num_hidden_layers": 30,
+                "num_key_value_heads": 8,
+                "top_k_experts": 8,
+            }
+        },
+        25233,
         [],
     ),
     "zai-org/GLM-4-9B-0414": (
@@ -519,3 +777,27 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         [],
     ),
 }
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    """The number of parameters of a decoder, of which a layer of each kind is counted."""
+    layer = config.layer or Layer
+    sparse = config.experts.layers if config.experts else ()
+
+    shared = getattr(config.options, "first_shared", config.num_layers)
+
+    @functools.cache
+    def size(module: Any, *number: int) -> int:
+        def make() -> nnx.Module:
+            return module(config, *number, Maker(nnx.Rngs(0), jnp.float32, 0.0))
+
+        state = nnx.state(nnx.eval_shape(make), nnx.Param)
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
+
+    numbers = range(config.num_layers)
+    kinds = [(i in sparse, i < shared, config.window(i), config.rope_of(i)) for i in numbers]
+    total = sum(size(layer, kinds.index(kind)) for kind in kinds)
+    total += size(config.memory) if config.memory else 0
+    head = config.vocab_size * (config.hidden_size + config.head_bias)
+    total += config.vocab_size * config.hidden_size + (0 if config.tie_embeddings else head)
+    return total + config.hidden_size * (2 if config.norm == "layer" else 1)

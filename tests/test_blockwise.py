@@ -35,6 +35,49 @@ def nearest_levels(codec, x):
 
 
 @pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
+def test_levels_are_those_of_the_code(code, bits, signed):
+    """Half of the levels above a tenth, half of the rest above a hundredth; or equal distances."""
+    count = 2 ** (bits - signed)
+    if code == "linear":
+        expected = np.arange(count) / (count - 1)
+    else:
+        expected, low, size = [0.0], 0.0, 1
+        for decade in range(bits - signed):
+            high = 10.0 ** (decade - (bits - signed - 1))
+            expected += [low + (high - low) * (i + 1) / size for i in range(size)]
+            low, size = high, 2 * size
+    levels = Blockwise(code=code, bits=bits, signed=signed).levels()
+    np.testing.assert_allclose(levels[-count:], expected, rtol=1e-6)
+    if signed:
+        np.testing.assert_array_equal(levels[1:count], -levels[:count:-1])
+        assert len(levels) == 2 * count and levels[0] == -1
+
+
+@pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
+@pytest.mark.parametrize("drawn", [0, 0xFFFFFFFF])
+def test_zeros_and_largest_numbers_stay_whatever_is_drawn(code, bits, signed, drawn, monkeypatch):
+    """Others become one of the two levels beside them, and nothing overflows."""
+
+    def drawing(draw, size):
+        return np.full(size, drawn, np.uint32)
+
+    monkeypatch.setattr("megatrain_jax._src.state.blockwise.random_bits", drawing)
+    codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
+    levels = codec.levels()[signed:]
+    rows = np.resize(levels, (4, BLOCK)).astype(np.float32)
+    rows[:, 0] = 1
+    draw = draw_of(jax.random.key(0), jnp.int32(0), jnp.uint32(0))
+    for scale in (1.0, 2.0**60, 3e38, 1e-30):
+        x = (rows * np.float32(scale)).reshape(-1)
+        with np.errstate(all="raise", under="ignore"):
+            found = codec.decode(codec.encode(x, draw), np.float32)
+        assert np.isfinite(found).all() and (found[x == 0] == 0).all()
+        np.testing.assert_array_equal(found[::BLOCK], x[::BLOCK])
+        off = np.abs(found.astype(np.float64) - x) / scale
+        assert off.max() <= 1.001 * np.diff(levels).max()
+
+
+@pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
 def test_encoding_finds_the_nearest_level(code, bits, signed):
     codec = Blockwise(code=code, bits=bits, signed=signed)
     x = numbers(1, signed)

@@ -24,6 +24,13 @@ pytestmark = pytest.mark.usefixtures("started_once")
 EVALUATED: Any = {"eval_data": [small.batch(9)], "eval_every": 2}
 
 
+def sample(trainer: mt.Trainer, record: dict[str, Any]) -> None:
+    """Puts samples into the records of evaluations, as `Samples` does."""
+    if "eval_loss" in record:
+        text = f"{record['step']} | <b>\nstep 9: samples"
+        record["samples"] = [{"prompt": p, "temperature": 0.5, "text": text} for p in "ab"]
+
+
 def numbers(history: mt.History) -> list[dict[str, float]]:
     return [{k: float(v) for k, v in record.items()} for record in history]
 
@@ -140,18 +147,26 @@ def test_a_jsonl_log_is_the_history(tmp_path: Path):
 @pytest.mark.parametrize("kind", [callbacks.CSVLog, callbacks.JSONLog])
 def test_a_log_of_a_killed_run_goes_on_where_the_run_does(kind: Any, tmp_path: Path):
     path, folder = tmp_path / "log", tmp_path / "run"
-    small.fit(folder, 4, callbacks=[kind(path)])
+    small.fit(folder, 4, callbacks=[sample, kind(path)], **EVALUATED)
     # A kill came after steps that no checkpoint has, within a line.
     ahead = kind(path)
     ahead._open(4)
     for step in (5, 6):
         ahead._write(step, {"loss": -1.0})
+        ahead._write_table(step, "samples", [{"text": "lost"}])
     path.write_text(path.read_text()[:-3])
-    small.fit(folder, 6, callbacks=[kind(path)])
+    small.fit(folder, 6, callbacks=[sample, kind(path)], **EVALUATED)
     whole = tmp_path / "whole"
-    small.fit(None, 6, callbacks=[kind(whole)])
+    small.fit(None, 6, callbacks=[sample, kind(whole)], **EVALUATED)
     assert [x["loss"] for x in read_log(path)] == [x["loss"] for x in read_log(whole)]
     assert [x["step"] for x in read_log(path)] == list(range(1, 7))
+    texts = (tmp_path / "log.txt").read_text()
+    assert texts == (tmp_path / "whole.txt").read_text()
+    entry = "  prompt: {p}\n  temperature: 0.5\n  text: {n} | <b>\n    step 9: samples\n"
+    expected = [f"step {n}: samples\n" + entry.format(p="a", n=n) for n in (2, 4, 6)]
+    assert texts == "".join(
+        x + entry.format(p="b", n=n) for x, n in zip(expected, (2, 4, 6), strict=True)
+    )
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
@@ -176,12 +191,12 @@ def test_a_file_that_is_no_log_is_left_alone(kind: Any, text: str, tmp_path: Pat
 def test_tensorboard_reads_what_was_logged(tmp_path: Path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log, folder = callbacks.TensorBoard(tmp_path / "logs"), tmp_path / "run"
-    small.fit(folder, 4, callbacks=[log], **EVALUATED)
+    small.fit(folder, 4, callbacks=[sample, log], **EVALUATED)
     ahead = callbacks.TensorBoard(tmp_path / "logs")
     ahead._open(4)
     ahead._write(5, {"loss": -1.0})
     ahead._writer.close()
-    result = small.fit(folder, 6, callbacks=[log], **EVALUATED)
+    result = small.fit(folder, 6, callbacks=[sample, log], **EVALUATED)
     events = accumulator.EventAccumulator(str(tmp_path / "logs"))
     events.Reload()
     for name in ("loss", "grad_norm", "eval_loss"):
@@ -190,6 +205,10 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path):
         assert found == [(step, float(np.float32(value))) for step, value in expected]
     (*_, ended) = (event.tensor_proto.string_val[0] for event in events.Tensors("ended"))
     assert ended == b"done: all `steps`"
+    tables = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors("samples")}
+    assert list(tables) == [2, 4, 6]
+    cells = "0.5 | 6 &#124; &lt;b&gt;<br>step 9: samples |"
+    assert tables[6].splitlines()[-2:] == [f"| {prompt} | {cells}" for prompt in "ab"]
 
 
 @pytest.mark.filterwarnings("default")
@@ -199,7 +218,7 @@ def test_weights_and_biases_reads_what_was_logged(tmp_path: Path, monkeypatch: A
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     log = callbacks.WandB(project="tests", mode="offline", dir=str(tmp_path))
-    result = small.fit(None, 4, callbacks=[log], **EVALUATED)
+    result = small.fit(None, 4, callbacks=[sample, log], **EVALUATED)
     wandb.teardown()  # its own process writes the file
     (file,) = tmp_path.rglob("*.wandb")
     rows, summary = [], {}
@@ -211,7 +230,16 @@ def test_weights_and_biases_reads_what_was_logged(tmp_path: Path, monkeypatch: A
             rows.append({i.key or i.nested_key[0]: json.loads(i.value_json) for i in items})
         summary |= {(i.key or i.nested_key[0]): i.value_json for i in record.summary.update}
     shown = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
-    assert shown == [{k: v for k, v in r.items() if k != "step"} for r in result.history]
+    tables = {n: row.pop("samples") for n, row in enumerate(shown, 1) if "samples" in row}
+    assert shown == [
+        {k: v for k, v in r.items() if k not in ("step", "samples")} for r in result.history
+    ]
+    assert list(tables) == [2, 4]
+    for step in tables:
+        (path,) = tmp_path.rglob(f"samples_{step}_*.table.json")
+        table = json.loads(path.read_text())
+        assert table["columns"] == ["prompt", "temperature", "text"]
+        assert table["data"] == [[p, 0.5, f"{step} | <b>\nstep 9: samples"] for p in "ab"]
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert json.loads(summary["ended"]) == "done: all `steps`"
 
@@ -240,9 +268,9 @@ def test_mlflow_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):
     where = (tmp_path / "runs").as_uri()
     log = callbacks.MLflow("tests", tracking_uri=where, run_name="one")
     folder = tmp_path / "run"
-    small.fit(folder, 4, callbacks=[log], **EVALUATED)
+    small.fit(folder, 4, callbacks=[sample, log], **EVALUATED)
     again = callbacks.MLflow("tests", tracking_uri=where, run_id=log.run_id)
-    result = small.fit(folder, 6, callbacks=[again], **EVALUATED)
+    result = small.fit(folder, 6, callbacks=[sample, again], **EVALUATED)
     client = mlflow.MlflowClient(where)
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -252,6 +280,10 @@ def test_mlflow_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):
         expected = [(r["step"], r[name]) for r in result.history if name in r]
         found = sorted((m.step, m.value) for m in client.get_metric_history(run.info.run_id, name))
         assert found == expected
+    artifacts = client.list_artifacts(run.info.run_id, "samples")
+    assert [a.path for a in artifacts] == [f"samples/step-{n}.txt" for n in (2, 4, 6)]
+    text = Path(client.download_artifacts(run.info.run_id, "samples/step-6.txt")).read_text()
+    assert text.startswith("step 6: samples\n  prompt: a\n  temperature: 0.5\n  text: 6 | <b>\n")
 
 
 # The best step

@@ -18,45 +18,18 @@ import transformers
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
-from megatrain_jax._src.cli.finetune import read
+from megatrain_jax._src.cli.finetune import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.recipe import schedule_of
+from megatrain_jax._src.cli.run_data import RunData
+from megatrain_jax._src.cli.run_data import read as read_data
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
-from families import VOCAB, make_torch, save  # noqa: E402
+from tiny_chats import conversation, make_checkpoint  # noqa: E402
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "finetune.py"
-
-
-def make_checkpoint(folder):
-    """A Qwen3 of some thousand parameters with a tokenizer of words."""
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers import models as tokenizer_models
-
-    words = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "count", "from", "to", "please"]
-    words += [str(number) for number in range(VOCAB - len(words) - 1)] + ["<unk>"]
-    ids = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(tokenizer_models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(words[:4])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<pad>", unk_token="<unk>"
-    )
-    fast.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} <|end|> {% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|> {% endif %}"
-    )
-    save(make_torch("qwen3"), folder)
-    fast.save_pretrained(folder)
-    return folder
-
-
-def conversation(first):
-    numbers = " ".join(str(first + k) for k in range(5))
-    turns = [("user", f"count from {first} to {first + 4} please"), ("assistant", numbers)]
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +141,10 @@ def test_a_part_of_the_parameters_is_trained(given, tmp_path, monkeypatch, capsy
     # All others are as they were, to the bit.
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.split(".")[-2] in ("q_proj", "v_proj") for name in changed)
+
+
+def read(settings: FinetuneSettings) -> RunData:
+    return read_data(settings, lambda files, epochs: dataset(settings, files, epochs))
 
 
 def test_files_are_mixed_by_their_weights(given):

@@ -47,6 +47,24 @@ def test_stochastic_rounding_is_unbiased_and_gives_neighbours():
     assert abs(off.mean()) < 5 * 0.5 / np.sqrt(many.size)
 
 
+def test_numbers_at_the_end_of_the_range_overflow_as_to_nearest_and_never_become_nan():
+    largest, narrow = np.finfo(np.float32).max, float(jnp.finfo(jnp.bfloat16).max)
+    x = np.array([largest, -largest, narrow, -narrow], np.float32)
+    for bits in (0, 0xFFFFFFFF):
+        found = round_stochastically(jnp.asarray(x), jnp.full(x.size, bits, jnp.uint32))
+        found = np.asarray(found).astype(np.float32)
+        expected = [np.inf if bits else narrow, -np.inf if bits else -narrow, narrow, -narrow]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_every_nan_stays_one():
+    patterns = [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000]
+    x = jax.lax.bitcast_convert_type(jnp.array(patterns, jnp.uint32), jnp.float32)
+    for bits in (0, 0xFFFFFFFF):
+        rounded = jax.jit(round_stochastically)(x, jnp.full(x.size, bits, jnp.uint32))
+        assert np.isnan(np.asarray(rounded).astype(np.float32)).all()
+
+
 def test_special_numbers_stay():
     x = jnp.asarray(np.append(SPECIAL, np.nan).astype(np.float32))
     for bits in (jnp.zeros(x.size, jnp.uint32), jnp.full(x.size, 0xFFFFFFFF, jnp.uint32)):

@@ -238,6 +238,62 @@ def test_updates_round_what_fp32_gives():
     np.testing.assert_allclose(narrow.losses, wide.losses, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("started_once_in_test")
+def test_experts_that_no_token_chose_are_updated_as_all_others():
+    """Their moments decay and move them, as whole-tree Optax does with what was held before."""
+    case, make = CASES["moe"], OPTIMIZERS["clip_adamw"]
+    batches = [case.batch(0), {"tokens": np.full_like(case.batch(0)["tokens"], 5)}]
+    streamed = make_trainer(case, "clip_adamw", "int8")
+    train(streamed, batches[:1], gradients=False)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), streamed.params)
+    state = streamed.opt_state
+    run = train(streamed, batches[1:], gradients=False)
+    room = 10 * all_resident_bytes(spec_of(streamed).first.workload)
+    resident = train(make_trainer(case, "clip_adamw", "int8", room), batches, gradients=False)
+    check_same_bits(run.params, resident.params)
+    check_same_bits(run.opt_state, resident.opt_state)
+
+    plain, optimizer = open_model(case, batches[1]), make(None)
+
+    def loss(params):
+        return plain.loss(params, plain.variables, batches[1], jax.random.key(0))[0]
+
+    gradients = jax.jit(jax.grad(loss))(params)
+    updates, new_state = jax.jit(optimizer.update)(gradients, state, params)
+    exact = optax.apply_updates(params, updates), new_state[1][0].mu, new_state[1][0].nu
+    held = run.params, run.opt_state[1][0].mu, run.opt_state[1][0].nu
+    old = params, state[1][0].mu, state[1][0].nu
+
+    def experts(trees):
+        """Of each tree, the numbers of experts that this step chose for none of its tokens."""
+        found = []
+        for tree in trees:
+            rows = [
+                np.asarray(tree["blocks"][b][name][...], np.float32)[
+                    ~np.asarray(gradients["blocks"][b][name][...]).any(axis=(1, 2))
+                ].reshape(-1)
+                for b in range(3)
+                for name in ("up", "down")
+            ]
+            assert all(row.size for row in rows), "all tokens are alike: two experts of four"
+            found.append(np.concatenate(rows))
+        return found
+
+    for (now, right, before), name in zip(
+        zip(*map(experts, (held, exact, old)), strict=True), ("params", "mu", "nu"), strict=True
+    ):
+        off = np.abs(now - right)
+        if name == "params":  # one of the neighbours in bfloat16
+            assert (off <= 2.0**-7 * np.abs(right) * 1.001).all()
+            assert (np.abs(before - right) > 2.0**-7 * np.abs(right)).mean() > 0.05
+        else:  # as decoded, but for the scale, which decays
+            assert np.isclose(now, right, rtol=1e-5, atol=0).mean() > 0.999
+            assert not np.isclose(before, right, rtol=1e-5, atol=0)[right != 0].any()
+    for now, right in zip(*map(jax.tree.leaves, (held, exact)), strict=True):
+        largest = np.abs(right).max()
+        assert np.abs(np.asarray(now, np.float32) - right).max() <= 0.9 / 64 * largest + 1e-12
+
+
 def test_seeds_and_steps_draw_anew():
     case = CASES["nnx_tied"]
     runs = [

@@ -20,6 +20,8 @@ from megatrain_jax.models import Decoder, DecoderConfig, load_pretrained, save_p
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
+import safetensors.torch as safetensors_torch  # noqa: E402
+
 from families import FAMILIES, make_torch, random_tokens, save  # noqa: E402
 from test_models import at, filled  # noqa: E402
 
@@ -216,6 +218,46 @@ def test_buffers_and_further_layers_are_written_as_they_were_read(tmp_path):
     rewrite(source, lambda t: t.update(further, **{bias: t[bias].astype(np.float32) + 2**-12}))
     model = filled(load_pretrained(source), jnp.bfloat16)
     check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
+
+
+def test_what_no_layer_reads_is_written_as_it_was_read(tmp_path):
+    source = save(make_torch("gemma4-shared"), tmp_path / "m", torch.bfloat16)
+    # The fourth layer attends to keys and values of another; files may have its own, too.
+    unread = {
+        f"model.layers.3.self_attn.{name}": np.arange(5, dtype=np.float32)
+        for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight")
+    }
+    rewrite(source, lambda t: t.update(unread))
+    model = filled(load_pretrained(source), jnp.bfloat16)
+    check_same_tensors(save_pretrained(model, tmp_path / "saved"), source)
+    rewrite(source, lambda t: t.update({"model.layers.1.self_attn.k2": unread.popitem()[1]}))
+    with pytest.raises(ValueError, match=r"not part of the model: model.layers.1.self_attn.k2"):
+        load_pretrained(source)
+
+
+def test_experts_of_a_layer_in_one_tensor_and_some_tensors_in_fp32(tmp_path):
+    reference = make_torch("qwen3.5-moe-multimodal")
+    source = save(reference, tmp_path / "m", torch.bfloat16)
+    tensors = dict(reference.state_dict())
+    further = torch.arange(6.0).reshape(1, 2, 3)
+    tensors |= {"mtp.layers.0.mlp.experts.gate_up_proj": further}
+    for name, tensor in tensors.items():
+        if name.endswith(("A_log", "1.mlp.experts.down_proj")):
+            tensors[name] = tensor.float() + 2**-12
+    safetensors_torch.save_file(tensors, source / "model.safetensors")
+    pretrained = load_pretrained(source)
+    folder = save_pretrained(filled(pretrained), tmp_path / "saved")
+    check_same_tensors(folder, source)
+    read, found = type(reference).from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    tokens = random_tokens(1)
+    with torch.no_grad():
+        logits = read.eval()(torch.tensor(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(filled(pretrained)(tokens), logits, atol=1e-4)
+    half = tensors_of(save_pretrained(filled(pretrained), tmp_path / "half", dtype="bfloat16"))
+    assert {a.dtype.name for n, a in half.items() if "mtp" not in n} == {"bfloat16"}
 
 
 def test_damaged_files_are_named(tmp_path):

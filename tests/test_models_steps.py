@@ -17,7 +17,7 @@ from families import FAMILIES, make_torch, named, random_tokens, save  # noqa: E
 
 STEPS, RATE, EPS = 5, 1e-3, 1e-4
 # Families whose layers are classes of their own, one of each kind; the others are `long`.
-SAMPLE = ("olmo2", "qwen2-moe", "phi")
+SAMPLE = ("olmo2", "qwen3-next", "phi")
 
 
 def batches() -> list[dict[str, np.ndarray]]:
@@ -26,7 +26,7 @@ def batches() -> list[dict[str, np.ndarray]]:
 
 
 def steps_of_torch(model: Any) -> tuple[list[float], dict[str, np.ndarray]]:
-    trained = [p for name, p in model.named_parameters() if "vision" not in name]
+    trained = [p for name, p in model.named_parameters() if ".vis" not in name]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPS, weight_decay=0.01)
     losses = []
     for batch in batches():
@@ -34,7 +34,7 @@ def steps_of_torch(model: Any) -> tuple[list[float], dict[str, np.ndarray]]:
         labels = torch.tensor(batch["labels"]).long().flatten()
         loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels)
         if getattr(out, "aux_loss", None) is not None:
-            loss = loss + model.config.router_aux_loss_coef * out.aux_loss
+            loss = loss + model.config.get_text_config().router_aux_loss_coef * out.aux_loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

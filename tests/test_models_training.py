@@ -47,12 +47,30 @@ GEMMA = dataclasses.replace(
     tie_embeddings=True,
 )
 MIXED = dataclasses.replace(EXPERTS, layers=(1, 3))
+LINEAR = DecoderConfig.from_hf(
+    {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 40,
+        # Wide beside its heads, as large models are: products of linear attention are in fp32.
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+)
 # Name: configuration, kinds of layers.
 CONFIGS = {
     "plain": (SMALL, 1),
     "fused": (dataclasses.replace(SMALL, fused=True), 1),
     "gemma": (GEMMA, 2),
     "experts": (dataclasses.replace(SMALL, experts=EXPERTS), 1),
+    "linear": (LINEAR, 2),
     "some-experts": (dataclasses.replace(SMALL, experts=MIXED), 2),
 }
 

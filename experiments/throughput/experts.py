@@ -117,6 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_device_gib": peak_device_gib(),
         "peak_host_gib": peak_host_gib(),
         "seconds_to_prepare": prepared - start,
+        "seconds_of_start": trainer.startup,
         "seconds_of_first_step": first_over - prepared,
         "seconds_from_process_start_to_first_step": since_process_start,
         "losses": found + times.losses,

@@ -84,6 +84,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "peak_device_gib_of_start": peak_of_start,
         "peak_host_gib": peak_host_gib(),
         "seconds_to_prepare": prepared - start,
+        "seconds_of_start": trainer.startup,
         "seconds_of_first_step": ends[0][0] - prepared,
         "seconds_from_process_start_to_first_step": ends[0][1],
         "losses": losses + times.losses,

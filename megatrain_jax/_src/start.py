@@ -1,76 +1,157 @@
-"""A run's start: its functions compiled, its host memory reserved, its store filled."""
+"""A run's start: functions compiled, host memory pinned, the store filled.
 
-from contextlib import suppress
+What happens when, of a run on a GPU:
+
+    main thread                         one thread
+    compiles functions                  reads files of parameters
+    pins host memory, shown in a bar    reads
+    fills the store                     -
+
+Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
+would grow for it.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.budget import fit_to_device
-from megatrain_jax._src.build.host import fit_to_host
+from megatrain_jax._src.build.host import fit_to_host, peak_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
+from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.placement import Placement, on_several
 from megatrain_jax._src.state.processes import PeerEndedError
 
+# A start that takes less needs no explanation.
+_SECONDS_TO_EXPLAIN = 10.0
+_GIB = 2**30
+
+
+class Phases:
+    """Seconds that the phases of a start took, and what was pinned.
+
+    Attributes:
+        seconds: The seconds by phase: "tracing", "compiling", "pinning" and "initialising".
+        pinned_bytes: Bytes that were pinned.
+        pinned_in: Seconds from when pinning began until it was over.
+    """
+
+    def __init__(self, began: float):
+        """Begins with the phase that began at this time, of `time.perf_counter`."""
+        self.seconds = {"tracing": time.perf_counter() - began}
+        self.pinned_bytes, self.pinned_in = 0, 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures what happens within the context."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
+    def __str__(self) -> str:
+        """Returns where the time went, as a line."""
+        each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        line = f"started in {sum(self.seconds.values()):.1f} s: {each}"
+        if self.pinned_bytes:
+            rate = self.pinned_bytes / _GIB / max(self.pinned_in, 1e-9)
+            line += f"; {sized(self.pinned_bytes)} pinned in {self.pinned_in:.1f} s"
+            line += f", {rate:.2f} GiB/s"
+        return line
+
 
 def start(
-    spec: RunSpec, placement: Placement, initial: InitialValues, progress: bool, *, has_gpu: bool
-) -> tuple[RunSpec, Engine]:
+    spec: RunSpec,
+    placement: Placement,
+    initial: InitialValues,
+    progress: bool,
+    began: float,
+    *,
+    has_gpu: bool,
+) -> tuple[RunSpec, Engine, Mapping[str, float]]:
     """Makes the engine of a run on this machine, and the store that it runs on.
 
     Args:
         spec: The run.
         placement: Its devices.
         initial: The values of its parameters and of the model's other state.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, and where the time went if it was long.
+        began: Time at which the run began to be traced, by `time.perf_counter`.
         has_gpu: Whether this machine has one, whose memory the run has to fit.
 
     Returns:
-        The run with its device budget known, and the engine before the first step.
+        The run with its device budget known, the engine before the first step, and the seconds
+        that each phase of the start took.
 
     Raises:
         MemoryError: If host memory or the device's is too small.
         PeerEndedError: If another process of the run could not start.
     """
+    phases = Phases(began)
     try:
-        return _started(spec, placement, initial, progress, has_gpu)
+        spec, engine = _started(spec, placement, initial, progress, has_gpu, phases)
     except PeerEndedError:
         raise
     except BaseException as error:
-        with suppress(PeerEndedError):
+        with contextlib.suppress(PeerEndedError):
             placement.processes.leave(f"{type(error).__name__}: {error}")
         raise
+    if progress and sum(phases.seconds.values()) >= _SECONDS_TO_EXPLAIN:
+        tqdm.write(str(phases), file=sys.stderr)
+    return spec, engine, phases.seconds
 
 
 def _started(
-    spec: RunSpec, placement: Placement, initial: InitialValues, progress: bool, has_gpu: bool
+    spec: RunSpec,
+    placement: Placement,
+    initial: InitialValues,
+    progress: bool,
+    has_gpu: bool,
+    phases: Phases,
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
-    with group_bar("compiling", spec, placement, progress):
-        free = pool.free_device_bytes(placement) if has_gpu else None
-        if free is not None:
-            free = min(processes.gather("asking for free device memory", free))
-        if has_gpu:
-            spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
-        plan = make_plan(spec, *processes.spread)
-        check_device(plan, free)
-    _reserve(spec, plan.host_peak_bytes // processes.count, placement, progress)
-    with group_bar("initialising", spec, placement, progress) as bar:
+    # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
+    left = available_bytes() - peak_bytes(spec.first) // processes.count
+    with ReadAhead(initial.files if has_gpu else (), left):
+        with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
+            free = pool.free_device_bytes(placement) if has_gpu else None
+            if free is not None:
+                free = min(processes.gather("asking for free device memory", free))
+            if has_gpu:
+                spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
+            check_device(make_plan(spec, *processes.spread), free)
+        with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
+            num_bytes = peak_bytes(spec.first) // processes.count
+            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+    with (
+        phases.phase("initialising"),
+        group_bar("initialising", spec, placement, progress) as bar,
+    ):
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
 
 
-def _reserve(spec: RunSpec, num_bytes: int, placement: Placement, progress: bool) -> None:
-    """Pins host memory, and shows how much is pinned, how fast, and how long to go."""
+@contextlib.contextmanager
+def _pinning_bar(
+    placement: Placement, progress: bool, phases: Phases
+) -> Iterator[Callable[[int, int], None]]:
+    """Shows how much host memory is pinned, how fast, and how long to go, once it is told."""
+    began = time.perf_counter()
     with tqdm(
         desc=f"pinning host memory{on_several(placement.devices)}",
         unit="iB",
@@ -83,8 +164,9 @@ def _reserve(spec: RunSpec, num_bytes: int, placement: Placement, progress: bool
         def show(taken: int, of: int) -> None:
             bar.total = of
             bar.update(taken - bar.n)
+            phases.pinned_bytes, phases.pinned_in = taken, time.perf_counter() - began
 
-        pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+        yield show
 
 
 def group_bar(what: str, spec: RunSpec, placement: Placement, progress: bool) -> tqdm:

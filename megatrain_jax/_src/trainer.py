@@ -102,6 +102,7 @@ class Trainer(RunState):
             CheckpointError: If `params` is a folder that Orbax can't read.
             MemoryError: If host memory or the device's is too small.
         """
+        began = time.perf_counter()
         run = options_of(Trainer.__init__, Options, options)
         machine = this_machine()
         mesh = run.mesh or default_mesh()
@@ -124,8 +125,10 @@ class Trainer(RunState):
         if params is not None:
             initial = starting_from(params, initial, adapted, exact_dtypes(spec))
             del params
-        spec, engine = start(spec, placement, initial, progress, has_gpu=machine is not None)
+        has_gpu = machine is not None
+        spec, engine, seconds = start(spec, placement, initial, progress, began, has_gpu=has_gpu)
         super().__init__(spec, engine, progress)
+        self._startup = dict(seconds)
         self._sample = joined_shapes(sample_batch, 1)
         self._steps: dict[Hashable, BoundStep] = {spec.first.key: spec.first}
 
@@ -257,6 +260,15 @@ class Trainer(RunState):
     def plan(self) -> Plan:
         """The plan of this run on this machine: memory, transfers, arithmetic."""
         return make_plan(self._spec, *self.processes.spread)
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """The seconds that making this trainer took, by phase, in their order.
+
+        "tracing" is the model, the loss and the optimizer; "compiling" the functions of a step;
+        "pinning" host memory; "initialising" the initial state, or the reading of `params`.
+        """
+        return dict(self._startup)
 
     @property
     def schedule(self) -> Schedule:

@@ -7,6 +7,7 @@ the equations that the requested leaves need.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,10 +27,12 @@ class InitialValues:
             for. They may be the user's own arrays: don't donate or change them.
         variables: `variables()` gives the state that isn't trained, in the order of
             `AdaptedModel.variable_paths`, as arrays nobody else holds.
+        files: The files that the values of parameters are read from, in the order of these.
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]
     variables: Callable[[], tuple[jax.Array, ...]]
+    files: tuple[Path, ...] = ()
 
 
 def strong_array(value: Any, dtype: Any) -> jax.Array:

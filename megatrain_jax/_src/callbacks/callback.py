@@ -1,7 +1,7 @@
 """The protocol of callbacks: what `fit` and `train` call, and when."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatrain_jax import FitResult, Trainer
@@ -45,8 +45,11 @@ class Callback:
         """
 
 
+Rows = Sequence[Mapping[str, Any]]
+
+
 class Log(Callback):
-    """A callback that writes the numbers of records somewhere; of several processes the first."""
+    """A callback that writes records somewhere; of several processes the first one."""
 
     def begin(self, trainer: Trainer) -> None:
         """Opens the log."""
@@ -54,9 +57,11 @@ class Log(Callback):
             self._open(trainer.num_steps)
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Writes the numbers of a record."""
+        """Writes the numbers of a record, and its tables of texts."""
         if trainer.processes.is_first:
             self._write(record["step"], numbers(record))
+            for name, rows in tables(record).items():
+                self._write_table(record["step"], name, rows)
 
     def end(self, result: FitResult) -> None:
         """Closes the log, with the reason of the end where it has a place for that."""
@@ -69,6 +74,10 @@ class Log(Callback):
     def _write(self, step: int, values: dict[str, float]) -> None:
         raise NotImplementedError
 
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        """Writes a table of texts and numbers, such as samples; all rows have the same columns."""
+        raise NotImplementedError
+
     def _close(self, result: FitResult) -> None:
         """Closes the log of a run that has ended."""
 
@@ -77,6 +86,17 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a record but for its step; a callback may have put anything else there."""
     pairs = record.items()
     return {name: float(value) for name, value in pairs if name != "step" and is_number(value)}
+
+
+def tables(record: Mapping[str, Any]) -> dict[str, Rows]:
+    """The tables of a record: lists of dicts that have the same keys, as `Samples` puts there."""
+    return {name: value for name, value in record.items() if _is_table(value)}
+
+
+def _is_table(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(row, Mapping) and row.keys() == value[0].keys() for row in value)
 
 
 def finite_or_none(values: Mapping[str, float]) -> dict[str, float | None]:

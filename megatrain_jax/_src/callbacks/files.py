@@ -3,12 +3,12 @@
 import csv
 import io
 import json
-import os
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 
-from megatrain_jax._src.callbacks.callback import Log, finite_or_none
+from megatrain_jax._src.callbacks.callback import Log, Rows, finite_or_none
+from megatrain_jax._src.callbacks.texts import TextFile, replace_file
 from megatrain_jax._src.common import checks
 
 
@@ -17,7 +17,8 @@ class CSVLog(Log):
 
     A run that goes on from a checkpoint goes on with the file: rows of later steps, which a process
     that was killed has left, are replaced. A metric that comes later, as an evaluation's, gets a
-    column of its own. What is not finite is written as Python spells it.
+    column of its own. What is not finite is written as Python spells it. Samples go to a text file
+    beside it, `run.csv.txt` of `run.csv`.
 
     Examples:
         >>> log = CSVLog("run.csv")
@@ -40,9 +41,11 @@ class CSVLog(Log):
             TypeError: If `path` is no path.
         """
         self._path = Path(checks.path("path", path))
+        self._texts = TextFile(self._path)
         self._columns: list[str] = []
 
     def _open(self, num_steps: int) -> None:
+        self._texts.go_on(num_steps)
         rows = self._rows()
         self._columns = list(rows[0]) if rows else []
         if self._columns and self._columns[0] != "step":
@@ -64,6 +67,9 @@ class CSVLog(Log):
         with self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(line)
 
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        self._texts.add(step, name, rows)
+
     def _rows(self) -> list[list[str]]:
         if not self._path.exists():
             return []
@@ -79,7 +85,8 @@ class JSONLog(Log):
     """Writes the records to a file of lines, each a JSON object (JSONL).
 
     A run that goes on from a checkpoint goes on with the file: lines of later steps, which a
-    process that was killed has left, are replaced. What is not finite is null.
+    process that was killed has left, are replaced. What is not finite is null. Samples go to a text
+    file beside it, `run.jsonl.txt` of `run.jsonl`.
     """
 
     def __init__(self, path: str | PathLike[str]):
@@ -92,8 +99,10 @@ class JSONLog(Log):
             TypeError: If `path` is no path.
         """
         self._path = Path(checks.path("path", path))
+        self._texts = TextFile(self._path)
 
     def _open(self, num_steps: int) -> None:
+        self._texts.go_on(num_steps)
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         kept = [line for line in lines if _step_of(line, self._path) <= num_steps]
         if len(kept) < len(lines) or not kept:
@@ -102,6 +111,9 @@ class JSONLog(Log):
     def _write(self, step: int, values: dict[str, float]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finite_or_none(values)}) + "\n")
+
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        self._texts.add(step, name, rows)
 
 
 def _step_of(line: str, path: Path) -> float:
@@ -119,12 +131,3 @@ def _line(cells: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue()
-
-
-def replace_file(path: Path, lines: Iterable[str]) -> None:
-    """Writes a file anew; whoever reads it sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8", newline="") as file:
-        file.writelines(lines)
-    os.replace(new, path)

@@ -5,7 +5,8 @@ import time
 from typing import Any
 
 from megatrain_jax import FitResult
-from megatrain_jax._src.callbacks.callback import Log, missing
+from megatrain_jax._src.callbacks.callback import Log, Rows, missing
+from megatrain_jax._src.callbacks.texts import as_text
 from megatrain_jax._src.common import checks
 
 _STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
@@ -14,8 +15,8 @@ _STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "
 class MLflow(Log):
     """Logs the records to a run of MLflow, and how it ended as its status and a tag.
 
-    Needs `pip install "megatrain-jax[mlflow]"`. Values that are not finite are left out, since not
-    every store takes them.
+    Samples are artifacts, a text for each evaluation. Needs `pip install "megatrain-jax[mlflow]"`.
+    Values that are not finite are left out, since not every store takes them.
 
     Attributes:
         run_id: The run's identifier; None before it has begun. Pass it to go on with the run.
@@ -68,6 +69,9 @@ class MLflow(Log):
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         metrics = [self._metric(name, value, now, step) for name, value in finite.items()]
         self._client.log_batch(self._known, metrics=metrics)
+
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        self._client.log_text(self._known, as_text(step, name, rows), f"{name}/step-{step}.txt")
 
     def _close(self, result: FitResult) -> None:
         self._client.set_tag(self._known, "ended", f"{result.ended}: {result.reason}")

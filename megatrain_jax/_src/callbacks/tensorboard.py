@@ -8,12 +8,13 @@ from os import PathLike
 from typing import Any
 
 from megatrain_jax import FitResult
-from megatrain_jax._src.callbacks.callback import Log, missing
+from megatrain_jax._src.callbacks.callback import Log, Rows, missing
+from megatrain_jax._src.callbacks.texts import as_markdown
 from megatrain_jax._src.common import checks
 
 
 class TensorBoard(Log):
-    """Writes the records for TensorBoard: a scalar for each metric.
+    """Writes the records for TensorBoard: a scalar for each metric, a text for samples.
 
     A run that goes on from a checkpoint goes on in the same folder: what is there of later steps
     is no longer shown. Needs `pip install "megatrain-jax[tensorboard]"`; then
@@ -53,16 +54,21 @@ class TensorBoard(Log):
         rows = [self._summary.Summary.Value(tag=n, simple_value=x) for n, x in values.items()]
         self._add(step, summary=self._summary.Summary(value=rows))
 
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        self._add_text(step, name, as_markdown(rows))
+
     def _close(self, result: FitResult) -> None:
+        self._add_text(result.trainer.num_steps, "ended", f"{result.ended}: {result.reason}")
+        self._writer.close()
+
+    def _add_text(self, step: int, name: str, text: str) -> None:
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
-        text = f"{result.ended}: {result.reason}"
         row = self._summary.Summary.Value(
-            tag="ended",
+            tag=name,
             metadata=self._summary.SummaryMetadata(plugin_data=plugin),
             tensor=self._tensor.TensorProto(dtype="DT_STRING", string_val=[text.encode()]),
         )
-        self._add(result.trainer.num_steps, summary=self._summary.Summary(value=[row]))
-        self._writer.close()
+        self._add(step, summary=self._summary.Summary(value=[row]))
 
     def _add(self, step: int, **what: Any) -> None:
         self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **what))

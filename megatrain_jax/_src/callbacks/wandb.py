@@ -3,11 +3,11 @@
 from typing import Any
 
 from megatrain_jax import FitResult
-from megatrain_jax._src.callbacks.callback import Log, missing
+from megatrain_jax._src.callbacks.callback import Log, Rows, missing
 
 
 class WandB(Log):
-    """Logs the records to a run of Weights & Biases.
+    """Logs the records to a run of Weights & Biases; samples are tables.
 
     Needs `pip install "megatrain-jax[wandb]"`. For a run that goes on from a checkpoint, pass
     ``id=...`` and ``resume="allow"``, as to `wandb.init`.
@@ -28,6 +28,7 @@ class WandB(Log):
         except ImportError as error:
             raise missing("wandb", "wandb") from error
         self._start, self._init = wandb.init, init
+        self._table: Any = wandb.Table
         self._run: Any = None
 
     def _open(self, num_steps: int) -> None:
@@ -35,6 +36,10 @@ class WandB(Log):
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
+
+    def _write_table(self, step: int, name: str, rows: Rows) -> None:
+        data = [list(row.values()) for row in rows]
+        self._run.log({name: self._table(columns=list(rows[0]), data=data)}, step=step)
 
     def _close(self, result: FitResult) -> None:
         self._run.summary["ended"] = f"{result.ended}: {result.reason}"

@@ -70,7 +70,10 @@ def starting_from(
     def leaves(indices: Sequence[int]) -> list[jax.Array]:
         return [strong_array(np.asarray(sources[i]), sources[i].dtype) for i in indices]
 
-    return InitialValues(leaves=leaves, variables=initial.variables)
+    # An array in files says so, as those of `models.from_pretrained` do.
+    rows = (getattr(source, "source_files", ()) for source in sources)
+    files = tuple(dict.fromkeys(path for row in rows for path in row))
+    return InitialValues(leaves=leaves, variables=initial.variables, files=files)
 
 
 def _arrays(params: Any) -> dict[_Names, Any]:

@@ -2,8 +2,8 @@
 
 Sizes are those of the `config.json` beside the weights. Fields that change neither parameters nor
 the work of a step, such as the base of rotary embeddings, are left out. `num_parameters` is the
-published number, counting a tied embedding once; a test compares it with the model that the sizes
-make.
+published number of the decoder, counting a tied embedding once; a test compares it with the model
+that the sizes make.
 """
 
 from collections.abc import Mapping
@@ -71,6 +71,13 @@ def _moe(num: int, per_token: int, width: int) -> dict[str, int]:
     return {"num_experts": num, "num_experts_per_tok": per_token, "moe_intermediate_size": width}
 
 
+_GEMMA_4 = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "global_head_dim": 512,
+    "sliding_window": 1024,
+}
+_FIFTH_FULL = (["sliding_attention"] * 4 + ["full_attention"]) * 7
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 # fmt: off
@@ -88,6 +95,9 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     "Gemma-2-27B": KnownModel("gemma2", 27_227_128_320, 4608, 36864, 46, 32, 16, 128, 256000, True, {"query_pre_attn_scalar": 144}),
     "Gemma-3-1B": KnownModel("gemma3_text", 999_885_952, 1152, 6912, 26, 4, 1, 256, 262144, True, {"sliding_window": 512}),
     "Gemma-3-270M": KnownModel("gemma3_text", 268_098_176, 640, 2048, 18, 4, 1, 256, 262144, True, {"sliding_window": 512}),
+    "Gemma-4-26B-A4B": KnownModel("gemma4_text", 25_233_141_760, 2816, 2112, 30, 16, 8, 256, 262144, True, _GEMMA_4 | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704, "num_global_key_value_heads": 2}),
+    "Gemma-4-31B": KnownModel("gemma4_text", 30_697_345_280, 5376, 21504, 60, 32, 16, 256, 262144, True, _GEMMA_4 | {"num_global_key_value_heads": 4}),
+    "Gemma-4-E2B": KnownModel("gemma4_text", 4_628_569_344, 1536, 6144, 35, 8, 1, 256, 262144, True, {"num_kv_shared_layers": 20, "use_double_wide_mlp": True, "layer_types": _FIFTH_FULL}),
     "GLM-4-9B-0414": KnownModel("glm4", 9_400_279_040, 4096, 13696, 40, 32, 2, 128, 151552),
     "Granite-3.1-2B": KnownModel("granite", 2_533_531_648, 2048, 8192, 40, 32, 8, 64, 49155, True),
     "Granite-3.1-8B": KnownModel("granite", 8_170_848_256, 4096, 12800, 40, 32, 8, 128, 49155, True),
@@ -137,6 +147,9 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     "Qwen3-32B": KnownModel("qwen3", 32_762_123_264, 5120, 25600, 64, 64, 8, 128, 151936),
     "Qwen3-235B-A22B": KnownModel("qwen3_moe", 235_093_634_560, 4096, 12288, 94, 64, 4, 128, 151936, False, _moe(128, 8, 1536)),
     "Qwen3-Coder-480B-A35B": KnownModel("qwen3_moe", 480_154_875_392, 6144, 8192, 62, 96, 8, 128, 151936, False, _moe(160, 8, 2560)),
+    "Qwen3-Next-80B-A3B": KnownModel("qwen3_next", 79_674_391_296, 2048, 5120, 48, 16, 2, 256, 151936, False, _moe(512, 10, 512)),
+    "Qwen3.5-27B": KnownModel("qwen3_5_text", 26_895_998_464, 5120, 17408, 64, 24, 4, 256, 248320, False, {"linear_num_value_heads": 48}),
+    "Qwen3.5-35B-A3B": KnownModel("qwen3_5_moe_text", 34_660_610_688, 2048, 512, 40, 16, 2, 256, 248320, False, _moe(256, 8, 512)),
     "QwQ-32B": KnownModel("qwen2", 32_763_876_352, 5120, 27648, 64, 40, 8, 128, 152064),
     "SmolLM2-1.7B": KnownModel("llama", 1_711_376_384, 2048, 8192, 24, 32, 32, 64, 49152, True),
     "SmolLM2-135M": KnownModel("llama", 134_515_008, 576, 1536, 30, 9, 3, 64, 49152, True),

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# A note of JAX's on errors that pass through its functions, which is about tracebacks.
+_OF_TRACEBACKS = "JAX_TRACEBACK_FILTERING"
+
 
 class AskedWronglyError(Exception):
     """A command can't do what it is asked for; the message says why."""
@@ -14,5 +17,10 @@ def checking() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        notes = getattr(error, "__notes__", ())
-        raise AskedWronglyError(" ".join([str(error), *notes])) from error
+        raise AskedWronglyError(told(error)) from error
+
+
+def told(error: BaseException) -> str:
+    """The text of an error, with the notes that were added to it on its way."""
+    notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)
+    return " ".join([str(error), *notes])

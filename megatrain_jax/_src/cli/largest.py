@@ -1,12 +1,14 @@
 """The largest batch, context and model that fit a machine, found with few plans.
 
-A plan of a deep model takes seconds, and nearly all of that is its depth. Whether the device has
-room in the least budget hardly depends on it, so that is searched with a few layers. The plan of
-the whole model then confirms what was found, or the search goes on below that.
+A plan of a deep model takes seconds, and nearly all of that is its depth. What the device needs in
+the least budget hardly depends on it, so that is searched with a few layers, by how much of the
+device each size needs. The plan of the whole model then confirms what was found, or the search goes
+on below that.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatrain_jax import Plan
@@ -15,12 +17,13 @@ from megatrain_jax._src.cli.planner import Planner, config_of, rows_of
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax.models import DecoderConfig
 
-# More than the longest period of layers that differ, of which Gemma 3 has six.
-_LAYERS = 7
-# Where a search begins, and the factor by which it goes up and down until it has both bounds.
-_FIRST, _STEP = 16, 4
-# Far above any batch, and any context in units of `_TOKENS`.
-_MOST = 2**22
+# A first layer, a last one, and two between them, which are scheduled in different ways.
+_LAYERS = 4
+# More than the longest period of layers that differ in what only their family knows.
+_UNKNOWN_LAYERS = 7
+# Where a search begins, and by how much more than in proportion it then goes up: what a step takes
+# beside its tokens is there once, and functions that don't fit are computed in tiles.
+_FIRST, _FIRST_CONTEXT, _STEP = 16, 64, 2.5
 # A model may need so much less of the host for each parameter than the small one of the guess.
 _SLACK = 1.15
 # Contexts are multiples of this.
@@ -57,36 +60,48 @@ class Size:
         )
 
 
-def largest_sizes(
-    planner: Planner, name: str | None, config: DecoderConfig | None
-) -> Iterator[Size]:
-    """Gives the largest batch and context of a model that fit, then the largest known model.
+def largest_size(
+    planner: Planner, what: str, name: str | None, config: DecoderConfig | None
+) -> Size | None:
+    """The largest batch or context of a model that fits, or the largest known model.
 
-    The batch has rows of the settings' length, the context is that of the fewest rows, and the
-    model is planned with the fewest rows of the settings' length.
+    Args:
+        planner: The planner.
+        what: "batch", of rows of the settings' length; "context", of the fewest rows; or "model",
+            with the fewest rows of the settings' length.
+        name: Name of the model whose batch or context it is.
+        config: Sizes of that model.
+
+    Returns:
+        The size; None if nothing fits.
     """
     rows, length = planner.settings.least_rows, planner.settings.length
-    if config is not None and name is not None:
-        for what, shape in (
-            ("batch", lambda n: (n * rows, length)),
-            ("context", lambda n: (rows, n * _TOKENS)),
-        ):
-            found = _largest_of(planner, config, shape)
-            if found is not None:
-                number, plan = found
-                at = shape(number)
-                yield Size(what=what, model=name, rows=at[0], length=at[1], plan=plan)
-    model = _largest_model(planner, rows, length)
-    if model is not None:
-        yield Size(what="model", model=model[0], rows=rows, length=length, plan=model[1])
+    if what == "model":
+        found = _largest_model(planner, rows, length)
+        return found and Size(what=what, model=found[0], rows=rows, length=length, plan=found[1])
+    assert name is not None and config is not None
+
+    def shape(n: int) -> tuple[int, int]:
+        return (n * rows, length) if what == "batch" else (rows, n * _TOKENS)
+
+    best = _largest_of(planner, config, shape, _FIRST if what == "batch" else _FIRST_CONTEXT)
+    if best is None:
+        return None
+    of_rows, of_length = shape(best[0])
+    return Size(what=what, model=name, rows=of_rows, length=of_length, plan=best[1])
 
 
 def _largest_of(
-    planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]]
+    planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]], first: int
 ) -> tuple[int, Plan] | None:
     few = shallow(config)
-    number = largest(lambda n: bool(planner.plan(few, *shape(n), least=True).fits_device))
-    return confirmed(lambda n: planner.plan(config, *shape(n)), number)
+
+    def share(n: int) -> float:
+        plan = planner.plan(few, *shape(n), least=True)
+        room = plan.hardware and plan.hardware.usable_bytes
+        return plan.device_bytes / room if room else float(not plan.fits_device) * math.inf
+
+    return confirmed(lambda n: planner.plan(config, *shape(n)), largest(share, first))
 
 
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
@@ -95,7 +110,8 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     Plans begin with models somewhat larger than what would just fit if host memory grew with
     parameters as that of a small model does.
     """
-    small = planner.plan(shallow(config_of("Llama-3.2-1B")), rows, 128, least=True)
+    few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
+    small = planner.plan(few, rows, 128, least=True)
     host = planner.host_bytes or math.inf
     most = _SLACK * host * small.num_parameters / small.host_peak_bytes
     by_size = {known.num_parameters: name for name, known in KNOWN_MODELS.items()}
@@ -111,56 +127,98 @@ def fits(plan: Plan) -> bool:
     return bool(plan.fits_device) and plan.fits_host is not False
 
 
-def shallow(config: DecoderConfig) -> DecoderConfig:
-    """The configuration with only a few layers, of each kind that it has."""
-    if config.num_layers <= _LAYERS:
-        return config
+def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
+    """The configuration with only a few layers, at least so many, of each kind that it has."""
     experts = config.experts
+    sparse = () if experts is None else experts.layers
+
+    def kind(layer: int) -> tuple[object, ...]:
+        window = config.windows[layer] if config.windows else None
+        return window, layer in sparse, layer in config.unrotated
+
+    kinds = [kind(layer) for layer in range(config.num_layers)]
+    if config.options is not None:
+        least = _UNKNOWN_LAYERS
+    num = min(config.num_layers, max(least, 1 + max(kinds.index(one) for one in set(kinds))))
     if experts is not None:
-        kept = tuple(layer for layer in experts.layers if layer < _LAYERS)
+        kept = tuple(layer for layer in sparse if layer < num)
         experts = replace(experts, layers=kept) if kept else None
-    windows = config.windows[:_LAYERS]
-    return replace(config, num_layers=_LAYERS, windows=windows, experts=experts)
+    return replace(
+        config,
+        num_layers=num,
+        windows=config.windows[:num],
+        unrotated=tuple(layer for layer in config.unrotated if layer < num),
+        experts=experts,
+    )
 
 
-def largest(is_in: Callable[[int], bool]) -> int:
-    """The largest number that fits, to an eighth; 0 if 1 doesn't.
+def round_number(place: int) -> int:
+    """The number at a place of 1, 2, 3 and then 4, 5, 6 and 7 times each power of two.
 
-    An example, where numbers up to 300 fit: 16, 64 and 256 do, 1024 doesn't; between the last two,
-    512, 362 and 304 don't, and 278 does, which is within an eighth of 304.
+    Functions that don't fit are computed in equal tiles, for which other numbers have few divisors.
+
+    Examples:
+        >>> [round_number(place) for place in range(14)]
+        [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24]
+    """
+    octave, quarter = divmod(place - 3, 4)
+    return place + 1 if place < 3 else (4 + quarter) << octave
+
+
+def largest(share: Callable[[int], float], first: int = _FIRST) -> int | None:
+    """The place of the largest round number that fits; None if 1 doesn't.
+
+    An example, where a number n takes n / 300 of what there is: 16 takes 0.05 of it, so that 640 is
+    tried, which takes 2.1 and is too much; in a straight line between the two 256 is the largest,
+    which fits; 320, the next one, doesn't.
 
     Args:
-        is_in: Whether a number fits, and with it all smaller ones; expensive.
+        share: Part of the room that a number takes, more for larger ones; expensive. Up to 1 fits.
+        first: Number to try first.
     """
-    low, high, probe = 0, _MOST, _FIRST
-    while probe:
-        low, high = (probe, high) if is_in(probe) else (low, probe)
-        if high - low <= 1 + low // 8:
-            break
-        if high == _MOST:
-            probe = min(_STEP * low, (low + _MOST) // 2)
-        else:
-            probe = max(low + 1, math.isqrt(low * high)) if low else high // _STEP or high // 2
-    return low
+    low, high = (-1, 0.0), (len(_NUMBERS), math.inf)
+    place = _place_of(first)
+    while True:
+        takes = share(_NUMBERS[place])
+        low, high = ((place, takes), high) if takes <= 1 else (low, (place, takes))
+        if high[0] - low[0] == 1:
+            return None if low[0] < 0 else low[0]
+        place = min(max(_place_of(_guess(low, high)), low[0] + 1), high[0] - 1)
 
 
-def confirmed(planned: Callable[[int], Plan], found: int) -> tuple[int, Plan] | None:
-    """The largest number up to one that was found whose plan fits, to an eighth; None for none.
+def _place_of(number: float) -> int:
+    """The place of the largest round number up to one."""
+    return max(bisect_right(_NUMBERS, number) - 1, 0)
+
+
+def _guess(low: tuple[int, float], high: tuple[int, float]) -> float:
+    """The number that may just fit, by the shares of one that does and of one that doesn't.
+
+    Args:
+        low: Place and share of the former; place -1 for none.
+        high: Place and share of the latter; an infinite share for none.
+    """
+    fits = _NUMBERS[low[0]] if low[0] >= 0 else 0
+    if math.isinf(high[1]):
+        return _STEP * fits / max(low[1], 1 / _STEP)
+    if not fits:
+        return _NUMBERS[high[0]] / max(_STEP, high[1])
+    return fits + (_NUMBERS[high[0]] - fits) * (1 - low[1]) / (high[1] - low[1])
+
+
+def confirmed(planned: Callable[[int], Plan], place: int | None) -> tuple[int, Plan] | None:
+    """The largest round number up to the one at a place whose plan fits; None for none.
 
     Args:
         planned: The plan of a number.
-        found: Number that may be too large.
+        place: Place of a number that may be too large; None for none.
     """
-    best, fails = None, found + 1
-    probe = found
-    while probe:
-        plan = planned(probe)
+    for at in range(-1 if place is None else place, -1, -1):
+        plan = planned(_NUMBERS[at])
         if fits(plan):
-            best = (probe, plan)
-        else:
-            fails = probe
-        low = best[0] if best else 0
-        if fails - low <= 1 + low // 8:
-            break
-        probe = (low + fails) // 2
-    return best
+            return _NUMBERS[at], plan
+    return None
+
+
+# Up to far above any batch, and any context in units of `_TOKENS`.
+_NUMBERS = tuple(map(round_number, range(3 + 4 * 20)))

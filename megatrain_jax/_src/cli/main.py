@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatrain_jax import CheckpointError, __version__
-from megatrain_jax._src.cli.errors import AskedWronglyError, checking
+from megatrain_jax._src.cli.errors import AskedWronglyError, checking, told
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
 commands:
   plan      say what training a model needs on a machine, or what is the most that fits it
-  finetune  train a checkpoint on conversations or texts, and export it for Transformers
+  finetune  train a checkpoint, or adapters for it, on conversations, preferences or texts
+  pretrain  train a model of given sizes on texts, from random weights
 
 `megatrain-jax COMMAND --help` lists the options of a command."""
 # Exit statuses: training failed; asked wrongly, as by argparse; and 128 with the number of SIGINT,
@@ -37,15 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(__version__)
         return 0
-    if name not in ("plan", "finetune"):
-        return _told(f"megatrain-jax: error: there is no command {name!r}, but plan and finetune")
+    commands = {"plan": _plan, "finetune": _finetune, "pretrain": _pretrain}
+    if name not in commands:
+        known = "plan, finetune and pretrain"
+        return _told(f"megatrain-jax: error: there is no command {name!r}, but {known}")
     try:
         with _short_warnings():
-            return _plan(arguments) if name == "plan" else _finetune(arguments)
+            return commands[name](arguments)
     except AskedWronglyError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (CheckpointError, FloatingPointError, MemoryError) as error:
-        _told(f"megatrain-jax {name}: {' '.join([str(error), *getattr(error, '__notes__', ())])}")
+        _told(f"megatrain-jax {name}: {told(error)}")
         return _FAILED
     except SystemExit as end:  # of the parser, which has said why, or after SIGTERM
         return end.code if isinstance(end.code, int) else 0
@@ -74,6 +77,16 @@ def _finetune(arguments: Sequence[str]) -> int:
 
         settings = parsed("finetune", FinetuneSettings, arguments, "config")
     return finetune.run(settings)
+
+
+def _pretrain(arguments: Sequence[str]) -> int:
+    with checking():
+        from megatrain_jax._src.cli import pretrain
+        from megatrain_jax._src.cli.parsing import parsed
+        from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
+
+        settings = parsed("pretrain", PretrainSettings, arguments, "config")
+    return pretrain.run(settings)
 
 
 def _told(error: str) -> int:

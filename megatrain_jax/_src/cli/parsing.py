@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import NoReturn, TypeVar
 
@@ -49,20 +49,30 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
         "--config", action="config", help="YAML file with any of the options as keys."
     )
     parser.add_class_arguments(kind)
-    read = parser.parse_args(_spelled(arguments, first))
-    return kind(**{field.name: read[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+    known = fields(kind)  # type: ignore[arg-type]
+    flags = {field.name for field in known if field.type is bool}
+    read = parser.parse_args(_spelled(arguments, first, flags))
+    return kind(**{field.name: read[field.name] for field in known})
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _spelled(arguments: Sequence[str], first: str) -> list[str]:
-    """The arguments as the parser knows them: a leading one by name, underscores in options."""
+def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> list[str]:
+    """The arguments as the parser knows them.
+
+    A leading one gets its name, options have underscores, and a flag without a value is true.
+    """
     given = list(arguments)
     if given and not given[0].startswith("-"):
         given.insert(0, f"--{first}")
-    return [_underscored(word) if word.startswith("--") else word for word in given]
+    words = [_underscored(word) if word.startswith("--") else word for word in given]
+    following = [*words[1:], "--"]
+    return [
+        f"{word}=true" if word[2:] in flags and after.startswith("--") else word
+        for word, after in zip(words, following, strict=True)
+    ]
 
 
 def _underscored(word: str) -> str:

@@ -1,8 +1,18 @@
 """`megatrain-jax plan`: what a run needs on a machine, or the largest runs that fit it."""
 
+import gc
 import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 
-from megatrain_jax._src.cli.largest import fits, largest_sizes
+import jax
+
+import megatrain_jax as mt
+from megatrain_jax._src.cli.largest import fits, largest_size
 from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
 
 _LESS = (
@@ -13,24 +23,72 @@ _LESS = (
 
 def run(settings: PlanSettings) -> int:
     """Prints a plan, or the largest sizes that fit; returns 1 if nothing does, and else 0."""
+    with _no_collections():
+        if settings.model is None or settings.tokens is None:
+            return _print_largest(settings)
+        return _print_plan(settings, settings.model, settings.tokens)
+
+
+def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     planner = Planner(settings)
-    config = None if settings.model is None else config_of(settings.model)
-    if config is None or settings.tokens is None:
-        print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
-        # Each size is printed as soon as it is found: the next one may take a minute.
-        found = 0
-        for size in largest_sizes(planner, settings.model, config):
-            print(size, flush=True)
-            found += 1
-        if not found:
-            print(f"Nothing fits. {_LESS}")
-        return 0 if found else 1
-    plan = planner.plan(config, settings.tokens // settings.length, settings.length)
-    print(f"{settings.model}, {settings.batch}, on {planner.where}\n")
+    plan = planner.plan(config_of(model), tokens // settings.length, settings.length)
+    print(f"{model}, {settings.batch}, on {planner.where}\n")
     print(plan)
-    rate = settings.tokens / (plan.seconds_per_step or math.inf)
+    rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
     if not fits(plan):
         print(f"It does not fit. {_LESS}")
         return 1
     return 0
+
+
+def _print_largest(settings: PlanSettings) -> int:
+    planner = Planner(settings)
+    if settings.model is not None:
+        config_of(settings.model)  # which is refused here, in a line
+    print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
+    found = 0
+    # Each size is printed as soon as it and those before it are found.
+    for line in filter(None, _lines(settings, planner.machine)):
+        print(line, flush=True)
+        found += 1
+    if not found:
+        print(f"Nothing fits. {_LESS}")
+    return 0 if found else 1
+
+
+def _lines(settings: PlanSettings, machine: mt.Hardware) -> Iterator[str | None]:
+    """The lines of all sizes; searches take seconds of Python, so each has a process of its own."""
+    line = partial(_line, settings, machine)
+    kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
+    workers = min(len(kinds), len(os.sched_getaffinity(0)))
+    if workers == 1:
+        yield from map(line, kinds)
+        return
+    # Not forked: JAX has threads. And no plan needs the GPU, which one process may have for itself.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_use_cpu) as pool:
+        yield from pool.map(line, kinds)
+
+
+def _use_cpu() -> None:
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
+    config = None if settings.model is None else config_of(settings.model)
+    with _no_collections():
+        size = largest_size(Planner(settings, machine), kind, settings.model, config)
+    return size and str(size)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Leaves cyclic garbage, half a GiB at most: to look for it takes a sixth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

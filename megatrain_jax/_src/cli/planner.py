@@ -108,14 +108,18 @@ class Planner:
         machine: The machine, with the host memory that the settings say.
     """
 
-    def __init__(self, settings: PlanSettings):
+    def __init__(self, settings: PlanSettings, machine: mt.Hardware | None = None):
         """Finds the machine and makes the optimizer.
+
+        Args:
+            settings: The settings.
+            machine: The machine, if another planner has found it.
 
         Raises:
             ValueError: If the GPU isn't known, or there is none here and none is named.
         """
         self.settings = settings
-        self.machine = _machine(settings)
+        self.machine = machine or _machine(settings)
         precision = precision_of(settings.state, settings.master, settings.frozen, jnp.bfloat16)
         self._options: dict[str, Any] = {
             "hardware": self.machine,
@@ -180,20 +184,33 @@ def config_of(model: str) -> models.DecoderConfig:
         FileNotFoundError: If there is no such file, folder or name.
         ValueError: If the architecture or an option of it isn't supported.
     """
+    return models.DecoderConfig.from_hf(config_values(model))
+
+
+def config_values(model: str) -> dict[str, Any]:
+    """The fields of the `config.json` of a model.
+
+    Args:
+        model: See `config_of`.
+
+    Raises:
+        FileNotFoundError: If there is no such file, folder or name.
+        ValueError: If the file is damaged.
+    """
     path = Path(model).expanduser()
     if path.exists():
         # A configuration may have any name, as one that was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         if (file := regular_file(folder, name)) is None:
             raise FileNotFoundError(f"there is no config.json in {path}")
-        return models.DecoderConfig.from_hf(read_json(file))
+        return read_json(file)
     if (known := known_model(model)) is None:
         near = get_close_matches(model, KNOWN_MODELS, n=3)
         hint = f"did you mean {' or '.join(near)}" if near else f"known are {_NAMES}"
         raise FileNotFoundError(
             f"`model` = {model!r} is no folder, no file and no known name; {hint}"
         )
-    return models.DecoderConfig.from_hf(known.config())
+    return known.config()
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:

@@ -19,6 +19,8 @@ _RECENT = 20
 class Lines:
     """A callback of `fit` that prints loss, learning rate, gradient norm, rate and time left.
 
+    It puts the learning rate into the record, for the callbacks after it.
+
     Attributes:
         steps: Number of steps of the run.
         schedule: Learning rate of a step, counted from 0.
@@ -31,11 +33,16 @@ class Lines:
     microbatches: int
     every: int
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _compiled: bool = False
 
     def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
         """Prints the line of a record, if it is due or has an evaluation in it."""
+        record["learning_rate"] = np.asarray(self.schedule(record["step"] - 1)).item()
         if not self._recent and record["step"] > 1:
             _print(f"went on after step {record['step'] - 1}")
+        if len(self._recent) == 1 and not self._compiled:
+            self._recent.clear()  # the first step of a process compiles
+            self._compiled = True
         self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))
         evaluated = "eval_loss" in record
         if evaluated or record["step"] % self.every == 0 or record["step"] == self.steps:
@@ -48,12 +55,14 @@ class Lines:
         parts = [
             f"step {step}/{self.steps}",
             f"loss {record['loss']:.4g}",
-            f"learning rate {np.asarray(self.schedule(step - 1)).item():.3g}",
+            f"learning rate {record['learning_rate']:.3g}",
             f"gradient norm {record['grad_norm']:.3g}",
             f"{tokens / seconds:,.0f} tokens/s",
         ]
         if "eval_loss" in record:
             parts.append(f"loss on what is held out {record['eval_loss']:.4g}")
+        if "eval_accuracy" in record:
+            parts.append(f"accuracy there {record['eval_accuracy']:.1%}")
         left = (self.steps - step) * seconds / len(self._recent)
         return ", ".join([*parts, f"{tqdm.format_interval(left)} left"])
 

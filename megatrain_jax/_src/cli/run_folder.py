@@ -1,15 +1,18 @@
-"""The folder of a fine-tuning run: which settings it belongs to, and whether the run is done."""
+"""The folder of a training run: which settings it belongs to, and whether the run is done."""
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_jax._src.cli.finetune_settings import FREE, FinetuneSettings
+from megatrain_jax._src.cli.training_settings import FREE, TrainingSettings
 
-_SETTINGS, _REPORT = "settings.json", "report.json"
+# The settings it was begun with; how training ended; what has to be known again in another process;
+# and the report, which comes last.
+_SETTINGS, _ENDED, _NOTES, _REPORT = "settings.json", "ended.json", "notes.json", "report.json"
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def model(self) -> Path:
-        """The folder of the exported model."""
-        return self.path / "model"
+    def best(self) -> Path:
+        """The folder of the checkpoint with the best evaluation."""
+        return self.path / "best"
 
-    def check(self, settings: FinetuneSettings) -> None:
+    def check(self, settings: TrainingSettings) -> None:
         """Checks that the folder is new or of a run with these settings.
 
         Raises:
@@ -42,13 +45,13 @@ class RunFolder:
             return
         if not self.path.is_dir():
             raise ValueError(f"`out` = {self.path} must be a folder, but is a file")
-        if not (self.path / _SETTINGS).exists():
+        before = self._read(_SETTINGS)
+        if before is None:
             if any(self.path.iterdir()):
                 raise ValueError(
                     f"`out` = {self.path} exists and is of no run of this command: choose another"
                 )
             return
-        before = self._read(_SETTINGS)
         now = _as_json(settings)
         changed = [
             f"{name} was {before.get(name)!r} and is {value!r}"
@@ -61,28 +64,48 @@ class RunFolder:
                 "Choose another `out`, or go on with the settings of that run"
             )
 
-    def is_done(self, settings: FinetuneSettings) -> bool:
-        """Whether the run has finished, and the model is exported if it should be."""
-        if not (self.path / _REPORT).exists():
-            return False
-        return settings.export == "never" or self.model.exists()
+    def is_done(self, settings: TrainingSettings) -> bool:
+        """Whether the run has finished, and all is exported that should be."""
+        exported = all((self.path / name).exists() for name in settings.exports)
+        return self.report is not None and (settings.export == "never" or exported)
 
-    def begin(self, settings: FinetuneSettings) -> None:
+    def begin(self, settings: TrainingSettings) -> None:
         """Makes the folder and writes down whose it is."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(_SETTINGS, _as_json(settings))
+        has_some = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        if self.best.exists() and not has_some:
+            shutil.rmtree(self.best)  # of a process that ended before its first own checkpoint
+
+    def end(self, how: Mapping[str, Any]) -> None:
+        """Writes down that training has ended, and how."""
+        self._write(_ENDED, how)
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Writes the report, which says that the run has finished."""
         self._write(_REPORT, report)
 
     @property
-    def report(self) -> dict[str, Any]:
-        """The report of a run that has finished."""
+    def ended(self) -> dict[str, Any] | None:
+        """The end of training, and its reason; None if it goes on."""
+        return self._read(_ENDED)
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The report of a run that has finished; None before."""
         return self._read(_REPORT)
 
-    def _read(self, name: str) -> dict[str, Any]:
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+    def note(self, name: str) -> str | None:
+        """The note that an earlier process took under a name; None for none."""
+        return (self._read(_NOTES) or {}).get(name)
+
+    def take_note(self, name: str, value: str) -> None:
+        """Takes a note for later processes."""
+        self._write(_NOTES, {**(self._read(_NOTES) or {}), name: value})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         unfinished = self.path / f"{name}.unfinished"
@@ -90,5 +113,5 @@ class RunFolder:
         os.replace(unfinished, self.path / name)
 
 
-def _as_json(settings: FinetuneSettings) -> dict[str, Any]:
+def _as_json(settings: TrainingSettings) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(settings)))

@@ -40,11 +40,20 @@ def budget_of(given: str | None) -> Any:
     return given if given in (None, "least") else bytes_of("device_budget", given)
 
 
-def batch_shapes(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a packed batch of `megatrain_jax.data`: rows of so many tokens."""
+def batch_shapes(rows: int, length: int, pairs: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a packed batch of `megatrain_jax.data`: rows of so many tokens.
+
+    Args:
+        rows: Number of rows.
+        length: Tokens of a row.
+        pairs: Pairs of answers that a row has at most, of preferences; 0 for other data.
+    """
     kinds = dict.fromkeys(("tokens", "labels", "segments", "positions"), jnp.int32)
     shapes: dict[str, jax.ShapeDtypeStruct] = {
         name: jax.ShapeDtypeStruct((rows, length), dtype)
         for name, dtype in (kinds | {"mask": jnp.bool_}).items()
     }
+    if pairs:
+        shapes["pairs"] = jax.ShapeDtypeStruct((rows, pairs), jnp.bool_)
+        shapes["pairs_per_row"] = jax.ShapeDtypeStruct((rows,), jnp.float32)
     return shapes | {"learned_per_row": jax.ShapeDtypeStruct((rows,), jnp.float32)}

@@ -23,6 +23,7 @@ _SIZES = (
     "head_dim",
 )
 _FLAGS = (
+    "norm_in_fp32",
     "sandwich_norms",
     "qk_norm",
     "qkv_bias",
@@ -55,6 +56,8 @@ class DecoderConfig:
         norm: Kind of the norms: "rms", or "layer" for those with a mean and a bias.
         norm_eps: Number that norms add to the mean square.
         norm_offset: Number that is added to the norms' weights, 1.0 in Gemma.
+        norm_in_fp32: Whether norms are multiplied by their weights in fp32, as those with an
+            offset always are.
         sandwich_norms: Whether attention and MLP are normalised at their end, too.
         qk_norm: Whether each head's queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -71,10 +74,17 @@ class DecoderConfig:
         experts: A mixture of experts in place of MLPs.
         layer: Class of the layers, of a family whose own differ from the usual ones; called with
             this configuration, the number of the layer and a maker of parameters.
-        options: What that class reads beside the fields above: a frozen dataclass of the family.
+        memory: Class of a module that makes what layers hand on beside the hidden states, of tokens
+            and their embeddings; called with this configuration and a maker of parameters. Layers
+            then take it as a further argument, and return it behind their tally.
+        unread: How the names of tensors in the files begin, without the family's `body`, that no
+            layer reads: they are kept as a tower's are.
+        options: What these classes read beside the fields above: a frozen dataclass of the family.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
-        saved_dtype: The dtype of the parameters in that folder.
+        saved_dtype: The dtype of most parameters in that folder.
+        saved_apart: Names of the tensors there that have another one, with it.
+        saved_stacked: Whether a tensor there holds all experts of a layer.
         original: The Hugging Face configuration this was read from, as JSON.
     """
 
@@ -93,6 +103,7 @@ class DecoderConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    norm_in_fp32: bool = False
     sandwich_norms: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -108,11 +119,15 @@ class DecoderConfig:
     head_bias: bool = False
     experts: Experts | None = None
     layer: Callable[..., Any] | None = None
+    memory: Callable[..., Any] | None = None
+    unread: tuple[str, ...] = ()
     options: Any = None
     init_std: float = 0.02
     # Decoders of equal sizes are equal, whatever files they came from.
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)
+    saved_apart: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    saved_stacked: bool = field(default=False, compare=False)
     original: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):

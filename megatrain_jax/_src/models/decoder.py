@@ -16,24 +16,11 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
-from megatrain_jax._src.models.layers import Layer, Linear, Maker, make_norm
+from megatrain_jax._src.models.layers import Embedding, Layer, Linear, Maker, make_norm
 from megatrain_jax._src.models.moe import balancing_loss
 from megatrain_jax._src.models.rotary import rotation
 
 Integers = Integer[Array | np.ndarray, "rows length"]
-
-
-class Embedding(nnx.Module):
-    """An embedding: a row for every token."""
-
-    def __init__(self, num: int, dim: int, make: Maker):
-        """Makes the rows."""
-        self.weight = make.weight(num, dim)
-
-    def __call__(self, tokens: Integers) -> Float[Array, "rows length dim"]:
-        """Returns the rows of tokens; NaN for tokens beyond the vocabulary."""
-        rows = jnp.asarray(self.weight[...]).at[tokens]
-        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 class Decoder(nnx.Module):
@@ -68,6 +55,8 @@ class Decoder(nnx.Module):
         make = Maker(rngs, param_dtype, config.init_std)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, make)
+        if config.memory is not None:
+            self.memory = config.memory(config, make)
         layer = config.layer or Layer
         self.layers = nnx.List([layer(config, i, make) for i in range(config.num_layers)])
         self.norm = make_norm(config.hidden_size, config, make)
@@ -93,6 +82,31 @@ class Decoder(nnx.Module):
                 other. None where each row is one document.
         """
         hidden, _ = self.hidden(tokens, positions, segments)
+        return self._logits(hidden)
+
+    def logits_at(
+        self, tokens: Integers, places: Integer[Array | np.ndarray, " rows"]
+    ) -> Float[Array, "rows vocab_size"]:
+        """Returns the logits at one place of each row, which spares those at all others.
+
+        Args:
+            tokens: The tokens' ids; each row is one document.
+            places: The place in each row, from 0.
+
+        Raises:
+            TypeError: If an argument is no array of integers.
+            ValueError: If shapes don't fit together.
+        """
+        check_array("places", places, "(rows,)", num_axes=1, of_integers=True)
+        if places.shape != tokens.shape[:1]:
+            raise ValueError(f"`places` has shape {places.shape}, not {tokens.shape[:1]} of rows")
+        hidden, _ = self.hidden(tokens)
+        at = jnp.asarray(places)[:, None, None]
+        return self._logits(jnp.take_along_axis(hidden, at, axis=1))[:, 0]
+
+    def _logits(
+        self, hidden: Float[Array, "rows length width"]
+    ) -> Float[Array, "rows length vocab_size"]:
         logits = jnp.einsum("rld,vd->rlv", hidden, self.head_weight())
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -133,8 +147,9 @@ class Decoder(nnx.Module):
         # Once for each embedding, not for each layer: it depends on positions alone.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
+        handed = [] if self.config.memory is None else [self.memory(tokens, x)]
         for layer, rope in zip(self.layers, ropes, strict=True):
-            x, tally = layer(x, rotations[rope], segments)
+            x, tally, *handed = layer(x, rotations[rope], segments, *handed)
             tallies += [] if tally is None else [tally]
         x = self.norm(x)
         if self.config.logit_scale != 1.0:

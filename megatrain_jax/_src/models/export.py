@@ -1,13 +1,10 @@
 """Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
 
 import json
-import math
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from megatrain_jax._src.common.hf_folder import existing_folder
 from megatrain_jax._src.models import companions
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.expert_tensors import stack_experts
 from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 from megatrain_jax._src.models.names import (
     ParameterPath,
@@ -30,39 +28,10 @@ from megatrain_jax._src.models.names import (
     others,
     parameter_tensors,
 )
-from megatrain_jax._src.models.tensors import (
-    DTYPES,
-    INDEX,
-    ITEM_BYTES,
-    SINGLE,
-    Tensor,
-    open_folder,
-    some,
-)
+from megatrain_jax._src.models.tensor_files import NamedTensor, write_tensors
+from megatrain_jax._src.models.tensors import DTYPES, ITEM_BYTES, open_folder, some
 
 _CODES = {dtype.name: code for code, dtype in DTYPES.items()}
-# Elements converted at a time; a whole embedding would need half of itself again.
-_CHUNK = 2**24
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NamedTensor:
-    """A tensor to write.
-
-    Attributes:
-        name: Its name in the file.
-        array: Its numbers, or where they lie, or what they are computed from.
-        code: Its dtype in the file, as the file calls it.
-    """
-
-    name: str
-    array: np.ndarray | MergedMatrix | Tensor
-    code: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the file."""
-        return math.prod(self.array.shape) * ITEM_BYTES[self.code]
 
 
 def save_pretrained(
@@ -82,8 +51,8 @@ def save_pretrained(
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
         folder: Folder to write, which must not exist, or be empty.
-        dtype: "float32", "float16" or "bfloat16"; None for that of the checkpoint that training
-            began with (of most of its tensors), or of the parameters where there was none.
+        dtype: "float32", "float16" or "bfloat16"; None for those of the tensors of the checkpoint
+            that training began with, or of the parameters where there was none.
         max_shard_bytes: Most bytes of a file, unless one tensor is larger.
         source: Folder of the tokenizer and the generation settings to copy; None for the
             checkpoint that training began with. Towers of a multimodal checkpoint always come
@@ -120,19 +89,21 @@ def save_pretrained(
             "DecoderConfig.from_hf or load_pretrained"
         )
     arrays = _arrays(model)
+    apart = config.saved_apart if dtype is None else {}
     dtype = dtype or config.saved_dtype or np.dtype(next(iter(arrays.values())).dtype).name
     if dtype not in _CODES:
         raise ValueError(f"pass `dtype`, one of {', '.join(_CODES)}: parameters have {dtype}")
-    code = _CODES[dtype]
-    buffers = {n for e in parameter_tensors(config) if not e.trained for n in e.names}
+    codes = {n: _CODES[of] for n, of in apart.items()}
+    codes |= {n: _CODES[arrays[n].dtype.name] for n in _buffers(config)}
+    if config.saved_stacked if config.source else family_of(config).joined_experts:
+        arrays = stack_experts(arrays)
     tensors = [
-        _NamedTensor(name=n, array=a, code=_CODES[a.dtype.name] if n in buffers else code)
-        for n, a in arrays.items()
+        NamedTensor(name=n, array=a, code=codes.get(n, _CODES[dtype])) for n, a in arrays.items()
     ]
     tensors += _kept(config, source)
     copied = _companions(source or config.source)
     with unfinished(folder) as at:
-        _write_all(at, tensors, max_shard_bytes)
+        write_tensors(at, tensors, max_shard_bytes)
         _write_config(at, config, dtype)
         companions.copy(copied, at)
         if chat_template is not None:
@@ -207,7 +178,11 @@ def _arrays(model: Decoder) -> dict[str, np.ndarray | MergedMatrix]:
     return tensors
 
 
-def _kept(config: DecoderConfig, source: Path | None) -> list[_NamedTensor]:
+def _buffers(config: DecoderConfig) -> list[str]:
+    return [n for e in parameter_tensors(config) if not e.trained for n in e.names]
+
+
+def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
     """Returns the tensors that the family keeps beside the decoder, still in their files.
 
     Raises:
@@ -215,7 +190,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[_NamedTensor]:
         ValueError: If the family needs some and the decoder wasn't read from a checkpoint.
     """
     family = family_of(config)
-    if not family.kept:
+    if not family.kept and not config.unread:
         return []
     if config.source is None:
         if family.multimodal:
@@ -232,13 +207,17 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[_NamedTensor]:
             "the checkpoint as `source`"
         )
     tensors = open_folder(folder)
-    kept = [tensor for name, tensor in tensors.items() if family.keeps(name, config.num_layers)]
+
+    def keeps(name: str) -> bool:
+        return family.keeps(name, config.num_layers, config.unread)
+
+    kept = [tensor for name, tensor in tensors.items() if keeps(name)]
     unknown = [
         f"{tensor.name} ({tensor.dtype})" for tensor in kept if tensor.dtype not in ITEM_BYTES
     ]
     if unknown:
         raise ValueError(f"tensors in {folder} have a dtype that isn't known: {some(unknown)}")
-    return [_NamedTensor(name=tensor.name, array=tensor, code=tensor.dtype) for tensor in kept]
+    return [NamedTensor(name=tensor.name, array=tensor, code=tensor.dtype) for tensor in kept]
 
 
 def _check_family(
@@ -268,58 +247,6 @@ def _check_family(
             f"its own. {'; '.join(found)}. What changes a weight has to be merged into it first, "
             "unless models.lora made it; `trainer.save` saves any model"
         )
-
-
-def _write_all(folder: Path, tensors: Sequence[_NamedTensor], max_shard_bytes: int) -> None:
-    shards: list[list[_NamedTensor]] = [[]]
-    room = max_shard_bytes
-    for tensor in tensors:
-        if tensor.num_bytes > room and shards[-1]:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(tensor)
-        room -= tensor.num_bytes
-    if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0])
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard)
-        weight_map |= {tensor.name: name for tensor in shard}
-    about = {
-        "total_parameters": sum(math.prod(tensor.array.shape) for tensor in tensors),
-        "total_size": sum(tensor.num_bytes for tensor in tensors),
-    }
-    index = {"metadata": about, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _write_file(path: Path, tensors: Sequence[_NamedTensor]) -> None:
-    """Writes one file.
-
-    The library's own writer wants all tensors of a file in memory, in their final dtype. The
-    format is a length in 8 bytes, a header in JSON, and the numbers:
-    https://huggingface.co/docs/safetensors.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.num_bytes
-        shape = list(tensor.array.shape)
-        header[tensor.name] = {"dtype": tensor.code, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            if isinstance(tensor.array, Tensor):
-                file.write(np.ascontiguousarray(tensor.array.read()).tobytes())
-                continue
-            flat = np.asarray(tensor.array).reshape(-1)
-            for at in range(0, flat.size, _CHUNK):
-                piece = flat[at : at + _CHUNK].astype(DTYPES[tensor.code], copy=False)
-                file.write(np.ascontiguousarray(piece).view(np.uint8).data)
 
 
 def _write_config(folder: Path, config: DecoderConfig, dtype: str) -> None:

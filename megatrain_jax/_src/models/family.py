@@ -20,9 +20,12 @@ class Family:
             `config.json`. A field that it doesn't read is refused.
         renames: Names in the files for those in the model, where they differ: a part of a
             parameter's path, such as `mlp`, to the part of a tensor's name, `block_sparse_moe`.
+            To nothing where the name has no such part.
         body: How the names of all tensors begin in the files, but those of the head.
         head: How the names of the head's tensors begin.
         stacked: Whether the files hold the experts of a layer as one tensor, too.
+        joined_experts: Whether a fresh decoder's experts are written as `expert_tensors` has those
+            of a layer in one tensor. Where a checkpoint was read, its form is kept.
         kept: How the names of tensors begin that are no part of the decoder, such as those of a
             vision tower: they are not trained, and written as they were read. `{num_layers}`
             stands for the number of layers.
@@ -36,12 +39,20 @@ class Family:
     body: str = "model"
     head: str = "lm_head"
     stacked: bool = False
+    joined_experts: bool = False
     kept: tuple[str, ...] = ()
     multimodal: bool = False
 
-    def keeps(self, name: str, num_layers: int) -> bool:
-        """Whether a tensor of this name is kept beside a decoder with so many layers."""
-        return name.startswith(tuple(start.format(num_layers=num_layers) for start in self.kept))
+    def keeps(self, name: str, num_layers: int, unread: tuple[str, ...]) -> bool:
+        """Whether a tensor of this name is kept beside a decoder.
+
+        Args:
+            name: The tensor's name.
+            num_layers: Number of the decoder's layers.
+            unread: See `DecoderConfig`.
+        """
+        kept = [start.format(num_layers=num_layers) for start in self.kept]
+        return name.startswith((*kept, *(f"{self.body}.{start}" for start in unread)))
 
 
 def text_part(
@@ -74,6 +85,7 @@ def text_part(
         if not values:
             raise ValueError(f"the configuration of this {model_type} has no `text_config`")
         values = {"model_type": texts[0].model_type} | values
+        Fields(values).flag("tie_word_embeddings", tied)
         values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", tied)
         known = {family.model_type: family for family in texts}
         name = values["model_type"]
@@ -93,6 +105,7 @@ def text_part(
         renames=texts[0].renames,
         body=body,
         head=head,
+        joined_experts=texts[0].joined_experts,
         kept=kept,
         multimodal=True,
     )

@@ -30,7 +30,9 @@ def refuse_others(fields: Fields) -> None:
     """Refuses fields that no family supports, if they ask for something."""
     fields.neutral(attention_dropout=0.0, quantization_config=None, is_encoder_decoder=False)
     fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
-    fields.neutral(use_bidirectional_attention=False)
+    # Between the tokens of an image, which texts have none of.
+    if fields.take("use_bidirectional_attention", False) != "vision":
+        fields.neutral(use_bidirectional_attention=False)
 
 
 def sizes(

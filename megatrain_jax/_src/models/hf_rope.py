@@ -13,6 +13,7 @@ _OPTIONS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor"}),
+    "proportional": frozenset({"factor"}),
     "yarn": frozenset(
         {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
         | {"truncate", "original_max_position_embeddings"}
@@ -25,7 +26,7 @@ _OPTIONS = {
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
 }
-KINDS = {kind: kind for kind in _OPTIONS}
+KINDS = {kind: kind for kind in _OPTIONS if kind != "proportional"}
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -67,7 +68,8 @@ def read_rope(
     if unknown:
         raise ValueError(f"rotary embeddings of type {kind!r} aren't known to have {some(unknown)}")
     share = _number(values, "partial_rotary_factor", 1.0)
-    if share != 1.0 and not partial:
+    whole = kind == "proportional"  # all dimensions, of which only some turn
+    if share != 1.0 and not (partial or whole):
         raise ValueError(f"`partial_rotary_factor` = {share} isn't supported in a {family}")
     if share > 1 or int(head_dim * share) % 2 or not int(head_dim * share):
         raise ValueError(
@@ -80,7 +82,7 @@ def read_rope(
     # Phi-3 keeps it beside the embedding's options, others among them.
     original = original_length or inner or max_length
     shape: dict[str, Any] = {
-        "dim": int(head_dim * share),
+        "dim": head_dim if whole else int(head_dim * share),
         "base": _number(values, "rope_theta"),
         "kind": kind,
         "interleaved": interleaved,
@@ -88,6 +90,9 @@ def read_rope(
     match kind:
         case "default":
             return Rope(**shape)
+        case "proportional":
+            factor = _number(values, "factor", 1.0)
+            return Rope(**shape, factor=factor, turning=int(share * head_dim // 2))
         case "linear":
             return Rope(**shape, factor=_number(values, "factor"))
         case "dynamic":

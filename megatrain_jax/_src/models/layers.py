@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
@@ -73,12 +74,28 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+class Embedding(nnx.Module):
+    """An embedding: a row for every token."""
+
+    def __init__(self, num: int, dim: int, make: Maker):
+        """Makes the rows."""
+        self.weight = make.weight(num, dim)
+
+    def __call__(
+        self, tokens: Integer[Array | np.ndarray, "rows length"]
+    ) -> Float[Array, "rows length dim"]:
+        """Returns the rows of tokens; NaN for tokens beyond the vocabulary."""
+        rows = jnp.asarray(self.weight[...]).at[tokens]
+        return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) over the last axis, in fp32."""
 
     def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
         """Makes the weight, with which a fresh norm does nothing but normalise."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.in_fp32 = bool(config.norm_offset) or config.norm_in_fp32
         self.weight = make.constant(1.0 - config.norm_offset, dim)
 
     def __call__(self, x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
@@ -86,7 +103,7 @@ class RMSNorm(nnx.Module):
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...]
-        if self.offset:  # such checkpoints were trained with the product in fp32
+        if self.in_fp32:  # such checkpoints were trained with the product in fp32
             return (y * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
         return y.astype(x.dtype) * weight
 

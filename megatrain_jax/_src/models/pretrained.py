@@ -15,6 +15,7 @@ from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.hub import folder_or_download
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
+from megatrain_jax._src.models.expert_tensors import split_experts
 from megatrain_jax._src.models.hf_fields import as_ignored
 from megatrain_jax._src.models.names import (
     ParameterPath,
@@ -69,6 +70,11 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
     folder = folder_or_download("folder", folder, holds, _FILES)
     config = _read_config(folder, ignore)
     tensors = open_folder(folder)
+    family, stacked = family_of(config), False
+    if not family.stacked:
+        tensors, stacked = split_experts(
+            tensors, lambda name: family.keeps(name, config.num_layers, config.unread)
+        )
     config = _with_own_head(config, tensors)
     _check_count(folder, config, tensors)
     wanted = parameter_tensors(config)
@@ -86,8 +92,15 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
             at = at.setdefault(key, {})
         at[parameter.path[-1]] = array
     saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
-    dtype = DTYPES[saved.most_common(1)[0][0]].name
-    config = replace(config, source=str(folder.resolve()), saved_dtype=dtype)
+    most = saved.most_common(1)[0][0]
+    read = [tensors[name] for parameter in wanted for name in parameter.names]
+    config = replace(
+        config,
+        source=str(folder.resolve()),
+        saved_dtype=DTYPES[most].name,
+        saved_apart={t.name: DTYPES[t.dtype].name for t in read if t.dtype != most},
+        saved_stacked=stacked,
+    )
 
     def model() -> Decoder:
         decoder = Decoder(config, rngs=nnx.Rngs(0))
@@ -175,5 +188,5 @@ def _is_idle(name: str, config: DecoderConfig) -> bool:
     # Early checkpoints keep tables that follow from the configuration; tied ones may keep a copy.
     family = family_of(config)
     tied = config.tie_embeddings and name == f"{family.head}.weight"
-    kept = family.keeps(name, config.num_layers)
+    kept = family.keeps(name, config.num_layers, config.unread)
     return tied or kept or name.endswith("rotary_emb.inv_freq")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.common import checks
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pairs"]]
 """Cosines and sines of the angles by which the pairs of a head are rotated."""
 
@@ -31,7 +31,7 @@ class Rotation(NamedTuple):
     query_scale: Float[Array, "rows length"] | None
 
 
-_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _ABOVE_ZERO = (
     "base",
     "factor",
@@ -64,6 +64,8 @@ class Rope:
         truncate: For "yarn": whether the ends of its ramp are rounded to whole dimensions.
         short_factors: For "longrope" (https://arxiv.org/abs/2402.13753): dim / 2 divisors.
         long_factors: The same for texts longer than `original_length`.
+        turning: For "proportional": number of pairs that are rotated, from the first; wavelengths
+            are those of `dim` dimensions nevertheless.
         interleaved: Whether a pair is two neighbours, and not dimensions i and i + dim / 2.
         query_growth: Queries at position p get the factor
             1 + query_growth * log(1 + floor(p / original_length)).
@@ -83,6 +85,7 @@ class Rope:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    turning: int = 0
     interleaved: bool = False
     query_growth: float = 0.0
 
@@ -96,6 +99,7 @@ class Rope:
         for name in ("max_length", "original_length"):
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), least=0)
+        checks.integer("turning", self.turning, least=0, most=self.dim // 2)
         checks.boolean("truncate", self.truncate)
         checks.boolean("interleaved", self.interleaved)
         checks.number("query_growth", self.query_growth, least=0)
@@ -190,6 +194,9 @@ def _frequencies(
             return plain
         case "linear":
             return plain / np.float32(rope.factor)
+        case "proportional":
+            turning = np.arange(rope.dim // 2) < rope.turning
+            return np.where(turning, plain, np.float32(0)) / np.float32(rope.factor)
         case "llama3":
             return _llama3(rope, plain)
         case "yarn":

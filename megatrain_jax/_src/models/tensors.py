@@ -36,20 +36,27 @@ class Tensor:
     """One tensor in a file.
 
     Attributes:
+        path: The file's path.
         file: The open file; all its tensors share it.
         name: The tensor's name there.
         shape: Its shape.
         dtype: Its dtype as the file calls it, such as "BF16".
+        part: Where it lies in the tensor of this name if it is a part of it: a number along the
+            first axis, and rows.
     """
 
+    path: Path
     file: Any
     name: str
     shape: tuple[int, ...]
     dtype: str
+    part: tuple[int, slice] | None = None
 
     def read(self) -> np.ndarray:
         """Returns a copy of its numbers."""
-        return self.file.get_tensor(self.name)
+        if self.part is None:
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[self.part]
 
 
 class LazyArray:
@@ -58,6 +65,7 @@ class LazyArray:
     Attributes:
         shape: Its shape.
         dtype: Its dtype in the files.
+        source_files: Paths of the files, which a run may read ahead.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], *, stacked: bool):
@@ -66,6 +74,7 @@ class LazyArray:
         first = tensors[0]
         self.shape = (len(tensors), *first.shape) if stacked else first.shape
         self.dtype = DTYPES[first.dtype]
+        self.source_files = tuple(dict.fromkeys(tensor.path for tensor in tensors))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Reads the numbers; nothing of them is kept here."""
@@ -142,7 +151,11 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is damaged or cut off: {error}") from error
     return {
         name: Tensor(
-            file=file, name=name, shape=tuple(part.get_shape()), dtype=str(part.get_dtype())
+            path=path,
+            file=file,
+            name=name,
+            shape=tuple(part.get_shape()),
+            dtype=str(part.get_dtype()),
         )
         for name, part in slices.items()
     }

@@ -70,4 +70,6 @@ def _spelled(name: str, value: Any) -> str:
         return ""
     if name == "seconds" and is_number(value):
         return spelled(value)
+    if isinstance(value, list):  # such as samples, which would take a line of the table each
+        return f"{len(value)} of them"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

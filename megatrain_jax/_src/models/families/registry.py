@@ -6,6 +6,7 @@ A new family is a file beside this one, and a line here.
 from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3
 from megatrain_jax._src.models.families.gemma2 import GEMMA2
 from megatrain_jax._src.models.families.gemma3 import GEMMA3, GEMMA3_MULTIMODAL
+from megatrain_jax._src.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from megatrain_jax._src.models.families.glm4 import GLM4
 from megatrain_jax._src.models.families.glm4_moe import GLM4_MOE
 from megatrain_jax._src.models.families.gpt_oss import GPT_OSS
@@ -21,7 +22,14 @@ from megatrain_jax._src.models.families.phi3 import PHI3
 from megatrain_jax._src.models.families.qwen2 import QWEN2
 from megatrain_jax._src.models.families.qwen2_moe import QWEN2_MOE
 from megatrain_jax._src.models.families.qwen3 import QWEN3
+from megatrain_jax._src.models.families.qwen3_5 import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+)
 from megatrain_jax._src.models.families.qwen3_moe import QWEN3_MOE
+from megatrain_jax._src.models.families.qwen3_next import QWEN3_NEXT
 from megatrain_jax._src.models.families.smollm3 import SMOLLM3
 from megatrain_jax._src.models.family import Family
 
@@ -32,6 +40,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA2,
         GEMMA3,
         GEMMA3_MULTIMODAL,
+        GEMMA4,
+        GEMMA4_MULTIMODAL,
         GLM4,
         GLM4_MOE,
         GPT_OSS,
@@ -48,7 +58,12 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN2_MOE,
         QWEN3,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_5_TEXT,
         QWEN3_MOE,
+        QWEN3_NEXT,
         SMOLLM3,
     )
 }

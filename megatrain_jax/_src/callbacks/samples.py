@@ -1,0 +1,219 @@
+"""Samples of a run: prompts continued by the model as it is, without a copy on the device."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from megatrain_jax import Trainer
+from megatrain_jax._src.callbacks.callback import Callback
+from megatrain_jax._src.callbacks.next_tokens import (
+    Logits,
+    decoder_logits,
+    find_next_tokens,
+    next_tokens_loss,
+)
+from megatrain_jax._src.common import checks
+
+_EVALUATED = "eval_"
+_PROMPTS = "a sequence of prompts: texts, messages or token ids"
+
+
+class Samples(Callback):
+    """Continues prompts at evaluations, by the model as it is then, and shows what it wrote.
+
+    The record gets them as ``"samples"``, a list of dicts of "prompt", "temperature" and "text", so
+    they are in the history, and the logs that come after this callback write them, too.
+
+    Nothing is kept between tokens, so each token of a continuation costs a forward pass over whole
+    rows, in which the model is streamed through the device once. All prompts share it, at all
+    temperatures. Rows have the length of the longest prompt and `num_tokens`, and are compiled for
+    once. Draws are the same at each evaluation, so that what differs is the model.
+
+    Examples:
+        >>> Samples([[1, 2, 3]], logits=lambda model, batch: model(batch["tokens"])).num_rows
+        1
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Any],
+        tokenizer: Any = None,
+        *,
+        logits: Logits | None = None,
+        num_tokens: int = 32,
+        temperatures: Sequence[float] = (0.0,),
+        seed: int = 0,
+        stop: Collection[int] | None = None,
+        every: int | None = None,
+        show: bool = True,
+    ):
+        """Continues nothing yet.
+
+        Args:
+            prompts: The prompts, each a text, a list of messages (dicts of "role" and "content"),
+                which becomes a question in the tokenizer's own chat template, or token ids.
+            tokenizer: A tokenizer of Transformers, or anything with `encode(text)` and
+                `decode(ids)`; None if prompts are ids, which are then shown as numbers.
+            logits: Function ``(model, batch)`` that returns the logits of ``batch["tokens"]``
+                (rows, length), which is padded behind ``batch["last"]`` (rows,), the place of each
+                row's last token: (rows, length, vocabulary), or those at `last` alone, (rows,
+                vocabulary). No token may see those behind it. None for a `models.Decoder`.
+            num_tokens: Number of tokens at which a continuation ends.
+            temperatures: What logits are divided by before a token is drawn; 0 takes the most
+                likely one. Each prompt is continued at each of them.
+            seed: Seed of the draws.
+            stop: Ids of tokens that end a continuation; None for the tokenizer's own end of text.
+            every: Number of steps after which prompts are continued; None for each evaluation.
+            show: Whether to print the samples.
+
+        Raises:
+            TypeError: If an argument is of another type.
+            ValueError: If there is no prompt or one has no token, texts lack a tokenizer, or a
+                number is out of its range.
+        """
+        allowed = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
+        if tokenizer is not None and not all(hasattr(tokenizer, x) for x in ("encode", "decode")):
+            raise TypeError(checks.refused("tokenizer", allowed, tokenizer))
+        if logits is not None and not callable(logits):
+            raise TypeError(checks.refused("logits", "a function (model, batch)", logits))
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+            raise TypeError(checks.refused("prompts", _PROMPTS, prompts))
+        if isinstance(temperatures, str) or not isinstance(temperatures, Sequence):
+            raise TypeError(checks.refused("temperatures", "a sequence of numbers", temperatures))
+        self._tokenizer = tokenizer
+        rates = [checks.number("temperatures", x, least=0) for x in temperatures]
+        ids = [(_shown(p, tokenizer), _ids(p, tokenizer)) for p in prompts]
+        self._rows = [(text, row, rate) for text, row in ids for rate in rates]
+        if not self._rows:
+            empty = "temperatures" if prompts else "prompts"
+            raise ValueError(f"`{empty}` must not be empty")
+        self._num_tokens = checks.integer("num_tokens", num_tokens)
+        self._seed = checks.integer("seed", seed, least=0)
+        self._every = None if every is None else checks.integer("every", every)
+        self._show = checks.boolean("show", show)
+        self._stop = _stop(stop, tokenizer)
+        self._loss_fn = next_tokens_loss(logits or decoder_logits, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of continuations: of each prompt one at each temperature."""
+        return len(self._rows)
+
+    def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Continues the prompts if it is time, and puts the samples into the record."""
+        evaluated = any(name.startswith(_EVALUATED) for name in record)
+        due = evaluated if self._every is None else record["step"] % self._every == 0
+        if due:
+            record["samples"] = self.draw(trainer)
+            if self._show and trainer.processes.is_first:
+                shown = [_printed(sample) for sample in record["samples"]]
+                tqdm.write("\n".join([f"samples after step {trainer.num_steps}", *shown]))
+
+    def draw(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Continues the prompts by the trainer's model, in a run or after it.
+
+        Of several processes, all have to do so, with the same prompts.
+
+        Args:
+            trainer: The trainer.
+
+        Returns:
+            A dict for each prompt and temperature, in this order: its "prompt" and "text", as
+            texts, and its "temperature".
+
+        Raises:
+            TypeError: If the model is no `models.Decoder` and `logits` is None.
+            ValueError: If `logits` returns an array of another shape.
+        """
+        lengths = np.array([len(row) for _, row, _ in self._rows], np.int32)
+        tokens = np.zeros((self.num_rows, lengths.max() + self._num_tokens), np.int32)
+        for row, (_, ids, _) in zip(tokens, self._rows, strict=True):
+            row[: len(ids)] = ids
+        rates = np.array([rate for *_, rate in self._rows], np.float32)
+        rng, ends = np.random.default_rng(self._seed), lengths.copy()
+        going = np.ones(self.num_rows, bool)
+        for _ in range(self._num_tokens):
+            batch = {
+                "tokens": tokens,
+                "last": ends - 1,
+                "temperatures": rates,
+                "draws": rng.random(self.num_rows, np.float32),
+                "row": np.arange(self.num_rows),
+            }
+            chosen = np.array(find_next_tokens(trainer, self._loss_fn, batch), np.int32)
+            going &= ~np.isin(chosen, self._stop)
+            if not going.any():
+                break
+            # A new array: the device may still read the one before.
+            tokens = tokens.copy()
+            tokens[going, ends[going]] = chosen[going]
+            ends = ends + going
+        return [
+            {"prompt": text, "temperature": rate, "text": self._decoded(row[start:end])}
+            for (text, _, rate), row, start, end in zip(
+                self._rows, tokens, lengths, ends, strict=True
+            )
+        ]
+
+    def _decoded(self, ids: np.ndarray) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return self._tokenizer.decode(ids.tolist())
+
+
+def _is_messages(prompt: Any) -> bool:
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return is_list and all(isinstance(message, Mapping) for message in prompt)
+
+
+def _ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """The token ids of a prompt."""
+    if isinstance(prompt, str) or _is_messages(prompt):
+        if tokenizer is None:
+            hint = "to continue texts, pass `tokenizer`"
+            raise ValueError(checks.refused("prompts", "token ids", prompt, hint))
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _asked(prompt, tokenizer)
+    else:
+        ids = prompt
+    rows = [checks.integer("prompts", i, least=0) for i in ids] if np.ndim(ids) == 1 else None
+    if rows is None:
+        raise TypeError(checks.refused("prompts", _PROMPTS, prompt))
+    if not rows:
+        raise ValueError(checks.refused("prompts", "of one token at least each", prompt))
+    return rows
+
+
+def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """The ids of messages, up to where the answer begins."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        hint = "only tokenizers of Transformers have a chat template: pass a text"
+        raise ValueError(checks.refused("prompts", "texts or token ids", messages, hint))
+    options = {"add_generation_prompt": True, "return_dict": True}
+    return tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
+
+
+def _shown(prompt: Any, tokenizer: Any) -> str:
+    """A prompt as its sample shows it."""
+    if isinstance(prompt, str):
+        return prompt
+    if _is_messages(prompt):
+        return str(prompt[-1].get("content", ""))
+    ids = _ids(prompt, tokenizer)
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def _stop(stop: Any, tokenizer: Any) -> list[int]:
+    """The ids that end a continuation."""
+    if stop is None:
+        end = getattr(tokenizer, "eos_token_id", None)
+        return [] if end is None else [int(end)]
+    if isinstance(stop, str) or not isinstance(stop, Collection):
+        raise TypeError(checks.refused("stop", "a collection of token ids", stop))
+    return [checks.integer("stop", i, least=0) for i in stop]
+
+
+def _printed(sample: Mapping[str, Any]) -> str:
+    text = f"{sample['prompt']}▸{sample['text']}".replace("\n", "\n    ")
+    return f"  at temperature {sample['temperature']:g}\n    {text}"

@@ -1,0 +1,52 @@
+"""A run in numbers, for its report: rates, losses, peaks and the seconds of its parts."""
+
+import resource
+import statistics
+import time
+from typing import Any
+
+import megatrain_jax as mt
+from megatrain_jax._src.cli.devices import peak_device_bytes
+from megatrain_jax._src.cli.training_settings import TrainingSettings
+
+_GIB = 2**30
+
+
+def figures(result: mt.FitResult, settings: TrainingSettings) -> dict[str, Any]:
+    """The numbers of a run that has ended."""
+    # The first steps compile; the last ones wait for what is in flight.
+    measured = result.history[3:-2]
+    seconds = [record["seconds"] for record in measured]
+    tokens = [record["tokens"] * settings.microbatches for record in measured]
+    mean = statistics.mean(seconds) if seconds else None
+    in_rows, peak = settings.batch * settings.length, peak_device_bytes()
+    last = result.history[-1]
+    return {
+        "num_parameters": result.trainer.plan.num_parameters,
+        "num_frozen": result.trainer.plan.num_frozen,
+        "num_measured_steps": len(seconds),
+        "mean_seconds_per_step": mean,
+        "stdev_seconds_per_step": statistics.stdev(seconds) if len(seconds) > 1 else None,
+        "tokens_per_step": in_rows,
+        "tokens_per_second": mean and in_rows / mean,
+        "tokens_per_second_without_padding": mean and sum(tokens) / sum(seconds),
+        "first_loss": result.history[0]["loss"],
+        "last_loss": last["loss"],
+        "eval_loss": last.get("eval_loss"),
+        "peak_device_gib": peak and peak / _GIB,
+        "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+class Laps:
+    """The seconds of each part of a run."""
+
+    def __init__(self):
+        """Starts the first part."""
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Ends a part."""
+        now = time.perf_counter()
+        self.seconds[name], self._start = now - self._start, now

@@ -1,0 +1,50 @@
+"""The callbacks of a run by the names that settings have for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatrain_jax import Trainer, callbacks
+from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.cli.training_settings import TrainingSettings
+
+
+def make_logs(
+    settings: TrainingSettings, folder: RunFolder, identity: str
+) -> list[callbacks.Callback]:
+    """Makes the logs that the settings name; nothing is written yet.
+
+    Args:
+        settings: The settings.
+        folder: The folder of the run.
+        identity: Name of the run that stays the same in all its processes.
+
+    Raises:
+        ImportError: If the package of one is not installed.
+        TypeError: If an argument for one is unknown.
+    """
+    makers: dict[str, Callable[[], callbacks.Callback]] = {
+        "csv": lambda: callbacks.CSVLog(folder.path / "log.csv"),
+        "jsonl": lambda: callbacks.JSONLog(folder.path / "log.jsonl"),
+        "tensorboard": lambda: callbacks.TensorBoard(str(folder.path / "tensorboard")),
+        "wandb": lambda: _wandb(folder, identity, settings.wandb or {}),
+        "mlflow": lambda: _MLflow(folder, settings.mlflow or {}),
+    }
+    return [makers[name]() for name in dict.fromkeys(settings.log_names)]
+
+
+def _wandb(folder: RunFolder, identity: str, given: dict[str, Any]) -> callbacks.WandB:
+    return callbacks.WandB(**{"dir": str(folder.path), "id": identity, "resume": "allow", **given})
+
+
+class _MLflow(callbacks.MLflow):
+    """A log of MLflow that goes on with the run that the folder knows of."""
+
+    def __init__(self, folder: RunFolder, given: dict[str, Any]):
+        super().__init__(**{"run_id": folder.note("mlflow"), **given})
+        self._folder = folder
+
+    def begin(self, trainer: Trainer) -> None:
+        """Opens the log, and has the folder remember its run."""
+        super().begin(trainer)
+        if self.run_id is not None:
+            self._folder.take_note("mlflow", self.run_id)

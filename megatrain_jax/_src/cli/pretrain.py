@@ -1,0 +1,102 @@
+"""`megatrain-jax pretrain`: from sizes, a tokenizer and text to a checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import data, models
+from megatrain_jax._src.cli import objectives, training
+from megatrain_jax._src.cli.job import Job
+from megatrain_jax._src.cli.planner import config_values
+from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
+from megatrain_jax._src.cli.run_data import common_options, summarised
+from megatrain_jax._src.cli.sizes import batch_shapes
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def run(settings: PretrainSettings) -> int:
+    """Trains from random weights; see `training.run`."""
+    return training.run(settings, lambda: prepare(settings))
+
+
+def prepare(settings: PretrainSettings) -> Job:
+    """Reads the sizes, and compares them with the tokenizer.
+
+    Raises:
+        ValueError: If either, or both together, can't be used.
+    """
+    config = sizes_of(settings)
+    return Job(
+        model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
+        loss_fn=objectives.next_token,
+        shapes=batch_shapes(settings.batch, settings.length),
+        dataset=lambda files, epochs: dataset(settings, files, epochs),
+        export=lambda *given: _export(settings, *given),
+    )
+
+
+def sizes_of(settings: PretrainSettings) -> models.DecoderConfig:
+    """The sizes of the model, with the tokenizer's special tokens.
+
+    Raises:
+        FileNotFoundError: If there is no such model or tokenizer.
+        ValueError: If the sizes aren't of a decoder alone, or the tokenizer gives ids beyond them.
+    """
+    values = {**config_values(settings.model), **(settings.sizes or {})}
+    if "text_config" in values:
+        raise ValueError(
+            f"`model` = {settings.model} has parts beside its decoder, which can't be trained: "
+            "write its `text_config` alone into a config.json"
+        )
+    tokenizer = _tokenizer(settings.tokenizer)
+    special = {name: getattr(tokenizer, name) for name in _SPECIAL}
+    config = models.DecoderConfig.from_hf({**values, **special})
+    most = max(tokenizer.get_vocab().values())
+    if most >= config.vocab_size:
+        raise ValueError(
+            f"`tokenizer` = {settings.tokenizer} gives ids up to {most}, but the model has "
+            f"{config.vocab_size} rows: say `sizes`={{vocab_size: {most + 1}}} or more"
+        )
+    return config
+
+
+def dataset(
+    settings: PretrainSettings, files: Sequence[str] | str, epochs: int | None
+) -> data.Dataset:
+    """The batches of some files.
+
+    Raises:
+        ValueError: If they can't be used.
+    """
+    options = common_options(settings, epochs, "split")
+    return summarised(data.text(files, settings.tokenizer, **options))
+
+
+def _tokenizer(given: str) -> Any:
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"`tokenizer` = {given} must be the folder of a tokenizer")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # what Transformers raises for damaged files has no common type
+        why = " ".join(str(error).split())[:500]
+        raise ValueError(f"`tokenizer` = {given}: Transformers can't load it: {why}") from error
+
+
+def _export(
+    settings: PretrainSettings, trainer: mt.Trainer, name: str, folder: Path, template: str | None
+) -> Path:
+    del name, template  # there is the model alone, and the tokenizer's own template
+    return models.save_pretrained(
+        trainer,
+        folder,
+        dtype=settings.export_dtype,
+        source=Path(settings.tokenizer).expanduser(),
+    )

@@ -1,0 +1,36 @@
+"""The settings of `megatrain-jax pretrain` beside those of all training."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain_jax._src.cli.training_settings import TrainingSettings
+from megatrain_jax._src.common import checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainSettings(TrainingSettings):
+    """Trains a model from random weights on text; the same command goes on or is done.
+
+    Attributes:
+        model: Sizes of the model, a config.json or its folder, or the name of a known model.
+        tokenizer: Folder of the tokenizer, which the exported model gets, too.
+        sizes: Fields of config.json to set, such as {num_hidden_layers: 8, vocab_size: 32000}.
+    """
+
+    model: str
+    tokenizer: str
+    sizes: dict[str, Any] | None = None
+    learning_rate: float = 3e-4
+    warmup: float = 0.01
+    weight_decay: float = 0.1
+    held_out: float = 0.005
+
+    def __post_init__(self) -> None:
+        """Checks what types don't say.
+
+        Raises:
+            ValueError: If an option is out of its range, or some contradict each other.
+        """
+        super().__post_init__()
+        for name in ("model", "tokenizer"):
+            checks.path(name, getattr(self, name))

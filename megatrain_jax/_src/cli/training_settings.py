@@ -1,0 +1,195 @@
+"""The settings that `finetune` and `pretrain` share: every option, its default and its check."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatrain_jax._src.cli.recipe import Decay, Master, OptimizerName, State
+from megatrain_jax._src.cli.sizes import budget_of
+from megatrain_jax._src.common import checks
+
+LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
+
+# Options that may be changed while a run goes on: no batch and no update follows from them.
+FREE = frozenset(
+    "checkpoint_every checkpoints device_budget eval_data eval_every export export_as export_dtype "
+    "keep log_every logs mlflow wandb workers".split()
+)
+_POSITIVE = ("length", "batch", "microbatches", "keep", "log_every")
+_POSITIVE_OR_NONE = ("epochs", "steps", "eval_every", "checkpoint_every", "stop_after")
+_SHARES = ("warmup", "final_rate", "held_out", "b1", "b2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Trains and exports; the same command goes on or is done.
+
+    Attributes:
+        data: Files, folders and patterns such as chats/*.jsonl.gz, one or a list.
+        weights: Shares of the rows that each of several entries of data gives; without it all give
+            all of theirs.
+        out: Folder of the run, for checkpoints, exports, logs and the report.
+        invalid: Treatment of rows that can't be used.
+        too_long: Treatment of longer documents; without it split for text and error for others.
+        workers: Threads that build batches ahead.
+        held_out: Share of the documents that is held out to evaluate on; 0 for none.
+        eval_data: Files to evaluate on in place of documents held out.
+        length: Tokens of a row, into which documents are packed.
+        batch: Rows of a step.
+        microbatches: Equal parts that each batch is cut into.
+        epochs: How often all documents are seen; null for ever, until --steps.
+        steps: Number of steps; without it, all epochs.
+        optimizer: Name of the optimizer.
+        learning_rate: Highest learning rate.
+        warmup: Share of the steps in which the learning rate rises.
+        decay: How the learning rate falls afterwards.
+        final_rate: Share of the highest learning rate that the decay ends with.
+        weight_decay: Decay of weights, multiplied with the learning rate.
+        b1: Decay of the mean of gradients.
+        b2: Decay of the mean of their squares.
+        clip: Largest global norm of the gradients; null for no clipping.
+        state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16.
+        master: Form of the masters at rest; without it float32, or what compact says.
+        compute: dtype of arithmetic; without it bfloat16 on a GPU and float32 elsewhere.
+        device_budget: GPU memory for state and activations, in bytes, or least.
+        on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
+        eval_every: Evaluate after each step whose number this divides, and at the end.
+        metric: Metric of evaluations that says which of them is the best.
+        metric_mode: Whether less of the metric is better, or more.
+        min_delta: By how much the metric has to be better to count.
+        stop_after: Stop when so many evaluations in a row were no better; null never stops early.
+        keep_best: Whether the checkpoint of the best evaluation is kept, and exported.
+        checkpoints: Whether to save checkpoints, from which the same command goes on.
+        checkpoint_every: Save after each step whose number this divides, and at the end.
+        keep: Number of checkpoints to keep.
+        export: Whether to export when the run has finished, also when interrupted, or never.
+        export_dtype: dtype of the exported model; without it, that of the checkpoint.
+        logs: Where records go beside the terminal, one or several.
+        wandb: Arguments of wandb.init, such as {project: mine, mode: offline}.
+        mlflow: Arguments of the callback MLflow, such as {experiment: mine}.
+        log_every: Print a line after each step whose number this divides.
+        seed: Seed of the order of documents, of what is held out, of rounding and of fresh
+            parameters.
+    """
+
+    data: list[str] | str
+    out: str
+    weights: list[float] | None = None
+    invalid: Literal["error", "drop"] = "error"
+    too_long: Literal["error", "cut", "split", "drop"] | None = None
+    workers: int = 0
+    held_out: float = 0.02
+    eval_data: list[str] | str | None = None
+    length: int = 2048
+    batch: int = 16
+    microbatches: int = 1
+    epochs: int | None = 1
+    steps: int | None = None
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 1e-5
+    warmup: float = 0.03
+    decay: Decay = "cosine"
+    final_rate: float = 0.1
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    clip: float | None = 1.0
+    state: State = "float32"
+    master: Master | None = None
+    compute: Literal["bfloat16", "float32"] | None = None
+    device_budget: str | None = None
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    eval_every: int | None = None
+    metric: str = "eval_loss"
+    metric_mode: Literal["min", "max"] = "min"
+    min_delta: float = 0.0
+    stop_after: int | None = None
+    keep_best: bool = False
+    checkpoints: bool = True
+    checkpoint_every: int | None = None
+    keep: int = 1
+    export: Literal["finished", "always", "never"] = "finished"
+    export_dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    logs: list[LogName] | LogName | None = None
+    wandb: dict[str, Any] | None = None
+    mlflow: dict[str, Any] | None = None
+    log_every: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks what types don't say.
+
+        Raises:
+            ValueError: If an option is out of its range, or some contradict each other.
+        """
+        checks.path("out", self.out)
+        for name in _POSITIVE:
+            checks.integer(name, getattr(self, name))
+        for name in _POSITIVE_OR_NONE:
+            if (value := getattr(self, name)) is not None:
+                checks.integer(name, value)
+        for name in ("seed", "workers"):
+            checks.integer(name, getattr(self, name), least=0)
+        for name in ("learning_rate", "clip"):
+            if (value := getattr(self, name)) is not None:
+                checks.number(name, value, above=0)
+        for name in _SHARES:
+            if not 0 <= (value := getattr(self, name)) <= 1 or math.isnan(value):
+                raise ValueError(checks.refused(name, "a share from 0 to 1", value))
+        for name in ("weight_decay", "min_delta"):
+            checks.number(name, getattr(self, name), least=0)
+        budget_of(self.device_budget)
+        self._check_data()
+        self._check_evaluation()
+        self._check_logs()
+
+    def _check_data(self) -> None:
+        if not self.sources:
+            raise ValueError("`data` is empty: it names no file")
+        if self.weights is not None and not (len(self.sources) == len(self.weights) > 1):
+            raise ValueError(
+                f"`weights` must be one for each of two or more files of `data`, but are "
+                f"{len(self.weights)} for {len(self.sources)}"
+            )
+        for weight in self.weights or ():
+            checks.number("weights", weight, above=0)
+        if self.epochs is None and self.steps is None:
+            raise ValueError("`epochs`=null never ends: say `steps`")
+        if self.batch % self.microbatches:
+            raise ValueError(f"`microbatches`={self.microbatches} must divide `batch`={self.batch}")
+
+    def _check_evaluation(self) -> None:
+        evaluates = self.held_out > 0 or self.eval_data is not None
+        if self.eval_every is not None and not evaluates:
+            raise ValueError(f"`eval_every`={self.eval_every} needs `held_out` or `eval_data`")
+        for name in ("stop_after", "keep_best"):
+            if (value := getattr(self, name)) and self.eval_every is None:
+                raise ValueError(f"`{name}`={value} needs evaluations: say `eval_every`")
+        if not self.metric.startswith("eval_"):
+            raise ValueError(checks.refused("metric", "one of evaluations, eval_...", self.metric))
+        if self.keep_best and not self.checkpoints:
+            raise ValueError("`keep_best` needs `checkpoints`")
+        if self.checkpoint_every is not None and not self.checkpoints:
+            raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs `checkpoints`")
+
+    def _check_logs(self) -> None:
+        for name in ("wandb", "mlflow"):
+            if getattr(self, name) is not None and name not in self.log_names:
+                raise ValueError(f"`{name}` says how to log there, but `logs` has no {name}")
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """The subfolders of `out` that are exported."""
+        return ("model",)
+
+    @property
+    def sources(self) -> list[str]:
+        """The entries of `data`."""
+        return [self.data] if isinstance(self.data, str) else list(self.data)
+
+    @property
+    def log_names(self) -> list[str]:
+        """The entries of `logs`."""
+        if self.logs is None:
+            return []
+        return [self.logs] if isinstance(self.logs, str) else list(self.logs)

@@ -1,0 +1,291 @@
+"""The gated delta rule in chunks of tokens, packed documents included, and a short convolution.
+
+A head of linear attention keeps a matrix, its state, that maps keys to values. Each token lets the
+state fade and replaces what it says of the token's key (https://arxiv.org/abs/2412.06464). Token by
+token that is a long loop of small steps. Within a chunk all corrections are one triangular system
+instead (https://arxiv.org/abs/2406.06484), and a loop goes over chunks: all is products of
+matrices, and nothing is as large as length × length. Everything is in fp32 but what comes in and
+goes out, as in Transformers.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+# Tokens of a chunk, and the size up to which a triangular matrix is inverted without halving.
+_CHUNK = 64
+_BLOCK = 16
+# Backward prepares chunks again: it keeps the state before each span of them, and what one span has
+# inside, some twenty times these bytes.
+_SPAN_BYTES = 2**25
+
+Keys = Float[Array, "rows length key_heads key_dim"]
+Values = Float[Array, "rows length heads value_dim"]
+Numbers = Float[Array, "rows length heads"]
+Segments = Integer[Array, "rows length"]
+State = Float[Array, "rows key_heads group key_dim value_dim"]
+
+
+class _Chunk(NamedTuple):
+    """A chunk of tokens, or several behind each other along a first axis.
+
+    Attributes:
+        q: Queries (rows, key_heads, tokens, key_dim), normalised and scaled.
+        k: Keys (rows, key_heads, tokens, key_dim), normalised.
+        v: Values (rows, key_heads, group, tokens, value_dim).
+        log_decay: Logarithm of the factor by which each token lets the state fade (rows,
+            key_heads, group, tokens).
+        rate: How much of a key's value each token replaces, as `log_decay`.
+        run: Number of each token's document, ascending (rows, tokens).
+        before: Number of the document of the token before the chunk (rows,).
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    log_decay: Array
+    rate: Array
+    run: Array
+    before: Array
+
+
+class _Prepared(NamedTuple):
+    """A chunk ready for the loop: its effect on the state, and the state's on its results.
+
+    Attributes:
+        corrections: What values become where the state is empty (..., tokens, value_dim).
+        known: Keys that find what the state knows of them (..., tokens, key_dim).
+        read: Queries that read the state (..., tokens, key_dim).
+        written: Keys that values are written under (..., tokens, key_dim).
+        scores: Shares of the chunk's own values in its results (..., tokens, tokens).
+        kept: Factor of the state before the chunk in the one behind it (...).
+    """
+
+    corrections: Array
+    known: Array
+    read: Array
+    written: Array
+    scores: Array
+    kept: Array
+
+
+# A model's layers are traced once: all but the first find what this one gave.
+@functools.partial(jax.jit, static_argnames="span_bytes")
+def gated_delta_rule(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    log_decay: Numbers,
+    rate: Numbers,
+    segments: Segments | None = None,
+    *,
+    span_bytes: int = _SPAN_BYTES,
+) -> Values:
+    """Returns what queries read from a state that tokens write to one after the other.
+
+    With keys and queries of length 1 and the queries divided by sqrt(key_dim), for each head and
+    token: `S = exp(log_decay) S`, `S = S + rate * k (v - k S)`, and the result is `q S`.
+
+    Args:
+        q: Queries; each of their heads serves heads / key_heads neighbouring heads of values.
+        k: Keys.
+        v: Values.
+        log_decay: At most 0, in fp32.
+        rate: From 0 to 1.
+        segments: The document of each token; each document begins with an empty state. None where
+            each row is one document.
+        span_bytes: Bytes of queries and values in fp32 of the chunks that are prepared at once.
+
+    Returns:
+        The shape and dtype of `v`.
+    """
+    rows, length, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[2:]
+    group = heads // key_heads
+    tokens = min(_CHUNK, _BLOCK * -(-length // _BLOCK))
+    chunks = -(-length // tokens)
+    one = 4 * rows * heads * tokens * (key_dim + value_dim)
+    spans = -(-chunks // max(1, span_bytes // one))
+    span = -(-chunks // spans)  # all of about equal size
+    total = spans * span * tokens
+
+    def split(x: Array, to: int) -> Array:
+        """(rows, length, ...) to (spans, chunks, rows, ...) with the chunk's tokens as axis `to`.
+
+        Behind the end are zeros, which write nothing.
+        """
+        x = jnp.pad(x, [(0, 0), (0, total - length)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(rows, -1, span, tokens, *x.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(x, 0, 2), 3, to)
+
+    by_head = rows, length, key_heads, group
+    run = _runs(segments, rows, length)
+    before = jnp.pad(run, ((0, 0), (1, total - length)))[:, :total:tokens]
+    items = _Chunk(
+        q=split(q, -2),
+        k=split(k, -2),
+        v=split(v.reshape(*by_head, value_dim), -2),
+        log_decay=split(log_decay.reshape(by_head), -1),
+        rate=split(rate.reshape(by_head), -1),
+        run=split(run, -1),
+        before=jnp.moveaxis(before.reshape(rows, -1, span), 0, 2),
+    )
+    state = jnp.zeros((rows, key_heads, group, key_dim, value_dim), jnp.float32)
+    _, out = jax.lax.scan(jax.checkpoint(_one_span), state, items)
+    # (spans, chunks, rows, key_heads, group, tokens, value_dim), the first two as tokens come.
+    out = jnp.moveaxis(jnp.moveaxis(out, 5, 2), 3, 0).reshape(rows, total, heads, value_dim)
+    return out[:, :length]
+
+
+def _runs(segments: Segments | None, rows: int, length: int) -> Int[Array, "rows length"]:
+    """Returns the numbers of documents counted from 0: [7, 7, 3, 3, 0] becomes [0, 0, 1, 1, 2]."""
+    if segments is None:
+        return jnp.zeros((rows, length), jnp.int32)
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+
+
+def _one_span(state: State, raw: _Chunk) -> tuple[State, Array]:
+    """Passes the state through the chunks of a span; their results have the dtype of values."""
+    dtype = raw.v.dtype
+    q, k, v, rate = (x.astype(jnp.float32) for x in (raw.q, raw.k, raw.v, raw.rate))
+    q = _unit(q) / math.sqrt(q.shape[-1])
+    prepared = _prepare(raw._replace(q=q, k=_unit(k), v=v, rate=rate))
+
+    def step(state: State, chunk: _Prepared) -> tuple[State, Array]:
+        values = chunk.corrections - chunk.known @ state
+        out = chunk.read @ state + chunk.scores @ values
+        state = state * chunk.kept[..., None, None]
+        return state + jnp.swapaxes(chunk.written, -1, -2) @ values, out.astype(dtype)
+
+    return jax.lax.scan(step, state, prepared)
+
+
+def _unit(x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _prepare(chunk: _Chunk) -> _Prepared:
+    """Solves a chunk's corrections; all axes before the tokens are treated alike.
+
+    With `decay[i, j]` the fading from token j to token i of the same document, the corrected
+    values are those of `values_i = rate_i (v_i - sum_j<i decay[i, j] (k_i k_j) values_j)`, less
+    what the state before the chunk knows of a key.
+    """
+    k, rate = chunk.k, chunk.rate[..., None]
+    summed = _running_sum(chunk.log_decay)
+    same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
+    seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
+    # The logarithm is hidden and not the result, since it may be large where nothing is seen.
+    differences = summed[..., :, None] - summed[..., None, :]
+    decay = jnp.exp(jnp.where(seen, differences, -jnp.inf))
+    alike = (k @ jnp.swapaxes(k, -1, -2))[..., None, :, :]
+    inverse = _inverse(jnp.tril(alike * decay * rate, -1))
+    fading = jnp.exp(summed)[..., None]
+    knows = (chunk.run == chunk.before[..., None])[..., None, None, :, None]
+    known = k[..., None, :, :] * jnp.where(knows, rate * fading, 0.0)
+    return _Prepared(
+        corrections=inverse @ (chunk.v * rate),
+        known=inverse @ known,
+        read=chunk.q[..., None, :, :] * jnp.where(knows, fading, 0.0),
+        written=k[..., None, :, :] * decay[..., -1, :, None],
+        scores=(chunk.q @ jnp.swapaxes(k, -1, -2))[..., None, :, :] * decay,
+        kept=jnp.where(knows[..., -1, 0], fading[..., -1, 0], 0.0),
+    )
+
+
+def _running_sum(x: Float[Array, "*batch tokens"]) -> Float[Array, "*batch tokens"]:
+    """Returns sums up to each token, rounded once: differences of large ones have to be exact.
+
+    Multiples of 2^-12 are summed without rounding, and what is left of each number is small.
+    """
+    coarse = jax.lax.stop_gradient(jnp.round(x * 4096) / 4096)
+    return jnp.cumsum(coarse, axis=-1) + jnp.cumsum(x - coarse, axis=-1)
+
+
+@jax.custom_vjp
+def _inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """Returns (I + lower)^-1 of matrices that are zero on and above their diagonals.
+
+    A triangular solver would do one row at a time. Here two halves are inverted at once and then
+    joined, as [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
+    """
+    n = lower.shape[-1]
+    if n <= _BLOCK or n % 2:
+        return _inverse_of_block(lower)
+    half = n // 2
+    first, second = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -_exact(_exact(second, lower[..., half:, :half]), first)
+    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+def _inverse_of_block(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """Joins blocks along the diagonal, of 1, 2, 4 ... rows each, by products of whole matrices."""
+    n = lower.shape[-1]
+    inverse = jnp.broadcast_to(jnp.eye(n, dtype=lower.dtype), lower.shape)
+    size = 1
+    while size < n:
+        off = jnp.where(_corners(n, size), lower, 0.0)
+        inverse = inverse - _exact(_exact(inverse, off), inverse)
+        size *= 2
+    return inverse
+
+
+def _corners(n: int, size: int) -> Bool[Array, "n n"]:
+    """Where, of two neighbouring blocks of this size, rows are the second's, columns the first's.
+
+    For example, (1, 0) and (3, 2) of four rows and a size of 1.
+    """
+    block = jnp.arange(n) // size
+    return (block[:, None] == block[None] + 1) & (block[None] % 2 == 0)
+
+
+def _exact(a: Float[Array, "*batch n m"], b: Float[Array, "*batch m l"]):
+    # Rounded factors would be multiplied with each other again and again.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _inverse_forward(lower):
+    inverse = _inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, cotangent):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (jnp.tril(-_exact(_exact(transposed, cotangent), transposed), -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def short_convolution(
+    x: Float[Array, "rows length channels"],
+    weight: Float[Array, "channels 1 taps"],
+    segments: Segments | None = None,
+) -> Float[Array, "rows length channels"]:
+    """Sums each channel's last tokens with weights of the channel, within documents.
+
+    Args:
+        x: The channels of each token.
+        weight: Weights as PyTorch has those of a `Conv1d`: the last one is that of the token.
+        segments: The document of each token; None where each row is one document.
+
+    Returns:
+        The dtype of `x`; sums are in fp32.
+    """
+    taps = weight.shape[-1]
+    run = None if segments is None else _runs(segments, *x.shape[:2])
+    total = jnp.zeros(x.shape, jnp.float32)
+    for back in range(min(taps, x.shape[1])):
+        factor = weight[:, 0, taps - 1 - back].astype(jnp.float32)
+        moved = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]].astype(jnp.float32)
+        if run is not None and back:
+            there = jnp.pad(run, ((0, 0), (back, 0)), constant_values=-1)[:, : x.shape[1]]
+            moved = jnp.where((there == run)[..., None], moved, 0.0)
+        total = total + moved * factor
+    return total.astype(x.dtype)

@@ -1,0 +1,274 @@
+"""Qwen3-Next: linear attention in most layers, attention with a gate in the others.
+
+A layer of linear attention has a state in place of keys and values of all tokens (`delta_rule`).
+What its projections are called differs between this family and Qwen3.5, which derives from it.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from megatrain_jax._src.models import hf_common
+from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.delta_rule import gated_delta_rule, short_convolution
+from megatrain_jax._src.models.families.qwen2_moe import GatedSharedMixture
+from megatrain_jax._src.models.family import Family
+from megatrain_jax._src.models.hf_fields import Fields
+from megatrain_jax._src.models.layers import Attention, Layer, Linear, Maker, make_norm
+from megatrain_jax._src.models.rotary import Rotation
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.models.config import DecoderConfig
+
+Tokens = Float[Array, "rows length width"]
+Segments = Integer[Array, "rows length"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionOptions:
+    """The sizes of linear attention.
+
+    Attributes:
+        layers: Numbers of the layers that have it.
+        key_heads: Heads of queries and keys.
+        value_heads: Heads of values; a multiple of `key_heads`.
+        key_dim: Width of a head's queries and keys.
+        value_dim: Width of a head's values.
+        taps: Tokens that the convolution sums, with the token itself.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+
+class Convolution(nnx.Module):
+    """The weights of a convolution of each channel with its last tokens."""
+
+    def __init__(self, channels: int, taps: int, make: Maker):
+        """Makes the weights."""
+        self.weight = make.weight(channels, 1, taps)
+
+    def __call__(
+        self, x: Float[Array, "rows length channels"], segments: Segments
+    ) -> Float[Array, "rows length channels"]:
+        """Sums last tokens of the same document."""
+        return short_convolution(x, self.weight[...], segments)
+
+
+class GatedNorm(nnx.Module):
+    """A root-mean-square norm over the last axis, in fp32, whose result a gate multiplies."""
+
+    def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
+        """Makes the weight."""
+        self.eps, self.weight = config.norm_eps, make.constant(1.0, dim)
+
+    def __call__(
+        self, x: Float[Array, "*rows dim"], gate: Float[Array, "*rows dim"]
+    ) -> Float[Array, "*rows dim"]:
+        """Normalises the last axis and multiplies it by the gate's SiLU; keeps the dtype."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = self.weight[...] * y.astype(x.dtype)
+        return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention: a convolution of queries, keys and values, and the gated delta rule."""
+
+    def __init__(self, config: "DecoderConfig", make: Maker):
+        """Makes the parameters."""
+        sizes: LinearAttentionOptions = config.options
+        self.sizes, self.activation = sizes, ACTIVATIONS[config.activation]
+        self.key_size = sizes.key_heads * sizes.key_dim
+        self.value_size = sizes.value_heads * sizes.value_dim
+        self.make_projections(config.hidden_size, make)
+        self.conv1d = Convolution(2 * self.key_size + self.value_size, sizes.taps, make)
+        self.dt_bias = make.constant(1.0, sizes.value_heads)
+        factors = jax.random.uniform(
+            make.rngs.params(), (sizes.value_heads,), minval=0.01, maxval=16.0
+        )
+        self.A_log = nnx.Param(jnp.log(factors).astype(make.dtype))
+        self.norm = GatedNorm(sizes.value_dim, config, make)
+        self.out_proj = Linear(self.value_size, config.hidden_size, make)
+
+    def make_projections(self, wide: int, make: Maker) -> None:
+        """Makes the matrices of what `project` returns."""
+        self.in_proj_qkvz = Linear(wide, 2 * self.key_size + 2 * self.value_size, make)
+        self.in_proj_ba = Linear(wide, 2 * self.sizes.value_heads, make)
+
+    def project(self, x: Tokens) -> tuple[Array, Array, Array, Array]:
+        """Returns queries, keys and values side by side, gates, rates' logits and time steps.
+
+        The files have them by heads of keys: for each one queries, keys, and then the values and
+        the gates of the heads that it serves.
+        """
+        sizes, group = self.sizes, self.sizes.value_heads // self.sizes.key_heads
+        served = group * sizes.value_dim
+        both = self.in_proj_qkvz(x).reshape(*x.shape[:2], sizes.key_heads, -1)
+        at = [sizes.key_dim, 2 * sizes.key_dim, 2 * sizes.key_dim + served]
+        q, k, v, z = (y.reshape(*x.shape[:2], -1) for y in jnp.split(both, at, axis=-1))
+        numbers = self.in_proj_ba(x).reshape(*x.shape[:2], sizes.key_heads, -1)
+        b, a = (y.reshape(*x.shape[:2], -1) for y in jnp.split(numbers, 2, axis=-1))
+        return jnp.concatenate([q, k, v], axis=-1), z, b, a
+
+    def __call__(self, x: Tokens, segments: Segments) -> Tokens:
+        """Mixes the tokens of each row, or of each document where `segments` numbers them."""
+        sizes, both = self.sizes, x.shape[:2]
+        mixed, z, b, a = self.project(x)
+        mixed = self.activation(self.conv1d(mixed, segments))
+        q, k, v = jnp.split(mixed, [self.key_size, 2 * self.key_size], axis=-1)
+        steps = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...])
+        y = gated_delta_rule(
+            q.reshape(*both, sizes.key_heads, -1),
+            k.reshape(*both, sizes.key_heads, -1),
+            v.reshape(*both, sizes.value_heads, -1),
+            -jnp.exp(self.A_log[...].astype(jnp.float32)) * steps,
+            jax.nn.sigmoid(b),
+            segments,
+        )
+        y = self.norm(y, z.reshape(y.shape))
+        return self.out_proj(y.reshape(*both, -1))
+
+
+class GatedAttention(Attention):
+    """Attention whose results are multiplied by a gate that lies beside each head's queries."""
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer's attention."""
+        super().__init__(config, layer, make)
+        self.q_proj = Linear(config.hidden_size, 2 * self.query_size, make, bias=config.qkv_bias)
+
+    def __call__(self, x: Tokens, rotation: Rotation | None, segments: Segments) -> Tokens:
+        """Attends within rows, and within documents where `segments` numbers them."""
+
+        def heads(y: Array) -> Array:
+            return y.reshape(*x.shape[:2], -1, self.head_dim)
+
+        both = self.q_proj(x).reshape(*x.shape[:2], -1, 2 * self.head_dim)
+        q, gate = jnp.split(both, 2, axis=-1)
+        q, k = self.q_norm(q), self.k_norm(heads(self.k_proj(x)))
+        if rotation is not None:
+            q, k = self.rotate(q, k, rotation)
+        mixed = self.attend(q, k, heads(self.v_proj(x)), segments) * jax.nn.sigmoid(gate)
+        return self.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+
+class HybridLayer(Layer):
+    """Linear attention or attention, then an MLP or experts.
+
+    Attributes:
+        linear: Class of linear attention.
+    """
+
+    attention = GatedAttention
+    linear: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+    mixture = GatedSharedMixture
+
+    def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
+        """Makes the parameters of one layer."""
+        experts = config.experts
+        self.input_layernorm = make_norm(config.hidden_size, config, make)
+        self.is_linear = layer in config.options.layers
+        if self.is_linear:
+            self.linear_attn = self.linear(config, make)
+        else:
+            self.self_attn = self.attention(config, layer, make)
+        self.post_attention_layernorm = make_norm(config.hidden_size, config, make)
+        if experts and layer in experts.layers:
+            self.mlp = self.mixture(config, experts, make)
+        else:
+            self.mlp = self.dense(config, make)
+
+    def __call__(
+        self, x: Tokens, rotation: Rotation | None, segments: Segments
+    ) -> tuple[Tokens, Float[Array, "3 num"] | None]:
+        """Returns the layer's result, and the tally of its experts' load if it has experts."""
+        y = self.input_layernorm(x)
+        if self.is_linear:
+            x = x + self.linear_attn(y, segments)
+        else:
+            x = x + self.self_attn(y, rotation, segments)
+        y, tally = self.feed_forward(self.post_attention_layernorm(x), segments)
+        return x + y, tally
+
+
+def common(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig` that Qwen3-Next and Qwen3.5 have in common.
+
+    Args:
+        fields: The configuration.
+        sizes: What `hf_common.sizes` returns.
+    """
+    linear = _linear_layers(fields, sizes["num_layers"])
+    options = LinearAttentionOptions(
+        layers=linear,
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+        taps=fields.integer("linear_conv_kernel_dim", 4),
+    )
+    if options.value_heads % options.key_heads:
+        raise ValueError(
+            f"`linear_num_key_heads` = {options.key_heads} must divide `linear_num_value_heads` = "
+            f"{options.value_heads}"
+        )
+    return {
+        **sizes,
+        **hf_common.attention_bias(fields),
+        "options": options,
+        "unrotated": linear,
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "layer": HybridLayer,
+    }
+
+
+def _linear_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers with linear attention: those of `layer_types`, or all but every fourth."""
+    step = fields.integer("full_attention_interval", 4)
+    names = "linear_attention", "full_attention"
+    types = fields.listed("layer_types", str, "names")
+    types = types or [names[(i + 1) % step == 0] for i in range(num_layers)]
+    unknown = sorted(set(types) - set(names))
+    if unknown or len(types) != num_layers:
+        raise ValueError(
+            f"`layer_types` must have one of {', '.join(names)} for each of the {num_layers} "
+            f"layers of `num_hidden_layers`, but has {len(types)} entries"
+            + (f" and {unknown[0]!r} among them" if unknown else "")
+        )
+    return tuple(i for i, name in enumerate(types) if name == names[0])
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    sizes = hf_common.sizes(fields, kv_heads=2, head_dim=256)
+    return {
+        **common(fields, sizes),
+        "rope": hf_common.rope(fields, sizes["head_dim"], share=0.25),
+        "experts": hf_common.experts(
+            fields,
+            ("num_experts", "num_local_experts"),
+            num=512,
+            per_token=10,
+            intermediate_size=fields.integer("moe_intermediate_size", 512),
+            shared_size=fields.integer("shared_expert_intermediate_size", 512),
+            normalize=fields.flag("norm_topk_prob", True),
+            layers=hf_common.sparse_layers(fields),
+        ),
+    }
+
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    read=_read,
+    kept=("mtp.",),
+)

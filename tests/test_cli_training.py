@@ -1,0 +1,252 @@
+"""Runs of `finetune` and `pretrain` to their ends: adapters, preferences, early stops, exports."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import transformers
+
+from megatrain_jax import callbacks
+from megatrain_jax._src.cli import training
+from megatrain_jax._src.cli.main import main
+
+torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
+peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
+
+from safetensors.numpy import load_file  # noqa: E402
+
+from tiny_chats import conversation, make_checkpoint  # noqa: E402
+
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CHECKED = " ".join(str(number) for number in range(30, 44))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A checkpoint, conversations, preferences, texts and sizes."""
+    folder = tmp_path_factory.mktemp("given")
+    make_checkpoint(folder / "tiny")
+    numbers = range(24)
+    pairs = [
+        {"prompt": f"count from {n}", "chosen": f"{n} {n + 1}", "rejected": "please please"}
+        for n in numbers
+    ]
+    texts = [{"text": f"{n} {n + 1} {n + 2} please"} for n in numbers]
+    rows = {"chats": list(map(conversation, numbers)), "pairs": pairs, "texts": texts}
+    for name, some in rows.items():
+        lines = (json.dumps(row) + "\n" for row in some)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "checked.txt").write_text(CHECKED)
+    (folder / "sizes.json").write_text(json.dumps(SIZES))
+    return folder
+
+
+def trained(command, given, out, **settings):
+    """Runs a command in this process; returns its exit status."""
+    common = {"out": str(out), "length": 32, "batch": 4, "epochs": None}
+    file = given / "settings.yaml"
+    file.write_text(json.dumps(common | settings))  # JSON is YAML
+    return main([command, str(file)])
+
+
+def report_of(out):
+    return json.loads((out / "report.json").read_text())
+
+
+def loss_of(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.item()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkeypatch, capsys):
+    settings = {
+        "model": str(given / "tiny"),
+        "data": str(given / "chats.jsonl"),
+        "steps": 6,
+        "learning_rate": 5e-2,
+        "held_out": 0.2,
+        "eval_every": 3,
+        "lora_rank": 2,
+        "lora_alpha": 4,
+        "lora_targets": "self_attn/(q|v)_proj",
+        "export_as": "both",
+        "logs": ["csv", "jsonl"],
+    }
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert trained("finetune", given, whole, **settings) == 0
+
+    def interrupts(trainer, record):
+        if record["step"] == 1:
+            raise KeyboardInterrupt
+
+    own = training._callbacks
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_callbacks", lambda *given: [*own(*given), interrupts])
+        assert trained("finetune", given, parted, **settings) == 130
+    printed = capsys.readouterr().out
+    assert "interrupted after step" in printed and not (parted / "adapter").exists()
+    assert trained("finetune", given, parted, **settings) == 0
+    assert "went on after step" in capsys.readouterr().out
+
+    # What was interrupted is what wasn't, to the bit.
+    one, other = (report_of(out)["history"] for out in (whole, parted))
+    assert [record["loss"] for record in one] == [record["loss"] for record in other]
+    files = [load_file(out / "adapter" / "adapter_model.safetensors") for out in (whole, parted)]
+    assert files[0].keys() == files[1].keys() and len(files[0]) == 8
+    assert all(np.array_equal(array, files[1][name]) for name, array in files[0].items())
+
+    # PEFT computes with the adapter what Transformers computes with the merged model.
+    make = transformers.AutoModelForCausalLM.from_pretrained
+    base = make(given / "tiny", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, str(whole / "adapter"))
+    merged = make(whole / "model", dtype=torch.float32)
+    tokens = [list(range(8, 20))]
+    assert loss_of(adapted, tokens) == pytest.approx(loss_of(merged, tokens), rel=1e-5)
+    with adapted.disable_adapter():
+        assert loss_of(adapted, tokens) != pytest.approx(loss_of(merged, tokens), rel=1e-3)
+
+    # Both logs have what the report has; that of the run in two parts is one.
+    for out in (whole, parted):
+        rows = list(csv.DictReader((out / "log.csv").read_text().splitlines()))
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        losses = [record["loss"] for record in report_of(out)["history"]]
+        assert [float(row["loss"]) for row in rows] == losses
+        assert [line["loss"] for line in lines] == losses
+        assert [bool(row["eval_loss"]) for row in rows] == [False, False, True] * 2
+
+
+@pytest.mark.slow
+def test_pretraining_stops_early_and_exports_the_best_for_transformers(given, tmp_path, capsys):
+    out = tmp_path / "out"
+    settings = {
+        "model": str(given / "sizes.json"),
+        "tokenizer": str(given / "tiny"),
+        "sizes": {"vocab_size": 96},
+        "data": str(given / "text*.jsonl"),
+        "eval_data": str(given / "checked.txt"),
+        "steps": 50,
+        "learning_rate": 0.1,
+        "warmup": 0,
+        "decay": "constant",
+        "eval_every": 2,
+        "stop_after": 1,
+        "keep_best": True,
+    }
+    assert trained("pretrain", given, out, **settings) == 0
+    printed = capsys.readouterr().out
+    report = report_of(out)
+    evaluated = {r["step"]: r["eval_loss"] for r in report["history"] if "eval_loss" in r}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    assert report["ended"] == "stopped" and report["steps"] == best + 2 < 50
+    assert report["exported_step"] == best
+    assert f"finished after {best + 2} of 50 steps, stopped early: best `eval_loss`" in printed
+    assert callbacks.KeepBest(out / "best").path == out / "best" / str(best)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id is not None
+    tokens = [[*tokenizer(CHECKED)["input_ids"], tokenizer.eos_token_id]]
+    assert loss_of(model, tokens) == pytest.approx(evaluated[best], rel=1e-5)
+
+    # It is done; what is missing is exported again, and nothing is trained.
+    assert trained("pretrain", given, out, **settings) == 0
+    assert f"is done: {best + 2} of 50 steps, stopped early" in capsys.readouterr().out
+    shutil.move(out / "model", tmp_path / "before")
+    assert trained("pretrain", given, out, **settings) == 0
+    assert "step " not in capsys.readouterr().out.partition("held out:")[2].partition("the best")[0]
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "before", out / "model")
+    )
+    assert all(np.array_equal(array, after[name]) for name, array in before.items())
+
+
+@pytest.mark.slow
+def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
+    out = tmp_path / "out"
+    settings = {
+        "model": str(given / "tiny"),
+        "data": [str(given / "pairs.jsonl")],
+        "objective": "dpo",
+        "beta": 0.5,
+        "lora_rank": 2,
+        "steps": 6,
+        "learning_rate": 1e-2,
+        "warmup": 0,
+        "held_out": 0.2,
+    }
+    assert trained("finetune", given, out, **settings) == 0
+    first, *_, last = report_of(out)["history"]
+    assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert last["loss"] < 0.9 * first["loss"] and 0.5 < last["accuracy"] <= 1
+    assert "accuracy there " in capsys.readouterr().out
+    assert sorted(p.name for p in (out / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "dpo"}, "which is the one without its adapters: say `lora_rank`"),
+        ({"objective": "dpo", "lora_rank": 2, "too_long": "cut"}, "would part pairs"),
+        ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: say `lora_rank`"),
+        ({"lora_rank": 2, "trainable": "norm"}, "say `export_as`=model"),
+        ({"lora_rank": 2, "lora_dropout": 1.0}, "`lora_dropout` must be a share from 0, below 1"),
+        ({"lora_rank": 2, "lora_targets": "nothing"}, "chooses no matrix"),
+        ({"lora_rank": 2, "lora_targets": "("}, "`lora_targets`='(' is no regular expression"),
+        ({"stop_after": 2}, "`stop_after`=2 needs evaluations: say `eval_every`"),
+        ({"metric": "loss"}, "`metric` must be one of evaluations, eval_..."),
+        ({"keep_best": True, "eval_every": 1, "checkpoints": False}, "needs `checkpoints`"),
+        ({"logs": "csv", "wandb": {"project": "mine"}}, "`logs` has no wandb"),
+        ({"logs": "mlflow", "mlflow": {"project": "mine"}}, "unexpected keyword argument"),
+        ({"format": "text", "merge": " "}, "`merge` is for conversations"),
+        ({"data": []}, "`data` is empty"),
+    ],
+)
+def test_what_does_not_go_together_is_told(given, tmp_path, settings, message, capsys):
+    common = {"model": str(given / "tiny"), "data": str(given / "chats.jsonl"), "steps": 1}
+    assert trained("finetune", given, tmp_path / "out", **(common | settings)) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.startswith("megatrain-jax finetune: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "gives ids up to 95, but the model has 64 rows: say `sizes`={vocab_size: 96}"),
+        ({"tokenizer": "there/is/none"}, "must be the folder of a tokenizer"),
+        ({"tokenizer": "."}, "Transformers can't load it"),
+        ({"sizes": {"num_layers": 2}}, "num_layers"),
+        ({"model": "Llama-4"}, "no known name"),
+    ],
+)
+def test_sizes_and_tokenizers_are_checked_first(
+    given, tmp_path, settings, message, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    common = {"model": str(given / "sizes.json"), "tokenizer": str(given / "tiny"), "steps": 1}
+    common |= {"data": str(given / "texts.jsonl")}
+    assert trained("pretrain", given, tmp_path / "out", **(common | settings)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flag_needs_no_value(tmp_path, capsys):
+    words = ["finetune", "--model", "m", "--data", "d", "--out", str(tmp_path), "--keep-best"]
+    assert main([*words, "--eval-every", "2", "--print-config"]) == 0
+    assert "\nkeep_best: true\n" in capsys.readouterr().out

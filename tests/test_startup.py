@@ -1,0 +1,109 @@
+"""A run's start: the order of its phases, what they say, and files that are read ahead."""
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+
+from megatrain_jax._src import start as starts
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.checkpoint.given_parameters import starting_from
+from megatrain_jax._src.models.tensors import LazyArray, open_folder
+from megatrain_jax._src.runtime.read_ahead import ReadAhead
+from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.cards import H200
+from megatrain_jax._src.state.placement import placed_on
+from optimizers import OPTIMIZERS
+from runs import check_same_bits, make_trainer
+from zoo import CASES
+
+GIB = 2**30
+
+
+def test_files_are_read_ahead_in_their_order_as_far_as_there_is_room(tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in ("b", "a", "lost", "c")]
+    for path in (*paths[:2], paths[3]):
+        path.write_bytes(bytes(1000))
+    opened, plain = [], Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *a, **k: opened.append(self.name) or plain(self, *a, **k)
+    )
+    for files, limit, read in (
+        (paths[:2], 5000, 2000),
+        (paths[:2], 1500, 1500),
+        (paths, 5000, 2000),
+    ):
+        with ReadAhead(files, limit) as ahead:
+            ahead.wait()
+        assert ahead.read_bytes == read
+    assert opened == ["b", "a", "b", "a", "b", "a", "lost"], "who needs it says that it is lost"
+    for limit in (0, -1):
+        with ReadAhead(paths[:2], limit) as ahead:
+            ahead.wait()
+        assert not ahead.read_bytes
+    ended = ReadAhead(paths[:2], 5000)
+    ended.__exit__()
+    ended.__enter__()
+    ended.wait()
+    assert not ended.read_bytes, "nothing is read once nobody waits"
+
+
+def test_arrays_in_files_say_which_to_read_ahead(tmp_path):
+    save_file({"w": np.ones((4, 4), np.float32)}, tmp_path / "model.safetensors")
+    array = LazyArray((open_folder(tmp_path)["w"],), stacked=False)
+    model, batch = {"w": jnp.zeros((4, 4))}, np.ones((2, 4), np.float32)
+    adapted, initial = adapt(model, lambda model, x: jnp.mean(x @ model["w"]), batch, 0)
+    found = starting_from({"w": array}, initial, adapted, [None])
+    assert found.files == (tmp_path / "model.safetensors",)
+    np.testing.assert_array_equal(found.leaves([0])[0], np.ones((4, 4)))
+    assert starting_from({"w": np.ones((4, 4))}, initial, adapted, [None]).files == ()
+
+
+@pytest.mark.usefixtures("started_once_in_test")
+def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, capsys):
+    """The order of a start on a GPU; what it gives is what a start on a CPU gives."""
+    case, events = CASES["nnx_tied"], []
+    expected = make_trainer(case, OPTIMIZERS["clip_adamw"]).params
+    machine = dataclasses.replace(H200, host_bytes=None)
+    monkeypatch.setattr("megatrain_jax._src.trainer.this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(pool, "_pools", {})
+    monkeypatch.setattr(pool, "total_bytes", lambda: 500 * GIB)
+    monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda devices: dict.fromkeys(devices, 0))
+    taken = SimpleNamespace(block_until_ready=lambda: None, delete=lambda: None)
+    monkeypatch.setattr(pool, "jax", SimpleNamespace(device_put=lambda *_: taken))
+
+    def noted(module, name):
+        real = getattr(module, name)
+
+        def call(*args, **options):
+            events.append(name)
+            guard = "disallow_explicit" if name == "fit_to_device" else "allow"
+            with jax.transfer_guard_host_to_device(guard):  # copies go through the pool
+                return real(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(pool, "reserve")
+    for name in ("ReadAhead", "fit_to_device", "fill_store"):
+        noted(starts, name)
+    made = placed_on(Mesh(jax.devices()[:1], "data"))
+    on_gpu = dataclasses.replace(made, platform="gpu")
+    monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
+    monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    said = capsys.readouterr().err
+    assert "pinning host memory" in said, "a bar"
+    pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
+    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
+    assert events == ["ReadAhead", "fit_to_device", "reserve", "fill_store"]
+    assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
+    assert all(seconds >= 0 for seconds in trainer.startup.values())
+    check_same_bits(trainer.params, expected)
