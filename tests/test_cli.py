@@ -120,6 +120,7 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
         (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
         (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
+        (["plan", "--frozen=int8"], "`frozen`=int8 counts only with parameters that are not"),
         (["plan", "--tokens=8192"], "`tokens` needs a model"),
         (["plan", "--state", "int3"], "--state: Expected a typing.Literal['float32', 'bfloat16'"),
         (["plan", "--clip", "-1"], "`clip` must be a finite number above 0"),

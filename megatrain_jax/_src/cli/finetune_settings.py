@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.cli.recipe import Frozen
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
@@ -85,11 +86,33 @@ class FinetuneSettings(TrainingSettings):
             )
         if self.objective == "dpo":
             self._check_preferences()
-        if self.format == "text":
-            given = ("chat_template", "template_variables", "merge")
-            names = [name for name in given if getattr(self, name) is not None]
-            if names:
-                raise ValueError(f"`{names[0]}` is for conversations, but `format` is text")
+        self._check_needed()
+
+    def _check_needed(self) -> None:
+        check_needed(
+            self,
+            ("lora_alpha", "lora_dropout", "lora_rslora", "lora_targets"),
+            is_there=self.lora_rank is not None,
+            needed="adapters: say `lora_rank`",
+        )
+        check_needed(
+            self,
+            ("beta",),
+            is_there=self.objective == "dpo",
+            needed="preferences: say `objective`=dpo",
+        )
+        check_needed(
+            self,
+            ("frozen",),
+            is_there=self.lora_rank is not None or self.trainable is not None,
+            needed="parameters that are not trained: say `trainable` or `lora_rank`",
+        )
+        check_needed(
+            self,
+            ("chat_template", "template_variables", "merge", "leading", "train_on"),
+            is_there=self.format == "chat",
+            needed="conversations, but `format` is text",
+        )
 
     def _check_preferences(self) -> None:
         if self.lora_rank is None:

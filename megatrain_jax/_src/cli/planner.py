@@ -11,6 +11,7 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import models
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, known_model
+from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.cli.recipe import (
     Frozen,
     Master,
@@ -73,6 +74,12 @@ class PlanSettings:
             checks.integer(name, getattr(self, name))
         if self.clip is not None:
             checks.number("clip", self.clip, above=0)
+        check_needed(
+            self,
+            ("frozen",),
+            is_there=self.trainable is not None,
+            needed="parameters that are not trained: say `trainable`",
+        )
         if self.tokens is None:
             return
         rows, rest = divmod(checks.integer("tokens", self.tokens), self.length)

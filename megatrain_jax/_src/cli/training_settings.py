@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.cli.recipe import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.sizes import budget_of
 from megatrain_jax._src.common import checks
@@ -169,8 +170,31 @@ class TrainingSettings:
             raise ValueError(checks.refused("metric", "one of evaluations, eval_...", self.metric))
         if self.keep_best and not self.checkpoints:
             raise ValueError("`keep_best` needs `checkpoints`")
-        if self.checkpoint_every is not None and not self.checkpoints:
-            raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs `checkpoints`")
+        check_needed(
+            self,
+            ("metric", "metric_mode", "min_delta"),
+            is_there=self.keep_best or self.stop_after is not None,
+            needed="an evaluation that decides: say `keep_best` or `stop_after`",
+        )
+        check_needed(
+            self,
+            ("checkpoint_every", "keep"),
+            is_there=self.checkpoints,
+            needed="`checkpoints`, which are off",
+        )
+        check_needed(
+            self,
+            ("final_rate",),
+            is_there=self.decay != "constant",
+            needed="a rate that falls, but `decay` is constant",
+        )
+        # None held out is what `eval_data` says by itself.
+        check_needed(
+            self,
+            ("held_out",),
+            is_there=self.eval_data is None or not self.held_out,
+            needed="documents of `data` to evaluate on, but `eval_data` names others",
+        )
 
     def _check_logs(self) -> None:
         for name in ("wandb", "mlflow"):
