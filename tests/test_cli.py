@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -228,3 +229,10 @@ def test_importing_the_library_imports_no_command_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{mt.__version__}\n"), done.stderr
+
+
+def test_the_package_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megatrain_jax", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("megatrain_jax", run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{mt.__version__}\n")

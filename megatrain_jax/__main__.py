@@ -1,0 +1,8 @@
+"""The command line, as `python -m megatrain_jax`, where its script is not on the path."""
+
+import sys
+
+from megatrain_jax._src.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
