@@ -18,9 +18,11 @@ import transformers
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
+from megatrain_jax._src.cli.figures import steady
 from megatrain_jax._src.cli.finetune import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import schedule_of
 from megatrain_jax._src.cli.run_data import RunData
 from megatrain_jax._src.cli.run_data import read as read_data
@@ -115,6 +117,8 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     assert report["steps"] == 60 and report["last_loss"] < 0.7 * report["first_loss"]
     assert report["eval_loss"] > 0 and len(report["history"]) == 60
     assert 0 < report["tokens_per_second_without_padding"] < report["tokens_per_second"]
+    # In both processes the first steps compile, and the last ones wait.
+    assert report["num_measured_steps"] == max(0, before - 5) + 60 - before - 5
     check_export(out / "model")
     assert tune(given, *options) == 0
     assert capsys.readouterr().out == f"{out} is done: 60 steps. See {out}\n"
@@ -195,6 +199,31 @@ def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
     assert "exists and is of no run of this command" in capsys.readouterr().err
     assert tune(given) == 2
     assert "out" in capsys.readouterr().err
+
+
+def test_rates_are_of_the_last_steps_that_do_not_compile(capsys):
+    began: list[int] = []
+    lines = Lines(50, optax.constant_schedule(1.0), 2, 1, began.append)
+    seconds = [100.0, 50.0, *(1.0 + step for step in range(28))]
+    history = [
+        {"step": 11 + n, "loss": 1.0, "grad_norm": 1.0, "tokens": 8.0, "seconds": taken}
+        for n, taken in enumerate(seconds)
+    ]
+    for record in history:
+        lines(None, record)  # type: ignore[arg-type]  # it asks nothing of the trainer
+    printed = capsys.readouterr().out.splitlines()
+    assert began == [11] and printed[0] == "went on after step 10"
+    assert all(line.endswith("gradient norm 1") for line in printed[1:3])
+    assert printed[3].endswith("gradient norm 1, 16 tokens/s, 00:37 left")
+    mean = np.mean(seconds[-20:])
+    left = f"{10 * mean // 60:02.0f}:{10 * mean % 60:02.0f}"
+    assert printed[-1].endswith(f"gradient norm 1, {16 / mean:.0f} tokens/s, {left} left")
+
+    # Those of a report are of all processes.
+    assert [record["step"] for record in steady(history, [])] == list(range(14, 39))
+    expected = [*range(14, 19), *range(24, 39)]
+    assert [record["step"] for record in steady(history, [11, 21])] == expected
+    assert [record["step"] for record in steady(history[:9], [11, 14])] == [17]
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])

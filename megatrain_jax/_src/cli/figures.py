@@ -3,6 +3,8 @@
 import resource
 import statistics
 import time
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import megatrain_jax as mt
@@ -12,10 +14,17 @@ from megatrain_jax._src.cli.training_settings import TrainingSettings
 _GIB = 2**30
 
 
-def figures(result: mt.FitResult, settings: TrainingSettings) -> dict[str, Any]:
-    """The numbers of a run that has ended."""
-    # The first steps compile; the last ones wait for what is in flight.
-    measured = result.history[3:-2]
+def figures(
+    result: mt.FitResult, settings: TrainingSettings, began: Collection[int]
+) -> dict[str, Any]:
+    """The numbers of a run that has ended.
+
+    Args:
+        result: The result of `fit`.
+        settings: The settings.
+        began: The first step of each process of the run.
+    """
+    measured = steady(result.history, began)
     seconds = [record["seconds"] for record in measured]
     tokens = [record["tokens"] * settings.microbatches for record in measured]
     mean = statistics.mean(seconds) if seconds else None
@@ -36,6 +45,20 @@ def figures(result: mt.FitResult, settings: TrainingSettings) -> dict[str, Any]:
         "peak_device_gib": peak and peak / _GIB,
         "peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
+
+
+def steady(history: Sequence[Mapping[str, Any]], began: Collection[int]) -> list[Mapping[str, Any]]:
+    """The records whose seconds are those of a step alone.
+
+    The first steps of a process compile; the last ones wait for what is in flight.
+
+    Args:
+        history: All records of a run.
+        began: The first step of each of its processes.
+    """
+    starts = [n for n, record in enumerate(history) if record["step"] in began]
+    bounds = pairwise(sorted({0, *starts, len(history)}))
+    return [record for start, end in bounds for record in history[start + 3 : end - 2]]
 
 
 class Laps:

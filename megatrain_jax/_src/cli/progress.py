@@ -2,6 +2,7 @@
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,10 @@ from tqdm.auto import tqdm
 
 import megatrain_jax as mt
 
-# Steps whose mean time says how long the rest will take.
+# Steps whose mean time is the rate, and says how long the rest will take.
 _RECENT = 20
+# The first steps of a process, which compile, are none of them.
+_COMPILING = 2
 
 
 @dataclass
@@ -26,45 +29,55 @@ class Lines:
         schedule: Learning rate of a step, counted from 0.
         microbatches: Parts of a batch; the metric `tokens` is a mean over them.
         every: Print a line after each step whose number this divides.
+        tell_start: Function that is told the first step of this process.
     """
 
     steps: int
     schedule: optax.Schedule
     microbatches: int
     every: int
+    tell_start: Callable[[int], None] = lambda step: None
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _compiled: bool = False
+    _seen: int = 0
 
     def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
         """Prints the line of a record, if it is due or has an evaluation in it."""
         record["learning_rate"] = np.asarray(self.schedule(record["step"] - 1)).item()
-        if not self._recent and record["step"] > 1:
-            _print(f"went on after step {record['step'] - 1}")
-        if len(self._recent) == 1 and not self._compiled:
-            self._recent.clear()  # the first step of a process compiles
-            self._compiled = True
-        self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))
+        if not self._seen:
+            self.tell_start(record["step"])
+            if record["step"] > 1:
+                _print(f"went on after step {record['step'] - 1}")
+        self._seen += 1
+        if self._seen > _COMPILING:
+            self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))
         evaluated = "eval_loss" in record
         if evaluated or record["step"] % self.every == 0 or record["step"] == self.steps:
             _print(self.line(record))
 
     def line(self, record: dict[str, Any]) -> str:
-        """Returns the line of a record; padding is not counted among its tokens."""
+        """Returns the line of a record; padding is not counted among its tokens.
+
+        Before there are steps that don't compile, it has neither a rate nor the time left.
+        """
         step = record["step"]
-        tokens, seconds = map(sum, zip(*self._recent, strict=True))
         parts = [
             f"step {step}/{self.steps}",
             f"loss {record['loss']:.4g}",
             f"learning rate {record['learning_rate']:.3g}",
             f"gradient norm {record['grad_norm']:.3g}",
-            f"{tokens / seconds:,.0f} tokens/s",
         ]
+        tokens = sum(count for count, _ in self._recent)
+        seconds = sum(duration for _, duration in self._recent)
+        if self._recent:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
         if "eval_loss" in record:
             parts.append(f"loss on what is held out {record['eval_loss']:.4g}")
         if "eval_accuracy" in record:
             parts.append(f"accuracy there {record['eval_accuracy']:.1%}")
-        left = (self.steps - step) * seconds / len(self._recent)
-        return ", ".join([*parts, f"{tqdm.format_interval(left)} left"])
+        if self._recent:
+            left = (self.steps - step) * seconds / len(self._recent)
+            parts.append(f"{tqdm.format_interval(left)} left")
+        return ", ".join(parts)
 
 
 def _print(line: str) -> None:

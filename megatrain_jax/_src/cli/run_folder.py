@@ -103,6 +103,15 @@ class RunFolder:
         """Takes a note for later processes."""
         self._write(_NOTES, {**(self._read(_NOTES) or {}), name: value})
 
+    @property
+    def began(self) -> list[int]:
+        """The first step of each process that has trained."""
+        return [int(step) for step in (self.note("began") or "").split()]
+
+    def begin_at(self, step: int) -> None:
+        """Writes down the first step of a process."""
+        self.take_note("began", " ".join(map(str, sorted({*self.began, step}))))
+
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

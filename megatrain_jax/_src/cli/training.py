@@ -73,7 +73,8 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
     ending = folder.ended or {**ending, "steps_asked_for": batches.steps}
     if settings.checkpoints:
         folder.end(ending)
-    report = {**ending, **figures(result, settings), "tokens_held_out": batches.num_held_out}
+    report = {**ending, **figures(result, settings, folder.began)}
+    report["tokens_held_out"] = batches.num_held_out
     result.history.plot().savefig(folder.path / "loss.png")
     if settings.export != "never":
         report["exported_step"] = _export_finished(settings, job, result.trainer, batches, folder)
@@ -143,6 +144,8 @@ def _train(
     logs: list[callbacks.Callback],
 ) -> mt.FitResult:
     schedule = _schedule(settings, batches.steps)
+    every = settings.log_every
+    lines = Lines(batches.steps, schedule, settings.microbatches, every, folder.begin_at)
     saving: dict[str, Any] = {}
     if settings.checkpoints:
         saving = {
@@ -161,12 +164,7 @@ def _train(
         params=job.params,
         eval_data=batches.held_out,
         eval_every=settings.eval_every,
-        callbacks=_callbacks(
-            settings,
-            folder,
-            Lines(batches.steps, schedule, settings.microbatches, settings.log_every),
-            logs,
-        ),
+        callbacks=_callbacks(settings, folder, lines, logs),
         progress=sys.stderr.isatty(),
         **saving,
         **options,
