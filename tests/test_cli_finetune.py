@@ -174,7 +174,7 @@ def test_files_are_mixed_by_their_weights(given):
             ["--model", "there/is/none"],
             "`model` = there/is/none must be the folder of a checkpoint",
         ),
-        (["--data", "there/is/none.jsonl"], "none.jsonl"),
+        (["--data", __file__], "test_cli_finetune.py, of `data`, is none of .csv"),
         (["--microbatches", "3"], "`microbatches`=3 must divide `batch`=4"),
         (["--epochs", "null"], "`epochs`=null never ends: say `steps`"),
         (["--steps", "1000"], "`steps`=1000 are more than the 160 batches of `epochs`=40"),
@@ -191,6 +191,21 @@ def test_mistakes_are_told_before_anything_is_trained(given, tmp_path, options, 
     assert printed.startswith("megatrain-jax finetune: error: ")
     assert message in printed
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "none.jsonl"], "`data`: there is no file or folder none.jsonl"),
+        (["--data", "no*.jsonl"], "`data`: no file is found by the pattern no*.jsonl"),
+        (["--eval-data", "none.jsonl"], "`eval_data`: there is no file or folder none.jsonl"),
+    ],
+)
+def test_missing_files_are_told_before_the_plan(given, tmp_path, options, message, capsys):
+    # `held_out` is for documents of `data`.
+    assert tune(given, "--out", tmp_path / "out", "--held-out", 0, *options) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):

@@ -1,11 +1,15 @@
 """The data of a run: read, mixed, held out, and compared with the steps that are asked for."""
 
+import glob
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megatrain_jax import data
+from megatrain_jax._src.cli.errors import AskedWronglyError, told
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
 Read = Callable[[Sequence[str] | str, int | None], data.Dataset]
@@ -38,6 +42,24 @@ class RunData:
         return sum(part.num_tokens for part in _parts(self.held_out))
 
 
+def check_files(settings: TrainingSettings) -> None:
+    """Checks that there are the files that the settings name, before they are read.
+
+    Raises:
+        FileNotFoundError: If a file or folder does not exist, or a pattern finds none.
+    """
+    evaluated = settings.eval_data or []
+    evaluated = [evaluated] if isinstance(evaluated, str) else evaluated
+    for option, given in (("data", settings.sources), ("eval_data", evaluated)):
+        for source in given:
+            path = os.path.expanduser(source)
+            if os.path.exists(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True))):
+                continue
+            if glob.has_magic(path):
+                raise FileNotFoundError(f"`{option}`: no file is found by the pattern {source}")
+            raise FileNotFoundError(f"`{option}`: there is no file or folder {source}")
+
+
 def read(settings: TrainingSettings, dataset: Read) -> RunData:
     """Reads and tokenises the data.
 
@@ -47,12 +69,15 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
 
     Raises:
         ValueError: If there are fewer batches than steps, or the data can't be used.
+        AskedWronglyError: If files can't be.
     """
     sources = [settings.data] if settings.weights is None else settings.sources
-    parts = [dataset(source, settings.epochs) for source in sources]
+    with _called("data"):
+        parts = [dataset(source, settings.epochs) for source in sources]
     held: list[data.Dataset] = []
     if settings.eval_data is not None:
-        held = [dataset(settings.eval_data, 1)]
+        with _called("eval_data"):
+            held = [dataset(settings.eval_data, 1)]
     elif settings.held_out:
         split = [part.split(settings.held_out, settings.seed) for part in parts]
         parts, held = [train for train, _ in split], [rest for _, rest in split]
@@ -97,6 +122,17 @@ def summarised(dataset: data.Dataset) -> data.Dataset:
     if not _has_bar():
         print(dataset.summary, file=sys.stderr, flush=True)
     return dataset
+
+
+@contextmanager
+def _called(option: str) -> Iterator[None]:
+    """Has errors call the argument `source` of `megatrain_jax.data` as the user knows it."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        if "`source`" not in (text := told(error)):
+            raise
+        raise AskedWronglyError(text.replace("`source`", f"`{option}`")) from error
 
 
 def _has_bar() -> bool:

@@ -20,7 +20,7 @@ from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.logs import make_logs
 from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
-from megatrain_jax._src.cli.run_data import RunData, read
+from megatrain_jax._src.cli.run_data import RunData, check_files, read
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.sizes import budget_of
 from megatrain_jax._src.cli.training_settings import TrainingSettings
@@ -50,6 +50,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         if folder.is_done(settings):
             print(f"{folder.path} is done: {_how(folder.report or {})}. See {folder.path}")
             return 0
+        check_files(settings)
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
         logs = make_logs(settings, folder, identity)
