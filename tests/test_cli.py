@@ -16,6 +16,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, KnownModel, known_model
 from megatrain_jax._src.cli.largest import (
     confirmed,
@@ -99,13 +100,31 @@ def test_a_plan_is_that_of_the_library(tiny, capsys):
         assert f"tokens a second, estimate: {512 / plan.seconds_per_step:,.0f}\n" in printed
 
 
+def test_only_what_helps_is_advised():
+    def advised(fits_host: bool | None, fits_device: bool, **settings: Any) -> str:
+        plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
+        return advice(plan, PlanSettings(**settings))
+
+    of_host = advised(False, True, state="compact", optimizer="lion")
+    assert of_host.startswith("host memory is what lacks. Less of it is needed with --clip null, ")
+    assert "GPU" not in of_host
+    of_device = advised(None, False)
+    assert of_device.startswith("GPU memory is what lacks. ") and "host" not in of_device
+    assert "--device-budget least" in of_device
+    both = advised(False, False, device_budget="least", clip=None)
+    assert "--device-budget" not in both and "--clip" not in both
+    assert both.count("is what lacks") == 2
+
+
 def test_a_plan_by_name_is_that_of_its_sizes(capsys):
     options = ["--gpu", "RTX 4090", "--host", "1.5GiB", "--tokens", "2048", "--length", "1024"]
     assert main(["plan", "smollm2-135m", *options]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("smollm2-135m, 2 rows of 1,024 tokens a step, on NVIDIA GeForce RTX")
     assert "135M parameters in 32 groups" in printed and "DOES NOT FIT in 1.50 GiB" in printed
-    assert "It does not fit. Less is needed with --state compact" in printed
+    advised = printed.partition("It does not fit: ")[2]
+    assert advised.startswith("host memory is what lacks. Less of it is needed with --state comp")
+    assert "GPU" not in advised and "--device-budget" not in advised
 
 
 @pytest.mark.parametrize(
@@ -119,6 +138,7 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus: Expected a <class 'int'>"),
         (["plan", "Qwen3-8B", "--gpu=H100", "--host", "much"], "`host` must be bytes such as 512G"),
+        (["plan", "Qwen3-8B", "--gpu=H100", "--host=512"], "`host`=512 is less than 1 GiB: a unit"),
         (["plan", "Qwen3-8B", "--tokens", "5000"], "`tokens`=5000 is no multiple of `length`=4096"),
         (["plan", "Qwen3-8B", "--tokens=8192", "--gpus=4"], "4 must divide them"),
         (["plan", "--frozen=int8"], "`frozen`=int8 counts only with parameters that are not"),
@@ -218,7 +238,7 @@ def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
     assert lines[0].startswith("The largest on NVIDIA GeForce RTX 3080 with 8.00 GiB of host")
     assert lines[2].startswith("model    middle, 1 row of 256 tokens: ") and len(lines) == 3
     assert main([*options, "--host", "1GiB"]) == 1
-    assert "Nothing fits." in capsys.readouterr().out
+    assert "Nothing fits: host memory is what lacks. " in capsys.readouterr().out
 
 
 def test_importing_the_library_imports_no_command_line():

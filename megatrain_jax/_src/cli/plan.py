@@ -12,13 +12,10 @@ from multiprocessing import get_context
 import jax
 
 import megatrain_jax as mt
+from megatrain_jax._src.cli.advice import advice
+from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
 from megatrain_jax._src.cli.largest import fits, largest_size
 from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
-
-_LESS = (
-    "Less is needed with --state compact, --optimizer lion, --clip null, more "
-    "--microbatches, a smaller --length or --device-budget least; docs/fitting.md has more."
-)
 
 
 def run(settings: PlanSettings) -> int:
@@ -37,7 +34,7 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
     rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
     if not fits(plan):
-        print(f"It does not fit. {_LESS}")
+        print(f"It does not fit: {advice(plan, settings)}")
         return 1
     return 0
 
@@ -53,8 +50,15 @@ def _print_largest(settings: PlanSettings) -> int:
         print(line, flush=True)
         found += 1
     if not found:
-        print(f"Nothing fits. {_LESS}")
+        print(f"Nothing fits: {advice(_smallest(planner), settings)}")
     return 0 if found else 1
+
+
+def _smallest(planner: Planner) -> mt.Plan:
+    """The plan of the fewest rows of the settings' model, or of the smallest one."""
+    smallest = min(KNOWN_MODELS, key=lambda name: KNOWN_MODELS[name].num_parameters)
+    config = config_of(planner.settings.model or smallest)
+    return planner.plan(config, planner.settings.least_rows, planner.settings.length, least=True)
 
 
 def _lines(settings: PlanSettings, machine: mt.Hardware) -> Iterator[str | None]:

@@ -26,6 +26,8 @@ from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.sizes import sized
 
 _NAMES = ", ".join(KNOWN_MODELS)
+# No host with a GPU has less; a number without a unit is bytes.
+_LEAST_HOST = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,4 +229,9 @@ def _machine(settings: PlanSettings) -> mt.Hardware:
     # Any card may be in any host.
     if settings.host is None:
         return machine
-    return replace(machine, host_bytes=bytes_of("host", settings.host))
+    host = bytes_of("host", settings.host)
+    if host < _LEAST_HOST:
+        raise ValueError(
+            f"`host`={settings.host} is less than 1 GiB: a unit is missing, as in 512GiB"
+        )
+    return replace(machine, host_bytes=host)
