@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from megatrain_jax._src.cli.figures import steady
 from megatrain_jax._src.cli.finetune import dataset
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import schedule_of
 from megatrain_jax._src.cli.run_data import RunData
 from megatrain_jax._src.cli.run_data import read as read_data
+from megatrain_jax._src.cli.run_folder import RunFolder
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 
@@ -126,6 +129,10 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     assert (
         "exists, of a run with other settings: learning_rate was 0.003" in capsys.readouterr().err
     )
+    assert tune(given, *options, "--steps", "62") == 2
+    told = capsys.readouterr().err
+    assert "steps was 60 and is 62. That run is done" in told
+    assert told.endswith(f"another `out` for `megatrain-jax finetune` with `model`={out}/model\n")
 
 
 @pytest.mark.slow
@@ -206,6 +213,25 @@ def test_missing_files_are_told_before_the_plan(given, tmp_path, options, messag
     assert tune(given, "--out", tmp_path / "out", "--held-out", 0, *options) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_a_longer_run_is_told_where_to_begin(tmp_path):
+    folder = RunFolder(tmp_path)
+    common: dict[str, Any] = {"model": "m", "data": "d", "out": str(tmp_path), "steps": 10}
+    settings = FinetuneSettings(**common, lora_rank=2)
+    folder.begin(settings)
+    longer = replace(settings, steps=12)
+    with pytest.raises(ValueError, match="steps was 10 and is 12. Choose another `out`, or go on"):
+        folder.check(longer)
+    folder.finish({})
+    folder.check(settings)
+    with pytest.raises(ValueError, match="writes with `export`=finished and `export_as`=model$"):
+        folder.check(longer)
+    pretrained = PretrainSettings(**common, tokenizer="t")
+    folder.begin(pretrained)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="finetune` with `model`=.*/model and `format`=text$"):
+        folder.check(replace(pretrained, epochs=2))
 
 
 def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):

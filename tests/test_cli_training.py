@@ -151,6 +151,7 @@ def test_pretraining_stops_early_and_exports_the_best_for_transformers(given, tm
     best = min(evaluated, key=lambda step: evaluated[step])
     assert report["ended"] == "stopped" and report["steps"] == best + 2 < 50
     assert report["exported_step"] == best
+    assert f"the best evaluation was that of step {best}, which is exported\n" in printed
     assert f"finished after {best + 2} of 50 steps, stopped early: best `eval_loss`" in printed
     assert callbacks.KeepBest(out / "best").path == out / "best" / str(best)
 
@@ -185,12 +186,16 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
         "learning_rate": 1e-2,
         "warmup": 0,
         "held_out": 0.2,
+        "eval_every": 6,
+        "keep_best": True,
     }
     assert trained("finetune", given, out, **settings) == 0
     first, *_, last = report_of(out)["history"]
     assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert last["loss"] < 0.9 * first["loss"] and 0.5 < last["accuracy"] <= 1
-    assert "accuracy there " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accuracy there " in printed
+    assert "the best evaluation was that of step 6, which is exported\n" in printed
     assert sorted(p.name for p in (out / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

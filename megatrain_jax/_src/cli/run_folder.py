@@ -53,16 +53,31 @@ class RunFolder:
                 )
             return
         now = _as_json(settings)
-        changed = [
-            f"{name} was {before.get(name)!r} and is {value!r}"
+        changed = {
+            name: f"{name} was {before.get(name)!r} and is {value!r}"
             for name, value in now.items()
             if name not in FREE and before.get(name) != value
-        ]
+        }
         if changed:
+            is_longer = self.report is not None and changed.keys() <= {"steps", "epochs"}
+            remedy = "Choose another `out`, or go on with the settings of that run"
             raise ValueError(
-                f"`out` = {self.path} exists, of a run with other settings: {', '.join(changed)}. "
-                "Choose another `out`, or go on with the settings of that run"
+                f"`out` = {self.path} exists, of a run with other settings: "
+                f"{', '.join(changed.values())}. {self._going_on(now) if is_longer else remedy}"
             )
+
+    def _going_on(self, settings: Mapping[str, Any]) -> str:
+        """The way to train what a run with these settings has learned further, in words."""
+        exported = self.path / "model"
+        text = "" if "format" in settings else " and `format`=text"
+        missing = ""
+        if not exported.exists():
+            merged = " and `export_as`=model" if settings.get("lora_rank") else ""
+            missing = f", which that run's command writes with `export`=finished{merged}"
+        return (
+            "That run is done, and its learning rate has come to its end. To train further, choose "
+            f"another `out` for `megatrain-jax finetune` with `model`={exported}{text}{missing}"
+        )
 
     def is_done(self, settings: TrainingSettings) -> bool:
         """Whether the run has finished, and all is exported that should be."""

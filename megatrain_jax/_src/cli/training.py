@@ -194,8 +194,9 @@ def _export_finished(
 ) -> int:
     """Exports what a run that has finished has learned; returns the step that it is of."""
     best = callbacks.KeepBest(folder.best).path if settings.keep_best else None
-    if best is not None and int(best.name) != trainer.num_steps:
-        trainer.restore(best)
+    if best is not None:
+        if int(best.name) != trainer.num_steps:
+            trainer.restore(best)
         print(f"the best evaluation was that of step {best.name}, which is exported")
     _export(settings, job, trainer, batches, folder.path)
     return trainer.num_steps
