@@ -63,7 +63,7 @@ def test_resumed_training_equals_uninterrupted_training(name, optimizer, microba
     expected = losses(whole, batches)
     first = make()
     assert losses(first, batches[:3]) == expected[:3]
-    saving = first.start_saving(tmp_path / "3")
+    saving = first.start_saving(str(tmp_path / "3"))
     assert losses(first, batches[3:]) == expected[3:]  # goes on while it is written
     saving.wait()
     check_same_bits(everything(first), everything(whole))

@@ -8,6 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
 
 import megatrain_jax as mt
@@ -328,3 +330,21 @@ def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
         saved_at(series, trainer, 0)
         assert series.saved == 0
     assert os.listdir(tmp_path) == ["0"]
+
+
+def test_paths_that_are_one_on_the_disk_are_refused_before_a_step(tmp_path):
+    model = {"a": {"b": np.eye(4, dtype=np.float32)}, "a.b": np.ones((4, 4), np.float32)}
+    batches = [{"x": np.ones((2, 4), np.float32)}] * 2
+
+    def loss_fn(model, batch):
+        return ((batch["x"] @ model["a"]["b"] @ model["a.b"]) ** 2).mean()
+
+    started = []
+    options = {"progress": False, "callbacks": [lambda *_: started.append(1)]}
+    with pytest.raises(mt.CheckpointError, match=r"params/a/b and params/a\.b would be one array"):
+        mt.fit(model, loss_fn, batches, optax.sgd(0.1), checkpoint_dir=tmp_path, **options)
+    assert not started
+    result = mt.fit(model, loss_fn, batches, optax.sgd(0.1), **options)
+    with pytest.raises(mt.CheckpointError, match="would be one array"):
+        result.trainer.save(tmp_path / "alone")
+    assert len(started) == 2 and not (tmp_path / "alone").exists()

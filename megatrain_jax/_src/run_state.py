@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.build.run_spec import RunSpec
@@ -176,12 +175,19 @@ class RunState:
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
         """
-        path = local_path(checks.path("path", path), "path")
         self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
+
+    def check_names(self) -> None:
+        """Refuses a model whose arrays can't be told apart in a checkpoint.
+
+        Raises:
+            CheckpointError: If two of its paths are one there.
+        """
+        entries_of(self._spec)
 
     def start_saving(
         self,
-        path: Path,
+        path: str | PathLike[str],
         facts: Mapping[str, Any] | None = None,
         *,
         params_only: bool = False,
@@ -198,7 +204,7 @@ class RunState:
         Returns:
             The save, to be waited for. A second save waits for the first by itself.
         """
-        path = path.absolute()
+        path = local_path(checks.path("path", path), "path")
         if workspace is None and os.path.lexists(path):
             raise FileExistsError(f"there is something at {path} already")
         self._join_saving()

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.chunks import Grid, grid_of
+from megatrain_jax._src.checkpoint.folder import CheckpointError
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.program.index import Index, numbers, sliced_axes
 from megatrain_jax._src.runtime.store import Reader, Store
@@ -106,8 +107,20 @@ Row = tuple[ArrayEntry, Index, Reader]
 
 
 def entries_of(spec: RunSpec) -> tuple[ArrayEntry, ...]:
-    """Lists the arrays of a run's checkpoints; empty ones, which Orbax can't save, are left out."""
+    """Lists the arrays of a run's checkpoints; empty ones, which Orbax can't save, are left out.
+
+    Raises:
+        CheckpointError: If two of them would be one array on the disk.
+    """
     found = [*_parameters(spec), *_state(spec), *_variables(spec), *_run()]
+    by_name: dict[str, ArrayEntry] = {}
+    for entry in found:
+        other = by_name.setdefault(".".join(entry.path), entry)
+        if other is not entry:
+            raise CheckpointError(
+                f"{'/'.join(other.path)} and {'/'.join(entry.path)} would be one array in a "
+                "checkpoint, where Orbax writes dots between the names of a path: rename one"
+            )
     return tuple(entry for entry in found if all(entry.shape))
 
 

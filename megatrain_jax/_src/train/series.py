@@ -75,6 +75,7 @@ class Checkpoints:
             CheckpointError: If there are checkpoints, but none that this trainer can go on from, or
                 something else is where later ones would be.
         """
+        trainer.check_names()
         refused: dict[int, CheckpointError] = {}
         where = "the search for checkpoints"
         found = by_first(self._processes, where, lambda: folder.steps(self.folder))
