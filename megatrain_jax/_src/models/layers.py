@@ -46,9 +46,20 @@ class Maker:
         self.rngs, self.dtype = rngs, dtype
         self.normal = nnx.initializers.normal(std)
 
+    def key(self) -> jax.Array:
+        """Returns the key that `rngs.params()` would, and counts it.
+
+        That call looks for the sharding of its count. A traced one has none, and JAX goes through
+        all equations so far for the error's message: quadratic in the number of parameters.
+        """
+        stream = self.rngs.params
+        key = jax.random.fold_in(stream.key[...], stream.count[...])
+        stream.count.set_value(stream.count[...] + 1)
+        return key
+
     def weight(self, *shape: int) -> nnx.Param[jax.Array]:
         """Returns a parameter of normally distributed numbers."""
-        return nnx.Param(self.normal(self.rngs.params(), shape, self.dtype))
+        return nnx.Param(self.normal(self.key(), shape, self.dtype))
 
     def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
         """Returns a parameter that is one number everywhere."""

@@ -92,9 +92,7 @@ class GatedDeltaNet(nnx.Module):
         self.make_projections(config.hidden_size, make)
         self.conv1d = Convolution(2 * self.key_size + self.value_size, sizes.taps, make)
         self.dt_bias = make.constant(1.0, sizes.value_heads)
-        factors = jax.random.uniform(
-            make.rngs.params(), (sizes.value_heads,), minval=0.01, maxval=16.0
-        )
+        factors = jax.random.uniform(make.key(), (sizes.value_heads,), minval=0.01, maxval=16.0)
         self.A_log = nnx.Param(jnp.log(factors).astype(make.dtype))
         self.norm = GatedNorm(sizes.value_dim, config, make)
         self.out_proj = Linear(self.value_size, config.hidden_size, make)
