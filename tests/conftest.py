@@ -37,6 +37,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_share_contexts() -> Iterator[None]:
+    """Lowering a tiny program takes a quarter of the time."""
+    from contexts import shared_contexts  # imports JAX, which reads what is set above
+
+    with shared_contexts():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def earlier_files_are_left_alone() -> None:
     """What earlier files have compiled stays; garbage is collected without looking at it again."""
