@@ -4,6 +4,7 @@ Each entry takes the tree of parameters, since some masks and labels are built f
 are large enough that rounding in a small gradient stays as small in the update.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,16 @@ def multi_transform(params: Any) -> optax.GradientTransformation:
     return optax.multi_transform(transforms, labels)
 
 
-OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+def once(make: Callable[[Any], optax.GradientTransformation]) -> Callable[[Any], Any]:
+    """Return a function that gives one and the same transformation, whatever the parameters.
+
+    A run is known again by its optimizer's own functions.
+    """
+    made = functools.cache(lambda: make(None))
+    return lambda _: made()
+
+
+_MAKERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "adam": lambda _: optax.adam(LEARNING_RATE, eps=EPS),
     "adamw_schedule": lambda _: adamw(schedule()),
     "clip_adamw": lambda _: optax.chain(optax.clip_by_global_norm(0.1), adamw()),
@@ -79,6 +89,9 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "schedule_free": lambda _: contrib.schedule_free_adamw(LEARNING_RATE, 2, eps=EPS),
     "sgd_momentum": lambda _: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "polyak_sgd": lambda _: optax.polyak_sgd(max_learning_rate=0.1),
+}
+OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    name: m if name == "masked_tree" else once(m) for name, m in _MAKERS.items()
 }
 
 # An update needs a scalar of all gradients, so it has to wait for the whole backward pass.

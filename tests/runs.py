@@ -39,6 +39,7 @@ class Run:
 SLOW = dataclasses.replace(H200, flops_per_s=1e6)
 
 
+@functools.cache
 def recording(optimizer: Any) -> Callable[[Any], optax.GradientTransformation]:
     """Puts a transformation in front that only keeps the last gradient in its state."""
 

@@ -3,6 +3,7 @@
 They are written as users write them, with nothing that helps the cutting along.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -270,6 +271,12 @@ def stack(kinds: Sequence[Callable[..., nnx.Module]], cls: type = Decoder) -> Ca
     return build
 
 
+def once(build: Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
+    """Return a builder of equal models that share the first one's arrays: drawing takes long."""
+    parts = functools.cache(lambda: nnx.split(build()))
+    return lambda: nnx.merge(*parts(), copy=True)
+
+
 def scaled(scale: float) -> Callable[..., Block]:
     return lambda *, rngs: Block(scale=scale, rngs=rngs)
 
@@ -307,42 +314,42 @@ def metrics_loss(model: Any, batch: dict[str, Any], rng: jax.Array) -> Any:
 CASES = (
     Case(
         name="nnx_tied",
-        build=lambda: TiedDecoder(rngs=nnx.Rngs(0)),
+        build=once(lambda: TiedDecoder(rngs=nnx.Rngs(0))),
         loss_fn=next_token_loss,
         blocks=3,
         templates=1,
     ),
     Case(
         name="nnx_scan",
-        build=lambda: ScanDecoder(rngs=nnx.Rngs(0)),
+        build=once(lambda: ScanDecoder(rngs=nnx.Rngs(0))),
         loss_fn=next_token_loss,
         blocks=3,
         templates=1,
     ),
     Case(
         name="alternating",
-        build=stack([Block, MLPBlock, Block, MLPBlock]),
+        build=once(stack([Block, MLPBlock, Block, MLPBlock])),
         loss_fn=next_token_loss,
         blocks=4,
         templates=2,
     ),
     Case(
         name="moe",
-        build=stack([ExpertBlock] * 3, ExpertDecoder),
+        build=once(stack([ExpertBlock] * 3, ExpertDecoder)),
         loss_fn=expert_loss,
         blocks=3,
         templates=1,
     ),
     Case(
         name="unet",
-        build=lambda: UNet(rngs=nnx.Rngs(0)),
+        build=once(lambda: UNet(rngs=nnx.Rngs(0))),
         loss_fn=next_token_loss,
         blocks=4,
         templates=2,
     ),
     Case(
         name="shared_block",
-        build=build_shared,
+        build=once(build_shared),
         loss_fn=next_token_loss,
         blocks=1,
         templates=1,
@@ -350,14 +357,14 @@ CASES = (
     ),
     Case(
         name="python_constant",
-        build=stack([scaled(1.0), scaled(0.5), scaled(1.0), scaled(0.5)]),
+        build=once(stack([scaled(1.0), scaled(0.5), scaled(1.0), scaled(0.5)])),
         loss_fn=next_token_loss,
         blocks=4,
         templates=1,
     ),
     Case(
         name="unused",
-        build=stack([SpareBlock] * 4, PartialDecoder),
+        build=once(stack([SpareBlock] * 4, PartialDecoder)),
         loss_fn=next_token_loss,
         blocks=3,
         templates=1,
@@ -365,7 +372,7 @@ CASES = (
     ),
     Case(
         name="dropout_nnx",
-        build=stack([DropoutBlock] * 3),
+        build=once(stack([DropoutBlock] * 3)),
         loss_fn=next_token_loss,
         blocks=3,
         templates=1,
@@ -373,7 +380,7 @@ CASES = (
     ),
     Case(
         name="batchnorm_nnx",
-        build=stack([BatchNormBlock] * 3),
+        build=once(stack([BatchNormBlock] * 3)),
         loss_fn=next_token_loss,
         blocks=3,
         templates=1,
@@ -381,7 +388,7 @@ CASES = (
     ),
     Case(
         name="metrics",
-        build=stack([MLPBlock] * 3),
+        build=once(stack([MLPBlock] * 3)),
         loss_fn=metrics_loss,
         blocks=3,
         templates=1,
@@ -389,14 +396,14 @@ CASES = (
     ),
     Case(
         name="l2_regulariser",
-        build=stack([MLPBlock] * 3),
+        build=once(stack([MLPBlock] * 3)),
         loss_fn=l2_loss,
         blocks=3,
         templates=1,
     ),
     Case(
         name="mid_rest",
-        build=lambda: BridgedDecoder(rngs=nnx.Rngs(0)),
+        build=once(lambda: BridgedDecoder(rngs=nnx.Rngs(0))),
         loss_fn=next_token_loss,
         blocks=4,
         templates=1,
