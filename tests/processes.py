@@ -1,7 +1,8 @@
 """A process of several that share a run, as `test_processes` starts it with two simulated devices.
 
-Usage: processes.py INDEX COUNT PORT SCENARIO [ARGUMENT ...]; the environment's RESULT names the
-file that gets what the scenario found, as JSON.
+Usage: processes.py INDEX COUNT PORT SCENARIOS; the last is a list as JSON, of each scenario its
+name and its arguments. The environment's RESULT names the file that gets what was found, by the
+scenarios' names. What a scenario prints comes after a line with its name.
 """
 
 import json
@@ -18,15 +19,20 @@ import numpy as np
 import optax
 
 import megatrain_jax as mt
+from contexts import shared_contexts
 from megatrain_jax._src.checkpoint.writing import Writer
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from processes_state import states
 from runs import check_close, make_trainer, recording, train, variables_of
+from started import Started
 from zoo import CASES
 
 SEEDS = (1, 2, 3)
 TOLERANCE = 2e-6
+BEGINS = "the scenario "
+# One of each, as runs are known again by their optimizers.
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 def part(batch: Any) -> Any:
@@ -75,7 +81,7 @@ def training(
             case.build(),
             case.loss_fn,
             data,
-            optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+            optimizer or ADAMW,
             checkpoint_dir=folder,
             eval_data=data[:2],
             eval_every=3,
@@ -180,14 +186,18 @@ def signalled(folder: str, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    index, count, port, scenario, *arguments = sys.argv[1:]
+    index, count, port, wanted = sys.argv[1:]
     jax.distributed.initialize(
         f"localhost:{port}", int(count), int(index), heartbeat_timeout_seconds=10
     )
     scenarios = (equivalence, endings, completed, signalled, states)
-    found = {function.__name__: function for function in scenarios}[scenario]
-    result = found(*arguments)
-    Path(os.environ["RESULT"]).write_text(json.dumps(result))
+    by_name = {function.__name__: function for function in scenarios}
+    found = {}
+    with shared_contexts(), Started().replacing():
+        for name, *arguments in json.loads(wanted):
+            print(f"\n{BEGINS}{name}", flush=True)
+            found[name] = by_name[name](*arguments)
+    Path(os.environ["RESULT"]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import processes_state as state
+from processes import BEGINS
 from runs import check_same_bits
 from test_several_devices import PAIRS
 from zoo import CASES
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("processes.py")
 SECONDS = 240
-SAMPLE = random.Random(1).sample(PAIRS, 3)
+SAMPLE = random.Random(1).sample(PAIRS, 2)
 REST = [pair for pair in PAIRS if pair not in SAMPLE]
 
 
@@ -62,22 +65,75 @@ def in_both(
     return [process.returncode for process in running], printed
 
 
-def started(folder: Path, scenario: str, *arguments: str) -> tuple[list[Any], list[int], list[str]]:
-    """Two processes' results (None where there is none), exit statuses and what they printed."""
+@dataclass(frozen=True, kw_only=True)
+class Both:
+    """What two processes of several scenarios have done.
+
+    Attributes:
+        folder: The folder that the scenarios were given.
+        results: By scenario, what each process found; empty where a process ended early.
+        statuses: Exit statuses.
+        printed: Of each process what it printed.
+    """
+
+    folder: Path
+    results: dict[str, list[Any]]
+    statuses: list[int]
+    printed: list[str]
+
+    def told(self, scenario: str) -> list[str]:
+        """What each process printed in a scenario."""
+        begin = f"{BEGINS}{scenario}\n"
+        return [text.split(begin)[1].split(BEGINS)[0] for text in self.printed]
+
+
+def started(folder: Path, *scenarios: list[str]) -> Both:
+    """Two processes that take part in scenarios, each a name and arguments, one after the other."""
     files = [folder / f"result-{i}.json" for i in range(2)]
-    rows = [["2", str(free_port()), scenario, *arguments]] * 2
+    rows = [["2", str(free_port()), json.dumps(scenarios)]] * 2
     statuses, printed = in_both([str(SCRIPT)], rows, RESULT=[*map(str, files)])
-    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    return results, statuses, printed
+    found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    names = [name for name, *_ in scenarios]
+    results = {name: [row.get(name) for row in found] for name in names}
+    return Both(folder=folder, results=results, statuses=statuses, printed=printed)
 
 
-@pytest.mark.parametrize(
-    "pairs", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)], ids=["sample", "rest"]
-)
-def test_two_processes_agree_with_plain_jax(pairs, tmp_path):
-    names = ",".join(":".join(pair) for pair in pairs)
-    results, statuses, printed = started(tmp_path, "equivalence", names)
-    assert (results, statuses) == ([{}, {}], [0, 0]), printed
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[Any, Any]]:
+    """By setting, a trainer of this process after two steps, and their losses."""
+    trainers = {name: state.trainer(name) for name in state.SETTINGS}
+    return {name: (trainer, state.losses(trainer, range(2))) for name, trainer in trainers.items()}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, alone: dict[str, tuple[Any, Any]]) -> Both:
+    """The scenarios that no process dies of, in the same two processes."""
+    folder = tmp_path_factory.mktemp("both")
+    for name, (trainer, _) in alone.items():
+        trainer.save(folder / f"{name}-alone")
+    both = started(
+        folder,
+        ["equivalence", _named(SAMPLE)],
+        ["states", str(folder)],
+        ["completed", str(folder / "completed")],
+        ["endings", str(folder / "endings")],
+    )
+    assert both.statuses == [0, 0], both.printed
+    return both
+
+
+def _named(pairs: list[tuple[str, str]]) -> str:
+    return ",".join(":".join(pair) for pair in pairs)
+
+
+def test_two_processes_agree_with_plain_jax(both):
+    assert both.results["equivalence"] == [{}, {}]
+
+
+@pytest.mark.long
+def test_two_processes_agree_with_plain_jax_on_all_pairs(tmp_path):
+    rest = started(tmp_path, ["equivalence", _named(REST)])
+    assert (rest.results["equivalence"], rest.statuses) == ([{}, {}], [0, 0]), rest.printed
 
 
 ALONE = "a disk of this process alone"
@@ -97,9 +153,12 @@ def plain_losses(num_steps: int) -> list[float]:
     return [record["loss"] for record in result.history]
 
 
-def test_what_ends_a_run_in_one_process_ends_it_in_both(tmp_path):
-    results, statuses, printed = started(tmp_path, "endings", str(tmp_path))
-    assert statuses == [0, 0], printed
+def test_what_ends_a_run_in_one_process_ends_it_in_both(both):
+    results, printed, folder = (
+        both.results["endings"],
+        both.told("endings"),
+        both.folder / "endings",
+    )
     first, second = results
     expected = plain_losses(8)
     np.testing.assert_allclose(first["whole"]["losses"], expected, rtol=1e-5)
@@ -122,8 +181,8 @@ def test_what_ends_a_run_in_one_process_ends_it_in_both(tmp_path):
     assert "training" not in printed[1]
     last_step = len(first["error"]["losses"])
     for name, step in (("whole", 8), ("error", last_step), ("data", 8)):
-        assert (tmp_path / name / str(step) / "megatrain.json").is_file()
-    assert_goes_on_alone(tmp_path / "whole", expected)
+        assert (folder / name / str(step) / "megatrain.json").is_file()
+    assert_goes_on_alone(folder / "whole", expected)
 
 
 def assert_goes_on_alone(folder: Path, losses: list[float]) -> None:
@@ -149,21 +208,20 @@ def assert_goes_on_alone(folder: Path, losses: list[float]) -> None:
     assert [record["loss"] for record in trainer.history] == pytest.approx(losses, rel=1e-5)
 
 
-def test_an_error_in_one_process_before_any_step_leaves_no_other_waiting(tmp_path):
-    results, statuses, printed = started(tmp_path, "completed", str(tmp_path / "run"))
-    assert statuses == [0, 0], printed
-    first, second = results
+def test_an_error_in_one_process_before_any_step_leaves_no_other_waiting(both):
+    first, second = both.results["completed"]
     assert first["raised"] == "PeerEndedError: process 1 has ended: OSError: " + ALONE
     assert second["raised"] == "OSError: " + ALONE
     assert first["unstarted"].startswith("PeerEndedError: process 1 has ended: ")
     assert ALONE in first["unstarted"] and ALONE in second["unstarted"]
-    assert not [path for path in (tmp_path / "run").iterdir() if path.name.isdigit()]
+    assert not [path for path in (both.folder / "completed").iterdir() if path.name.isdigit()]
     assert first["plan"] == second["plan"] and first["plan"][:2] == [2, 2]  # of one host
     assert "of each device" in first["plan"][2] and "of each host" not in first["plan"][2]
 
 
 def test_a_signal_to_one_process_ends_both_with_the_last_step_saved(tmp_path):
-    results, statuses, printed = started(tmp_path, "signalled", str(tmp_path / "run"), "SIGTERM")
+    both = started(tmp_path, ["signalled", str(tmp_path / "run"), "SIGTERM"])
+    results, statuses, printed = both.results["signalled"], both.statuses, both.printed
     assert (results, statuses) == ([None, None], [143, 143]), printed
     assert "Interrupted by SIGTERM after step" in printed[0]
     assert "Interrupted" not in printed[1]
@@ -172,7 +230,8 @@ def test_a_signal_to_one_process_ends_both_with_the_last_step_saved(tmp_path):
 
 
 def test_a_process_killed_while_it_writes_ends_the_other_which_says_so(tmp_path):
-    results, statuses, printed = started(tmp_path, "signalled", str(tmp_path / "run"), "SIGKILL")
+    both = started(tmp_path, ["signalled", str(tmp_path / "run"), "SIGKILL"])
+    results, statuses, printed = both.results["signalled"], both.statuses, both.printed
     assert statuses[1] == -signal.SIGKILL
     assert statuses[0] != 0 or results[0]["raised"] is not None
     told = f"{results[0]}{printed[0]}"
@@ -181,17 +240,11 @@ def test_a_process_killed_while_it_writes_ends_the_other_which_says_so(tmp_path)
     assert (tmp_path / "run" / "2" / "megatrain.json").is_file()
 
 
-def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(tmp_path):
+def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(both, alone):
     """Of odd leaves and of codes; what two wrote one reads, plain Orbax too, and the reverse."""
-    alone, expected = {}, {}
-    for name in state.SETTINGS:
-        alone[name] = state.trainer(name)
-        expected[name] = state.losses(alone[name], range(2))
-        alone[name].save(tmp_path / f"{name}-alone")
-    first_rows = {name: state.digest(trainer) for name, trainer in alone.items()}
-    results, statuses, printed = started(tmp_path, "states", str(tmp_path))
-    assert statuses == [0, 0], printed
-    for name, trainer in alone.items():
+    digests = {name: state.digest(trainer) for name, (trainer, _) in alone.items()}
+    results, folder = both.results["states"], both.folder
+    for name, (trainer, expected) in alone.items():
         pair = [result[name] for result in results]
         assert {k: v for k, v in pair[0].items() if k != "bytes"} == {
             k: v for k, v in pair[1].items() if k != "bytes"
@@ -200,19 +253,19 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(tmp
         assert not row["early"], "published before all had written"
         # A last bit of a gradient decides how a master in bfloat16 is rounded at random.
         num = 2 if name == "full" else 1
-        np.testing.assert_allclose(row["losses"][:num], expected[name][:num], rtol=1e-5)
+        np.testing.assert_allclose(row["losses"][:num], expected[:num], rtol=1e-5)
         assert row["again"] == row["after"]
         saved, restored, from_one = row["digests"]
-        assert saved == restored and from_one == first_rows[name]
-        trainer.restore(tmp_path / name)
+        assert saved == restored and from_one == digests[name]
+        trainer.restore(folder / name)
         assert state.digest(trainer) == saved
         if name == "full":
-            check_same_bits(v1.load(str(tmp_path / name))["params"], trainer.params)
+            check_same_bits(v1.load(str(folder / name))["params"], trainer.params)
         for kind in ("written", "read"):
-            both = [result["bytes"][kind] for result in pair]
-            assert max(both) < 0.6 * sum(both), "each has half of it, and a little"
+            halves = [result["bytes"][kind] for result in pair]
+            assert max(halves) < 0.6 * sum(halves), "each has half of it, and a little"
     for result, begin in zip(results, ("process 1: ", ""), strict=True):
-        told = f"({begin}CheckpointError: {tmp_path}/damaged is damaged: params/layer/w is not"
+        told = f"({begin}CheckpointError: {folder}/damaged is damaged: params/layer/w is not"
         assert told in result["refused"], result["refused"]
     for result, told in zip(results, ("process 1: OSError", "OSError"), strict=True):
         (said,) = result["full disk"]
@@ -220,12 +273,12 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(tmp
         assert result["own"]
     logged = [result["logged"] for result in results]
     assert logged[0] == logged[1] and len(logged[0]["records"]) == 6
-    rows = (tmp_path / "0" / "log.csv").read_text().splitlines()
+    rows = (folder / "0" / "log.csv").read_text().splitlines()
     assert len(rows) == 5 and "eval_loss" in rows[0]
-    assert len((tmp_path / "0" / "log.jsonl").read_text().splitlines()) == 4
-    assert not (tmp_path / "1").exists(), "only the first process writes"
-    assert [path.name for path in (tmp_path / "best").iterdir()] == [logged[0]["best"]]
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"4", "5", "6"}
+    assert len((folder / "0" / "log.jsonl").read_text().splitlines()) == 4
+    assert not (folder / "1").exists(), "only the first process writes"
+    assert [path.name for path in (folder / "best").iterdir()] == [logged[0]["best"]]
+    assert {path.name for path in (folder / "run").iterdir()} == {"4", "5", "6"}
 
 
 def test_the_page_s_script_runs_in_two_processes(tmp_path):
