@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megatrain_jax._src.models.layers import Layer, Maker
+from megatrain_jax._src.models.layers import Layer
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax.models import DecoderConfig
 
 _COMMON: dict[str, Any] = {

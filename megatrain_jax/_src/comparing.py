@@ -6,9 +6,10 @@ from typing import Any, Unpack
 
 import optax
 
+from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.build.options import MachineOptions, Options, PlanArguments, shows
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.planning import plan
+from megatrain_jax._src.planning import plan, plan_with
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -25,8 +26,8 @@ def compare_plans(
 ) -> PlanComparison:
     """Plans every combination of some arguments' values: what fits, how long, how many bytes.
 
-    Each takes as long as a `plan` does. A combination that `plan` refuses with a `ValueError` is a
-    row with the reason.
+    Those of one model, loss, optimizer and batch trace these once. A combination that `plan`
+    refuses with a `ValueError` is a row with the reason.
 
     Args:
         model: See `plan`; like all that follow, given here or in `over`.
@@ -87,7 +88,8 @@ def compare_plans(
     for name in parts:
         if name not in fixed and name not in axes:
             raise TypeError(f"compare_plans() needs `{name}`, as an argument or in `over`")
-    return compare(axes, lambda **given: plan(**{**fixed, **given}))
+    cuts = Cuts()
+    return compare(axes, lambda **given: plan_with(cuts, **{**fixed, **given}))
 
 
 def _axes(over: Any) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
 from megatrain_jax._src.build.options import (
@@ -79,6 +80,18 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
+    return plan_with(Cuts(), model, loss_fn, optimizer, sample_batch, **options)
+
+
+def plan_with(
+    cuts: Cuts,
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    sample_batch: Any,
+    **options: Unpack[PlanArguments],
+) -> Plan:
+    """Plans as `plan` does, with what other plans have cut of the same model and optimizer."""
     run = options_of(plan, Options, options)
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
@@ -90,7 +103,8 @@ def plan(
     if machine is not None and default_device().platform != "gpu":
         widest_heads = machine.widest_heads
     with planned_for(widest_heads):
-        adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
+        given = model, loss_fn, sample_batch, run.seed, widest_heads
+        adapted = cuts.adapted(given, lambda: adapt(model, loss_fn, sample_batch, run.seed)[0])
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run, cuts)
         usable = machine and machine.usable_bytes
         return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))

@@ -16,7 +16,8 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.ids import check_ids
-from megatrain_jax._src.models.layers import Embedding, Layer, Linear, Maker, make_norm
+from megatrain_jax._src.models.layers import Embedding, Layer, Linear, make_norm
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss
 from megatrain_jax._src.models.rotary import rotation
 

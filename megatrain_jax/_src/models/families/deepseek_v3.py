@@ -17,7 +17,8 @@ from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.families import glm4_moe
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Linear, Maker, RMSNorm
+from megatrain_jax._src.models.layers import Linear, RMSNorm
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:

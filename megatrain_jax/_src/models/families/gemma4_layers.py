@@ -22,9 +22,9 @@ from megatrain_jax._src.models.layers import (
     ExpertMatrices,
     Layer,
     Linear,
-    Maker,
     RMSNorm,
 )
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, gated, mix, route
 from megatrain_jax._src.models.rotary import Rotation
 

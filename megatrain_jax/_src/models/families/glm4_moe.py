@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Buffer, Layer, Maker, MixtureOfExperts
+from megatrain_jax._src.models.layers import MLP, Buffer, Layer, MixtureOfExperts
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed
 
 if TYPE_CHECKING:

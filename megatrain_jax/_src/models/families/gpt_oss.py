@@ -13,14 +13,8 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.causal_attention import attention
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import (
-    Attention,
-    Heads,
-    Layer,
-    Linear,
-    Maker,
-    MixtureOfExperts,
-)
+from megatrain_jax._src.models.layers import Attention, Heads, Layer, Linear, MixtureOfExperts
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Expert, Experts, Routed, Weights, route
 
 if TYPE_CHECKING:

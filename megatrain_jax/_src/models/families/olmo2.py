@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import MLP, Attention, Layer, Maker, Projected, RMSNorm
+from megatrain_jax._src.models.layers import MLP, Attention, Layer, Projected, RMSNorm
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:

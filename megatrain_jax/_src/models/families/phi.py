@@ -9,7 +9,8 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Layer, Linear, Maker, make_norm
+from megatrain_jax._src.models.layers import Attention, Layer, Linear, make_norm
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:

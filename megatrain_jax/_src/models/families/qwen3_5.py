@@ -12,7 +12,8 @@ from megatrain_jax._src.models import hf_common
 from megatrain_jax._src.models.families import qwen3_next
 from megatrain_jax._src.models.family import Family, text_part
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Linear, Maker
+from megatrain_jax._src.models.layers import Linear
+from megatrain_jax._src.models.maker import Maker
 
 
 class SeparateDeltaNet(qwen3_next.GatedDeltaNet):

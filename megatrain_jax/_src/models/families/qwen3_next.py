@@ -18,7 +18,8 @@ from megatrain_jax._src.models.delta_rule import gated_delta_rule, short_convolu
 from megatrain_jax._src.models.families.qwen2_moe import GatedSharedMixture
 from megatrain_jax._src.models.family import Family
 from megatrain_jax._src.models.hf_fields import Fields
-from megatrain_jax._src.models.layers import Attention, Layer, Linear, Maker, make_norm
+from megatrain_jax._src.models.layers import Attention, Layer, Linear, make_norm
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:

@@ -1,0 +1,33 @@
+"""The maker of a decoder's parameters: one dtype, one source of random numbers."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Maker:
+    """The maker of a model's parameters, which its layers share."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike, std: float):
+        """Keeps the random keys, the dtype and the standard deviation of fresh weights."""
+        self.rngs, self.dtype = rngs, dtype
+        self.normal = nnx.initializers.normal(std)
+
+    def key(self) -> jax.Array:
+        """Returns the key that `rngs.params()` would, and counts it.
+
+        That call looks for the sharding of its count. A traced one has none, and JAX goes through
+        all equations so far for the error's message: quadratic in the number of parameters.
+        """
+        stream = self.rngs.params
+        key = jax.random.fold_in(stream.key[...], stream.count[...])
+        stream.count.set_value(stream.count[...] + 1)
+        return key
+
+    def weight(self, *shape: int) -> nnx.Param[jax.Array]:
+        """Returns a parameter of normally distributed numbers."""
+        return nnx.Param(self.normal(self.key(), shape, self.dtype))
+
+    def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
+        """Returns a parameter that is one number everywhere."""
+        return nnx.Param(jnp.full(shape, value, self.dtype))
