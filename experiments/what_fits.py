@@ -11,6 +11,8 @@ second are expected of each.
 
 import argparse
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,7 +22,9 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
+from megatrain_jax._src.planning import plan_with
 
 PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
 GPUS = {"RTX 4090": mt.RTX_4090, "H100": mt.H100}
@@ -41,19 +45,25 @@ MODELS = (
 )
 
 
-def plan(model: str, machine: mt.Hardware, form: str) -> mt.Plan:
-    """Returns the plan of a model's training on a machine: AdamW, immediate updates."""
+@functools.lru_cache(maxsize=1)
+def planned(model: str) -> Callable[..., mt.Plan]:
+    """Returns a function that plans a model, which is traced once for all machines and forms."""
     config = models.DecoderConfig.from_hf(KNOWN_MODELS[model].config())
     tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
-    return mt.plan(
+    return functools.partial(
+        plan_with,
+        Cuts(),
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         models.next_token_loss,
         optax.adamw(1e-5),
         {"tokens": tokens, "labels": tokens},
-        hardware=machine,
-        precision=FORMS[form],
         microbatches=BATCH[0],
     )
+
+
+def plan(model: str, machine: mt.Hardware, form: str) -> mt.Plan:
+    """Returns the plan of a model's training on a machine: AdamW, immediate updates."""
+    return planned(model)(hardware=machine, precision=FORMS[form])
 
 
 def fits(of: mt.Plan, host: str, model: str, gpu: mt.Hardware, form: str) -> bool:

@@ -73,9 +73,12 @@ def test_residuals_are_kept_where_they_save_time_and_fit(deferred):
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_residuals_wait_in_the_host_where_that_saves_time():
+@pytest.mark.parametrize(
+    "seeds", [range(40, 60), pytest.param(range(60), marks=pytest.mark.long)], ids=["20", "60"]
+)
+def test_residuals_wait_in_the_host_where_that_saves_time(seeds):
     travelled = 0
-    for seed in range(60):
+    for seed in seeds:
         plain = random_workload(seed)
         # What is computed again takes long, and the link is fast.
         saved = tuple(0.9 * seconds + 1.0 for seconds in plain.costs.backward)
