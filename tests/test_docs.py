@@ -13,6 +13,8 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from megatrain_jax._src import start
+from megatrain_jax._src.kernels.cache import KernelCache
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -29,6 +31,8 @@ WITH_CHECKPOINT = {
     "models.md",
     "preferences.md",
 }
+# Pages that train for long: their programs are worth optimising, unlike those of most tests.
+FOR_LONG = {"equinox.md", "pretraining.md", "vision.md"}
 
 
 def short(path: Path) -> str:
@@ -44,6 +48,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if page.is_relative_to(START.parent) and page != START and page.parent != TUTORIALS:
         # Its model, loss and batches are those that other pages go on with.
         parts.insert(0, (START, blocks(START)[0]))
+    if page.name in FOR_LONG:
+        options = {"xla_backend_optimization_level": 1}
+        monkeypatch.setattr(start, "KernelCache", lambda own: KernelCache({**own, **options}))
     if page.name in WITH_CHECKPOINT:
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
