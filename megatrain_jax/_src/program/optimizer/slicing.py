@@ -26,7 +26,7 @@ from megatrain_jax._src.program.structural_key import structural_key
 
 MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
 LARGE = 65536  # elements: values up to this size may be shared by all groups
-_TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
+TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class Slicer:
         if v in self.promoted or v in self.junctions:
             return True
         if self.group[v] == MIXED or v in self.varying:
-            return v in self.inputs or jx.num_elements(v.aval) <= _TINY
+            return v in self.inputs or jx.num_elements(v.aval) <= TINY
         return False
 
     def is_reduced(self, v: Any) -> bool:
@@ -312,36 +312,3 @@ def influences(
                 if brought:
                     carried[v] = brought
     return {v: (owners.get(v, nothing), met.get(v, nothing)) for v in {*owners, *met}}
-
-
-def without_repeats(traced: jx.Traced) -> jx.Traced:
-    """Computes each tiny value once: Optax repeats, say, the learning rate for every parameter."""
-    same: dict[Any, Any] = {}
-    known: dict[Hashable, Sequence[Any]] = {}
-    eqns = []
-    for eqn in traced.jaxpr.eqns:
-        ins = [a if jx.is_literal(a) else same.get(a, a) for a in eqn.invars]
-        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
-            eqn = eqn.replace(invars=ins)
-        key = _repeat_key(eqn)
-        first = eqn.outvars if key is None else known.setdefault(key, eqn.outvars)
-        if first is eqn.outvars:
-            eqns.append(eqn)
-        else:
-            same.update(zip(eqn.outvars, first, strict=True))
-    outs = [a if jx.is_literal(a) else same.get(a, a) for a in traced.jaxpr.outvars]
-    jaxpr = jx.sub_jaxpr(traced.jaxpr, eqns, traced.jaxpr.invars, outs)
-    return dataclasses.replace(traced, jaxpr=jaxpr)
-
-
-def _repeat_key(eqn) -> Hashable | None:
-    small = all(jx.num_elements(v.aval) <= _TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
-    if not small or eqn.effects:
-        return None
-    ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)
-    key = (eqn.primitive, ins, tuple(sorted(eqn.params.items())))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

@@ -35,7 +35,7 @@ from megatrain_jax._src.program.index import (
     sliced_axes,
 )
 from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.optimizer.slicing import without_repeats
+from megatrain_jax._src.program.optimizer.repeats import without_repeats
 from megatrain_jax._src.program.pieces import Pieces, Value, constant, piece, stack, stacked
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
