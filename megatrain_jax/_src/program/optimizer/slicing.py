@@ -84,6 +84,7 @@ class Slicer:
             Conflict: Arrays of two groups meet.
         """
         self.jaxpr = traced.jaxpr
+        # Constants are the first inputs; where their values end, the arguments begin.
         self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
         self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
         self.inputs = frozenset(inputs)
@@ -150,10 +151,13 @@ class Slicer:
             group = next(iter(large))
             # Another group's scalar, taken as it is, becomes a message, as if it were mixed.
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
+        # Numbers alone: of one group they stay its own. With those of others they are nobody's,
+        # unless only this group needs the result.
         elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
             group = next(iter(groups))
         else:
             group = MIXED if labelled else NEUTRAL
+        # Late values can't be in *reduce*, which runs before anything of other groups is known.
         late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
         junction = group == MIXED and bool(groups)
         for v in eqn.outvars:
@@ -163,6 +167,7 @@ class Slicer:
                 self.scalar.add(v)
             if late:
                 self.late.add(v)
+            # A junction is sent as a message, and messages are small.
             if junction:
                 self.junctions.add(v)
                 if v not in self.scalar:
@@ -198,6 +203,7 @@ class Slicer:
         if v in self.promoted or v in self.junctions:
             return True
         if self.group[v] == MIXED or v in self.varying:
+            # Shared state can only be sent: no group computes it.
             return v in self.inputs or jx.num_elements(v.aval) <= TINY
         return False
 
@@ -304,8 +310,10 @@ def influences(
         if belongs:
             for token in brought:
                 met[token] |= belongs
+            # What is made here is those groups', and says nothing more of the token.
             brought = nothing
         for v in eqn.outvars:
+            # Through a single number, as the norm of all gradients, all would meet all.
             if jx.num_elements(v.aval) > 1:
                 if belongs:
                     owners[v] = belongs
