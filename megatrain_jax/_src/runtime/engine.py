@@ -4,7 +4,6 @@ All dispatches are asynchronous; a step waits for the device only where its sche
 hold the byte budget. The engine computes, `Transfers` moves, and the store holds.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
@@ -20,23 +19,11 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.draws import Draws
+from megatrain_jax._src.runtime.live_values import LiveValues
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Live:
-    """Live values of a step; rows and cotangents have one entry a microbatch."""
-
-    step: BoundStep
-    rows: list[dict[int, jax.Array]]
-    cotangents: list[dict[int, jax.Array]]
-    means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    squares: list[jax.Array] = dataclasses.field(default_factory=list)
-    group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -145,20 +132,20 @@ class Engine:
 
     def _begin(
         self, step: BoundStep, batch: Sequence[jax.Array]
-    ) -> tuple[_Live, jax.Array, list[jax.Array]]:
+    ) -> tuple[LiveValues, jax.Array, list[jax.Array]]:
         begin = self._find(("begin", step), lambda: begin_kernel(step, self.store.placement))
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step
         )
         ids = step.program.prologue_values
-        live = _Live(
+        live = LiveValues(
             step=step,
             rows=[dict(zip(ids, row, strict=True)) for row in rows],
             cotangents=[{} for _ in rows],
         )
         return live, seed, variables
 
-    def _means(self, live: _Live, *, weighted: bool = False) -> dict[str, jax.Array]:
+    def _means(self, live: LiveValues, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once a step."""
         if not live.means:
             names = live.step.metrics
@@ -170,7 +157,7 @@ class Engine:
 
     # ---- instructions
 
-    def obey(self, instruction: Instruction, live: _Live | None) -> None:
+    def obey(self, instruction: Instruction, live: LiveValues | None) -> None:
         """Carries out one instruction of the schedule.
 
         Transfers are gathered until something is computed. A wait dispatches them first if a
@@ -233,7 +220,7 @@ class Engine:
     def _masters(self, bound: BoundStage) -> list[Slabs]:
         return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
 
-    def _forward(self, live: _Live, number: int, task: int) -> None:
+    def _forward(self, live: LiveValues, number: int, task: int) -> None:
         bound = live.step.stages[number]
         run = self._of_stage(Op.FORWARD, number, live.step)
         keeps, kept = number in live.step.schedule.kept, []
@@ -246,7 +233,7 @@ class Engine:
         if keeps:
             self.store.on_device[Key(Kind.RESIDUALS, number)] = tuple(kept)
 
-    def _backward(self, live: _Live, number: int, task: int) -> None:
+    def _backward(self, live: LiveValues, number: int, task: int) -> None:
         bound = live.step.stages[number]
         stage, mode = bound.stage, bound.mode
         assert mode is not None
@@ -271,7 +258,7 @@ class Engine:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
 
-    def _keep(self, live: _Live, bound: BoundStage, row, outputs, task: int) -> None:
+    def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
         step = live.step
         kept = step.kept if row is live.rows[0] else step.kept - step.kept_once
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
@@ -294,7 +281,7 @@ class Engine:
         make = self._find((Op.ZEROS, group), lambda: steps.zeros(layout, placement))
         self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
-    def _reduce(self, live: _Live, group: int, task: int) -> None:
+    def _reduce(self, live: LiveValues, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
         (gradient,) = store.on_device[Key(Kind.GRADIENT, group)]
         masters = state = None
@@ -309,13 +296,13 @@ class Engine:
         self._note(live, group, *measured)
         self._tokens[task] = measured[0]
 
-    def _note(self, live: _Live, group: int, square: jax.Array, ok: jax.Array) -> None:
+    def _note(self, live: LiveValues, group: int, square: jax.Array, ok: jax.Array) -> None:
         """Notes the squared norm of a group's gradient, and whether all numbers were finite."""
         self.store.ok = ok
         live.squares.append(square)
         live.group_ok.append((group, ok))
 
-    def _combine(self, live: _Live) -> None:
+    def _combine(self, live: LiveValues) -> None:
         store = self.store
         run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer, store.placement))
         scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
@@ -323,7 +310,7 @@ class Engine:
         self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
         self._combined_ok, self._combined_step = store.ok, store.step
 
-    def _update(self, live: _Live | None, group: int, task: int) -> None:
+    def _update(self, live: LiveValues | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
         masters = store.on_device.pop(masters_key)
