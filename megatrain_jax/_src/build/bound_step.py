@@ -104,6 +104,11 @@ class BoundStep:
         return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
 
     @functools.cached_property
+    def taken_over(self) -> frozenset[int]:
+        """Ids of the values whose cotangents one backward makes and a later one adds to."""
+        return frozenset().union(*(bound.sent for bound in self.stages))
+
+    @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
         """Ids of new values that stages compute, by the number of the model's variable.
 

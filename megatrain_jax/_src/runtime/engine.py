@@ -197,7 +197,11 @@ class Engine:
 
     def _wait(self, task: int) -> None:
         token = self._tokens.get(task)
-        if token is not None and not token.is_deleted():
+        if token is not None and token.is_deleted():
+            # A later kernel has taken its memory over: that one's results tell of this one, too.
+            later = (t for i, t in self._tokens.items() if i > task and t is not None)
+            token = next((t for t in later if not t.is_deleted()), None)
+        if token is not None:
             token.block_until_ready()
         # The device works in order: what came before this task is over, too.
         self._tokens = {i: token for i, token in self._tokens.items() if i > task}
@@ -253,7 +257,10 @@ class Engine:
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
-            self._tokens[task] = (back or gradients)[0]  # one result tells of all of a kernel's
+            # One result tells of all of a kernel's, as long as no other kernel takes it over.
+            pairs = zip(bound.leaving, back, strict=True)
+            lasting = [c for i, c in pairs if i not in live.step.taken_over]
+            self._tokens[task] = (lasting or back or gradients)[0]
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
@@ -327,7 +334,7 @@ class Engine:
         if live is not None and not cut.deferred:
             self._note(live, group, *measured)
         store.on_device[masters_key] = masters
-        self._tokens[task] = masters[0]
+        self._tokens[task] = (measured or masters)[0]
         if state:
             store.on_device[state_key] = state
 
