@@ -102,7 +102,8 @@ class Processes:
         for i, row in enumerate(rows):
             if "left" in row:
                 raise PeerEndedError(f"process {i} has ended: {row['left']}", row["signal"])
-        if other := next((i for i, row in enumerate(rows) if row["where"] != where), None):
+        other = next((i for i, row in enumerate(rows) if row["where"] != where), None)
+        if other is not None:
             raise RuntimeError(
                 f"processes are at different points of the run: {self.index} at {where}, {other} "
                 f"at {rows[other]['where']}. Each has to run the same script, with the same "
