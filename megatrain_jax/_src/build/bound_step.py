@@ -233,6 +233,7 @@ def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep
     workload = dataclasses.replace(step.workload, **changes)
     lean = step.lean and dataclasses.replace(step.lean, **changes)
     schedule = find_schedule(workload, device_budget, lean)
+    # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read

@@ -54,6 +54,8 @@ class Engine:
     def train(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
         schedule = step.schedule
+        # A steady step goes on from what its own schedule has left on the device: another one's
+        # starts at rest.
         if self._running is not None and self._running != schedule:
             self.flush()
         instructions = schedule.steady if self._running is not None else schedule.cold
@@ -61,6 +63,7 @@ class Engine:
         if self.optimizer.skips:
             self.store.ok = self._true  # a skipped step must not make the next ones skip, too
         self._running = schedule
+        # Kept beside the new ones, in case a number is not finite.
         variables = self.store.variables
         live, seed, self.store.variables = self._begin(step, batch)
         for cotangents in live.cotangents:
@@ -70,6 +73,7 @@ class Engine:
         self._transfers.dispatch()  # offloads after the last computation
         self._begun += schedule.num_tasks
         new = list(self.store.variables)
+        # Of the first microbatch: state changes once a step.
         for k, i in step.late_state.items():
             new[k] = live.rows[0][i]
         if new:
@@ -163,6 +167,7 @@ class Engine:
         Transfers are gathered until something is computed. A wait dispatches them first if a
         fetch is among them, which it would hold up; offloads alone queue behind earlier ones.
         """
+        # Below 0 are tasks of the step before, which `_begun` has counted.
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
         key = instruction.key
@@ -252,6 +257,7 @@ class Engine:
                 [row[i] for i in stage.inputs],
                 *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
                 [cotangents.pop(o) for o in arriving],
+                # Taken out, as the kernel is given their memory.
                 [self._take(Key(Kind.GRADIENT, g))[0] for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],
             )
@@ -291,9 +297,8 @@ class Engine:
     def _reduce(self, live: LiveValues, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
         (gradient,) = store.on_device[Key(Kind.GRADIENT, group)]
-        masters = state = None
-        if Kind.MASTERS in reads:
-            masters = store.on_device[Key(Kind.MASTERS, group)]
+        masters = store.on_device[Key(Kind.MASTERS, group)] if Kind.MASTERS in reads else None
+        state = None
         if Kind.OPTIMIZER_STATE in reads:
             state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
         run = self._of_group(Op.REDUCE, group, gradient.dtype)
@@ -320,6 +325,7 @@ class Engine:
     def _update(self, live: LiveValues | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
+        # Taken out: the kernel makes the new ones in their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
         (gradient,) = self._take(Key(Kind.GRADIENT, group))

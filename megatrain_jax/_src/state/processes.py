@@ -150,6 +150,8 @@ class Processes:
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         text = json.dumps(message).encode()
+        # The length stands at the beginning, little end first; then as much of the text as there is
+        # room.
         first = np.zeros(_SHORT, np.uint8)
         first[:_PREFIX] = np.frombuffer(len(text).to_bytes(_PREFIX, "little"), np.uint8)
         head = np.frombuffer(text[: _SHORT - _PREFIX], np.uint8)
