@@ -72,6 +72,7 @@ class Workspace:
         """
         self.path = path
         self._real = os.path.realpath(path)
+        # Held by the run, and by the thread of each checkpoint being written, which may outlive it.
         self._is_run, self._num_holders = True, 1
         with _changed:
             while (other := _held.get(self._real)) is not None:
@@ -110,6 +111,7 @@ class Workspace:
         with _changed:
             self._num_holders -= 1
             self._is_run = self._is_run and not run
+            # The last one to let go: a thread may still be writing when its run is over.
             if not self._num_holders:
                 self._leave()
                 del _held[self._real]
