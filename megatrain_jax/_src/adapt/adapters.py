@@ -2,6 +2,14 @@
 
 The rest of the library sees parameter leaves and a pure loss, whatever library the user's model
 was written with; the differences between the kinds of model end here.
+
+A worked example, the pytree `{"embed": e, "layers": [{"w": w0, "steps": s0}]}` of two fp32 arrays
+and an integer::
+
+    paths             ("embed",), ("layers", 0, "w")
+    variable_paths    ("layers", 0, "steps")
+    params_tree([e, w0])    {"embed": e, "layers": [{"w": w0, "steps": None}]}, which Optax sees
+    loss(loss_fn, [e, w0], [s0], batch, rng, True)    (loss, {}, (s0,))
 """
 
 from collections.abc import Callable, Sequence

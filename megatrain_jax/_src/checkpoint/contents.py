@@ -2,6 +2,15 @@
 
 Paths are those of the user's model and of Optax's own state, so that a checkpoint is readable
 without this library.
+
+A worked example, Adam on an embedding, which is group 0, and layers::
+
+    path                      place in the store
+    params/embed              masters of group 0, leaf 0
+    opt_state/0/count         small arrays of the optimizer, number 0
+    opt_state/0/mu/embed      optimizer state of group 0, leaf 0
+    opt_state/0/nu/embed      optimizer state of group 0, leaf 1
+    run/key, run/step         small arrays of the run, numbers 0 and 1
 """
 
 import dataclasses

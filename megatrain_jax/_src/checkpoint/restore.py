@@ -2,6 +2,15 @@
 
 All that can be wrong with a checkpoint is looked for before the store is touched; then its
 old arrays make room for the new ones, so that a full pool is large enough.
+
+Of the slabs a, b, c, one after another:
+
+    main thread                                      reader's thread
+                                                     reads a
+    makes a's arrays of what was read
+    stores them, compares them with their checksums  reads b
+    makes b's arrays
+    stores and compares them                         reads c
 """
 
 import dataclasses

@@ -4,6 +4,13 @@ Checkpoints are written there and get their name by a rename; those that go are 
 before they are deleted. So whatever moment a process dies at, what has a step's name is whole, and
 nothing is ever deleted but what lies in here. A lock on a file in it, which the kernel drops when
 its process dies however that happens, tells whether what lies here is still being written.
+
+A worked example, a run's folder while step 8 is saved and step 5 is the oldest of those to keep:
+
+    megatrain-unfinished/lock            locked by the run
+    megatrain-unfinished/checkpoint      step 8, until it is whole; its name is 8 then
+    megatrain-unfinished/5.deleting-0    step 5, on its way out once 8 has its name
+    6, 7                                 whole
 """
 
 import fcntl

@@ -2,6 +2,12 @@
 
 A chunk of which several processes have a part, as of a small leaf, is written by the first one, for
 whom the others leave their pieces in a file.
+
+A worked example, entry 12 of a checkpoint, a bias of 5 elements in one chunk, over two processes::
+
+    process 0    has elements 0 to 2: keeps them as "12-0-0" in pieces-0.npz
+    process 1    has elements 3 and 4: keeps them as "12-0-3" in pieces-1.npz
+    process 0    once both are done, reads the two files and writes chunk 0 of entry 12
 """
 
 import json

@@ -1,4 +1,11 @@
-"""Host memory: how much this process may use, by its control groups and the kernel's table."""
+"""Host memory: how much this process may use, by its control groups and the kernel's table.
+
+A worked example, a container on a machine of 125 GiB, 100 of which the kernel calls available::
+
+    memory.max 64 GiB, memory.current 40 GiB, inactive_file 10 GiB of that
+    total_bytes()        64 GiB
+    available_bytes()    34 GiB: 64 - (40 - 10), less than 100
+"""
 
 import os
 import sys

@@ -1,7 +1,11 @@
 """The training loop: steps in flight, their records, evaluation and checkpoints.
 
 The loop never waits for the step it has just dispatched: a step's metrics are read one step late,
-so that the driver always has the next one ready while the device computes.
+so that the driver always has the next one ready while the device computes:
+
+    step 7 is dispatched    batch 8 is drawn    step 6 is read; its record goes to the callbacks
+    step 8 is dispatched    batch 9 is drawn    step 7 is read; ...
+    step 9, to be saved     batch 10 is drawn   steps 8 and 9 are read, then 9 is saved
 """
 
 import time
