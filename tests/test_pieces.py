@@ -19,7 +19,7 @@ MU = Blockwise(code="dynamic", stochastic=True)
 NU = Blockwise(code="dynamic", signed=False, bits=4, stochastic=True)
 
 
-def coded_group(optimizer, num_shards, *, least_axes=2, master=MASTER):
+def coded_group(optimizer, num_shards, *, least_axes=2, master: Plain = MASTER):
     """A block's update, its layout with codes for matrices alone, and its number of messages."""
     spec = make_spec(CASES["nnx_tied"], optimizer)
     group = max(range(len(spec.layouts)), key=lambda g: len(spec.layouts[g].master.shapes))
@@ -73,10 +73,10 @@ def test_pieces_get_the_bits_of_whole_slabs(name, num_shards, piece, monkeypatch
     run = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
     monkeypatch.setattr(updates, "is_coded", lambda layout: False)
     whole = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
-    compiled = run.lower(*args, draw).compile()
-    assert "while" in compiled.as_text()
+    text = run.lower(*args, draw).compile().as_text() or ""
+    assert "while" in text
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert collective not in compiled.as_text()
+        assert collective not in text
     found, expected = run(*args, draw), whole(*args, draw)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert any(
