@@ -10,7 +10,7 @@ A worked example, the draws of an update of group 3 by the gradient of step 7::
     masters, state = part_of(draw, 0), part_of(draw, 1)
     part_of(state, s)       # of the state's slab number s
     part_of(masters, n)     # of segment n, where a slab has segments of several codecs
-    random_bits(masters, 4096)    # an integer for each of 4,096 elements, by their numbers
+    random_bits(masters, numbers)    # an integer for each element, by its number in its segment
 """
 
 import jax
