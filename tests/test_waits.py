@@ -40,8 +40,18 @@ def injected_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Ar
     return cross_entropy(x @ params["head"], batch["tokens"][:, 1:])
 
 
-# All blocks read the embedding, and hand its cotangent to one another, each of which adds its own.
-INJECTED = Case(name="injected", build=build_injected, loss_fn=injected_loss, blocks=4, templates=1)
+def beside_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    x = params["embed"][batch["tokens"][:, :-1]]
+    parts = [jnp.tanh(x @ layer["a"]) @ layer["b"] for layer in params["layers"]]
+    return cross_entropy(jnp.stack(parts).sum(0) @ params["head"], batch["tokens"][:, 1:])
+
+
+# All blocks read the embedding, and hand its cotangent to one another, each of which adds its own:
+# first beside another cotangent, then as all that they have.
+INJECTED, BESIDE = (
+    Case(name=loss.__name__, build=build_injected, loss_fn=loss, blocks=4, templates=1)
+    for loss in (injected_loss, beside_loss)
+)
 
 
 def leaving(platform: str) -> Transfers:
@@ -79,8 +89,9 @@ def test_what_lands_or_rests_is_in_the_host(platform):
         (CASES["nnx_tied"], "clip_adamw", None),
         # Where blocks are frozen, only the cotangents that they give tell that they are computed.
         (INJECTED, "adamw_schedule", "embed"),
+        (BESIDE, "adamw_schedule", "embed"),
     ],
-    ids=["immediate", "deferred", "frozen"],
+    ids=["immediate", "deferred", "frozen", "frozen-beside"],
 )
 def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainable, monkeypatch):
     trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least", trainable=trainable)
@@ -96,7 +107,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
 
         def run(*args):
             out = late(function(*args))
-            made[now] = jax.tree.leaves(out)
+            made[now] = [*jax.tree.leaves(out), late.last]
             return out
 
         return run if kernel.name in ("forward", "backward", "reduce", "update") else function
