@@ -25,8 +25,8 @@ from megatrain_jax._src.state.draws import Draw, draw_of, part_of
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout, Segment
 
-PIECE = 1 << 24
-"""Elements of each shard that are updated at once: an array of them takes 64 MiB in fp32."""
+PIECE = 1 << 23
+"""Elements of each shard that are updated at once: an array of them takes 32 MiB in fp32."""
 
 Compute = Callable[[Sequence[jax.Array], jax.Array, Sequence[jax.Array]], list[jax.Array]]
 """`([gradient, masters, *state], columns, messages) -> [masters, *state]` of some elements, (n,)
