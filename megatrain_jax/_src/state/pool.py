@@ -111,8 +111,7 @@ def reserve(
     in_use = _pinned_bytes_in_use(devices)
     pools = {d: _pools.get(d, _Pool()) for d in devices}
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
-    # All ask each other, also those that need nothing: what one of them left out would hold up the
-    # others.
+    # All ask each other, also those that need nothing: one that didn't would hold up the others.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
     rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
