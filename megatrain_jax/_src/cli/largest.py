@@ -213,6 +213,7 @@ def confirmed(planned: Callable[[int], Plan], place: int | None) -> tuple[int, P
         planned: The plan of a number.
         place: Place of a number that may be too large; None for none.
     """
+    # Downwards from what fits with a few layers: all of them take more, of the host above all.
     for at in range(-1 if place is None else place, -1, -1):
         plan = planned(_NUMBERS[at])
         if fits(plan):

@@ -30,6 +30,7 @@ class KernelCache:
         """The jitted function of a kernel, built if it is new."""
         key = kernel.name, kernel.key
         if key not in self._functions:
+            # Said where callers count on shardings that XLA need not choose by itself.
             placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
             self._functions[key] = jax.jit(
                 kernel.build(),
