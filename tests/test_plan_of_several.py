@@ -25,7 +25,7 @@ from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.workload import Costs, Link
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import pool_sizes
 from megatrain_jax._src.state.hardware import Hardware
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
@@ -173,7 +173,7 @@ def test_a_process_s_host_has_its_devices_shares(compiled, together):
     assert shared.host_bytes == alone.host_bytes == 4 * shared.host_share_bytes
     assert shared.host_peak_bytes == alone.host_peak_bytes
     array, half = spec.largest_slab_bytes, alone.host_peak_bytes // 2
-    assert shared.host_process_bytes == pool.process_bytes(half, array, 10**9, 2)
+    assert shared.host_process_bytes == pool_sizes.process_bytes(half, array, 10**9, 2)
     moved = shared.bytes_in + shared.bytes_out
     assert shared.bytes_through_host == 2 * together * moved
     assert shared.seconds_in == pytest.approx(shared.bytes_in / min(10, 40 / (2 * together)))

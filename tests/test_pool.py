@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from inside import on_one_device
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import pool, pool_sizes, taking
 from megatrain_jax._src.state.placement import placed_on
 
 GIB = 2**30
@@ -107,7 +107,7 @@ def gpu(monkeypatch):
 
         # The machine that runs the tests may refuse even untouched zeros of these sizes.
         zeros = SimpleNamespace(uint8=np.uint8, zeros=lambda n, dtype: SimpleNamespace(nbytes=n))
-        monkeypatch.setattr(pool, "np", zeros)
+        monkeypatch.setattr(taking, "np", zeros)
         monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB)
         monkeypatch.setattr(pool, "available_bytes", lambda: fake.available)
         monkeypatch.setattr(pool, "_pools", {})
@@ -130,7 +130,7 @@ def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
     fake = gpu(limit_gib=115, available_gib=123)
     resident, seen, enough = itertools.count(7 * GIB, 10 * GIB), [], threading.Event()
     monkeypatch.setattr(pool, "resident_bytes", lambda: next(resident))
-    monkeypatch.setattr(pool, "_SECONDS_AT_A_TIME", 0.001)
+    monkeypatch.setattr(taking, "_SECONDS_AT_A_TIME", 0.001)
     take = fake.take
 
     def take_when_seen(num_bytes):
@@ -144,7 +144,7 @@ def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
 
     fake.take = take_when_seen
     fake.reserve(85 * GIB, 0, shown)
-    assert [taken for taken, _ in seen[:12]] == [min(10 * i, 88) * GIB for i in range(1, 13)]
+    assert [done for done, _ in seen[:12]] == [min(10 * i, 88) * GIB for i in range(1, 13)]
     assert {of for _, of in seen} == {88 * GIB} and seen[-1][0] == 88 * GIB
     fake.reserve(85 * GIB, 0, lambda *_: pytest.fail("nothing is taken again"))
 
@@ -234,9 +234,8 @@ def test_each_device_s_pool_takes_its_share(gpu, monkeypatch):
     pool.reserve(placement, 72 * GIB, 2 * GIB)
     expected = [(d, gib) for d in devices for gib in (4, 8, 32)]
     assert sorted(taken, key=str) == sorted(expected, key=str)
-    assert sum(gib for _, gib in taken) * GIB + pool._PROCESS_BYTES == pool.process_bytes(
-        72 * GIB, 2 * GIB, 125 * GIB, num_devices=2
-    )
+    of_process = pool_sizes.process_bytes(72 * GIB, 2 * GIB, 125 * GIB, num_devices=2)
+    assert sum(gib for _, gib in taken) * GIB + pool_sizes._PROCESS_BYTES == of_process
     taken.clear()
     pool.reserve(placement, 72 * GIB, 2 * GIB)
     assert not taken
@@ -283,7 +282,7 @@ def test_reserved_room_can_be_filled_and_replaced():
 def test_what_a_process_takes_is_what_it_took(result):
     measured = json.loads((RESULTS / f"{result}.json").read_text())
     reserved = int(measured["planned_host_peak_gib"] * GIB)
-    taken = pool.process_bytes(reserved, int(1.16 * GIB), 125 * GIB)
+    taken = pool_sizes.process_bytes(reserved, int(1.16 * GIB), 125 * GIB)
     assert taken == pytest.approx(measured["peak_host_gib"] * GIB, rel=0.01)
 
 
@@ -292,4 +291,4 @@ def test_what_a_process_takes_holds_what_it_reserves():
     for _ in range(50):
         num_bytes, array = rng.randrange(1 << 36), rng.randrange(1 << 31)
         for total in (None, 1 << 37):
-            assert pool.process_bytes(num_bytes, array, total) > num_bytes
+            assert pool_sizes.process_bytes(num_bytes, array, total) > num_bytes

@@ -1,11 +1,13 @@
-"""A run's start: functions compiled, host memory pinned, the store filled.
+"""A run's start: functions compiled while host memory is pinned and files are read, then the store.
 
 What happens when, of a run on a GPU:
 
-    main thread                         one thread
-    compiles functions                  reads files of parameters
-    pins host memory, shown in a bar    reads
-    fills the store                     -
+    main thread            one thread for each device    one thread
+    traces functions       -                             reads files of parameters
+    foresees the bytes     -                             reads
+    compiles functions     pins that many                reads
+    waits                  pins, shown in a bar          reads
+    fills the store        -                             -
 
 Nothing large is sent to a device before the pool is taken: such a copy goes through the pool, which
 would grow for it.
@@ -20,7 +22,7 @@ import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.budget import fit_to_device, foreseen
 from megatrain_jax._src.build.host import fit_to_host, peak_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.sizes import sized
@@ -45,7 +47,8 @@ class Phases:
     """Seconds that the phases of a start took, and what was pinned.
 
     Attributes:
-        seconds: The seconds by phase: "tracing", "compiling", "pinning" and "initialising".
+        seconds: The seconds by phase: "tracing", "compiling", "pinning", which is what was waited
+            for pinned memory beside that, and "initialising".
         pinned_bytes: Bytes that were pinned.
         pinned_in: Seconds from when pinning began until it was over.
     """
@@ -124,19 +127,27 @@ def _started(
 ) -> tuple[RunSpec, Engine]:
     """See `start`."""
     kernels, processes = KernelCache(placement.compiler_options), placement.processes
+    # The bar of what is pinned counts from here, since that begins while functions are compiled.
     # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
-    with ReadAhead(initial.files if has_gpu else (), left):
+    with (
+        _pinning_bar(placement, progress, phases) as show,
+        ReadAhead(initial.files if has_gpu else (), left),
+        contextlib.ExitStack() as taking,
+    ):
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             free = pool.free_device_bytes(placement) if has_gpu else None
             if free is not None:
                 free = min(processes.gather("asking for free device memory", free))
+            begun = _begun(spec, kernels, free, placement) if has_gpu else None
+            if begun is not None:
+                taking.enter_context(begun)
             if has_gpu:
                 spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
             check_device(make_plan(spec, *processes.spread), free)
-        with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
+        with phases.phase("pinning"):
             num_bytes = peak_bytes(spec.first) // processes.count
-            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)
+            pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show, begun)
     with (
         phases.phase("initialising"),
         group_bar("initialising", spec, placement, progress) as bar,
@@ -144,6 +155,21 @@ def _started(
         store = Store(spec.layouts, placement, jax.random.key(spec.options.seed))
         fill_store(spec, store, kernels, initial, bar.update)
     return spec, Engine(store, spec.optimizer, kernels)
+
+
+def _begun(
+    spec: RunSpec, kernels: KernelCache, free: int | None, placement: Placement
+) -> pool.Reservation | None:
+    """Begins to pin what the run will need by estimates; None where it is better to wait."""
+    if placement.platform == "cpu":
+        return None
+    found = foreseen(spec, kernels, free, placement)
+    if found is None:
+        return None
+    processes = placement.processes
+    found = fit_to_host(found, *processes.spread)
+    num_bytes = peak_bytes(found.first) // processes.count
+    return pool.begin(placement, num_bytes, found.largest_slab_bytes)
 
 
 @contextlib.contextmanager
@@ -159,6 +185,7 @@ def _pinning_bar(
         unit_divisor=1024,
         disable=not progress or placement.platform == "cpu",
         leave=False,
+        delay=1e-9,  # so that it appears when it is first told
     ) as bar:
 
         def show(taken: int, of: int) -> None:

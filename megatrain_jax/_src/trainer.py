@@ -265,8 +265,9 @@ class Trainer(RunState):
     def startup(self) -> dict[str, float]:
         """The seconds that making this trainer took, by phase, in their order.
 
-        "tracing" is the model, the loss and the optimizer; "compiling" the functions of a step;
-        "pinning" host memory; "initialising" the initial state, or the reading of `params`.
+        "tracing" is the model, the loss and the optimizer; "compiling" is the functions of a step,
+        while host memory is pinned already; "pinning" what was waited for that memory beyond;
+        "initialising" the initial state, or the reading of `params`.
         """
         return dict(self._startup)
 

@@ -77,6 +77,33 @@ def fit_to_device(
     return dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted)))
 
 
+def foreseen(
+    spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement
+) -> RunSpec | None:
+    """The run as `fit_to_device` will probably make it, before anything is compiled.
+
+    Estimates are above what compilers say, so that the budget is no larger than the one to come,
+    and as a rule no less waits in the host.
+
+    Args:
+        spec: See `fit_to_device`.
+        kernels: Cache that gets the functions, traced.
+        device_bytes: See `fit_to_device`.
+        placement: See `fit_to_device`.
+
+    Returns:
+        The run; None where tiles would have to be found, which takes long.
+    """
+    if device_bytes is None:
+        return spec
+    fitting = _Fitting(spec, kernels, device_bytes, placement)
+    room = _room(spec, device_bytes)
+    if fitting.tiles.most(spec.first) > room:
+        return None
+    fitted = fitting.whole(estimated=True)
+    return fitted if _needed(fitted) <= room else None
+
+
 def in_room(
     step: BoundStep, spec: RunSpec, kernels: KernelCache, placement: Placement, *, training: bool
 ) -> BoundStep:
@@ -107,9 +134,9 @@ class _Fitting:
         self._device_bytes, self._placement = device_bytes, placement
         self.tiles = TileFinder(kernels, placement)
 
-    def whole(self) -> RunSpec:
+    def whole(self, *, estimated: bool = False) -> RunSpec:
         """The run with no function in tiles."""
-        return self._fitted(None, estimated=not self._placement.devices)
+        return self._fitted(None, estimated=estimated or not self._placement.devices)
 
     def within(self, room: float) -> RunSpec:
         """The run with functions in the fewest tiles that need so many bytes by estimate."""

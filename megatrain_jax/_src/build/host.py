@@ -22,7 +22,7 @@ from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Op
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import pool_sizes
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
@@ -63,7 +63,7 @@ def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int =
 
 
 def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
-    """Host memory that a process takes in all for its devices' shares; see `pool.process_bytes`.
+    """Host memory that a process takes in all for its devices' shares; see `pool_sizes`.
 
     Args:
         spec: The run.
@@ -72,7 +72,7 @@ def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
     """
     own = spec.first.num_devices // num_processes
     peak = peak_bytes(spec.first) // num_processes
-    return pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
+    return pool_sizes.process_bytes(peak, spec.largest_slab_bytes, total, own)
 
 
 def peak_bytes(step: BoundStep) -> int:

@@ -8,34 +8,23 @@ allocated.
 
 import gc
 import os
-import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.state.placement import Placement
+from megatrain_jax._src.state.pool_sizes import fresh, limit_bytes, region_bytes
+from megatrain_jax._src.state.taking import Taking, wait_for
 
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
-# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine with
-# CUDA's memory pool; 3.8 GiB more with JAX's own allocator, and its kernel 2.5 GiB more.
-_PROCESS_BYTES = 29 * 2**30 // 10
-_HEAD_ROOM_BYTES = 10 * 2**30
-
 _GIB = 2**30
-# How often what was taken is shown.
-_SECONDS_AT_A_TIME = 0.2
-# The ends of a fresh pool's pieces that may stay empty, in largest arrays.
-_SPARE_ARRAYS = 3
-# JAX's pool grows by regions of 2 MiB times a power of two.
-_SMALLEST_REGION_BITS = 21
+# Left free while functions are compiled, for what that may send to a device: constants, at most.
+_SPARE_BYTES = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +37,10 @@ class _Pool:
 
 # Pools belong to the process and can't be asked for their sizes, so their sizes are kept here.
 _pools: dict[Any, _Pool] = {}
+# Threads that have to be waited for before more is taken, and whose pools have grown.
+_left: list[Taking] = []
+# For each device, the pieces to take and by how many bytes its pool grows.
+_Rooms = dict[Any, tuple[list[int], int]]
 
 
 def free_device_bytes(placement: Placement) -> int | None:
@@ -75,7 +68,131 @@ def set_limit() -> None:
     Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
     """
     if (total := total_bytes()) is not None:
-        os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes(total) // _GIB))
+        os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total) // _GIB))
+
+
+class Reservation:
+    """Host memory that is being taken for the pools of some devices, in a thread for each.
+
+    It is a context: what was not taken when that ends, as by an error, isn't taken any more.
+    """
+
+    def __init__(self) -> None:
+        """Makes one that takes nothing yet."""
+        self._share, self._growth, self._before = 0, 0, resident_bytes()
+        self._takings: list[Taking] = []
+        self._in_use: dict[Any, int] = {}
+
+    def __enter__(self) -> "Reservation":
+        """Begins the context."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends it, without waiting for the system."""
+        for taking in self._takings:
+            taking.end()
+        _left.extend(self._takings)
+        self._takings = []
+
+    def add(self, share: int, rooms: _Rooms, in_use: Mapping[Any, int], spare: int = 0) -> None:
+        """Begins to take pieces.
+
+        Args:
+            share: Bytes that each device's pool will have had room for then.
+            rooms: For each device the pieces, and by how much its pool grows.
+            in_use: For each device the bytes of its pool that are in use.
+            spare: See `Taking`.
+        """
+        self._share, self._in_use = share, dict(in_use)
+        self._growth += sum(growth + spare for _, growth in rooms.values())
+        for device, (pieces, growth) in rooms.items():
+            self._takings.append(Taking(device, pieces, growth, spare))
+            self._takings[-1].start()
+
+    def extend(self, placement: Placement, share: int) -> None:
+        """Takes more if more is needed than was foreseen, while all of that is held.
+
+        Args:
+            placement: The devices.
+            share: Bytes that each device needs.
+
+        Raises:
+            MemoryError: See `reserve`.
+        """
+        more, limit = share - self._share, limit_bytes(total_bytes())
+        if more <= 0:
+            return
+        self._wait(lambda: None)
+        sizes = {taking.device: taking.taken_bytes for taking in self._takings}
+        rooms = {d: ([more], region_bytes(more, size, limit)) for d, size in sizes.items()}
+        _check_all(placement, share, rooms)
+        self.add(share, rooms, self._in_use)
+
+    def finish(self, shown: Callable[[int, int], object]) -> None:
+        """Waits until all is taken, and gives it to the pools.
+
+        Args:
+            shown: See `reserve`.
+
+        Raises:
+            MemoryError: See `reserve`.
+        """
+
+        def show() -> None:
+            shown(min(resident_bytes() - self._before, self._growth), self._growth)
+
+        self._wait(show)
+        shown(self._growth, self._growth)
+        devices = {taking.device for taking in self._takings}
+        self.__exit__()
+        for device, pool in _known(devices).items():
+            proven = self._in_use[device] + self._share
+            _pools[device] = replace(pool, proven_bytes=proven)
+
+    def _wait(self, show: Callable[[], object]) -> None:
+        try:
+            wait_for(self._takings, show)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise MemoryError(
+                f"Training needs {sized(self._share)} in host memory, more than JAX's pinned-host "
+                "pool may still take. Its limit is fixed when JAX's backend starts, to 64 GiB "
+                f"unless {LIMIT_VARIABLE} says otherwise: import megatrain_jax before the first "
+                f"JAX computation, or set {LIMIT_VARIABLE} to at least {-(-self._share // _GIB)} "
+                "before Python starts, with room for other pinned arrays."
+            ) from error
+
+
+def begin(placement: Placement, num_bytes: int, array_bytes: int = 0) -> Reservation | None:
+    """Begins what `reserve` ends, while nothing but small arrays is sent to the devices.
+
+    Args:
+        placement: See `reserve`.
+        num_bytes: See `reserve`; an estimate, of which little is pinned in vain if it is too large.
+        array_bytes: See `reserve`.
+
+    Returns:
+        What is being taken; None where that is better left to `reserve`: on a CPU, if there is not
+        enough memory, if pools have been taken from before, or if it is soon over.
+    """
+    if placement.platform == "cpu":
+        return None
+    share, rooms, in_use = _rooms(placement, num_bytes, array_bytes)
+    total = sum(growth + _SPARE_BYTES for _, growth in rooms.values())
+    new = not any(in_use.values()) and not any(_pools.get(d) for d in in_use)
+    # One region for all may have the size of the limit, and small pieces would fit the spare bytes.
+    can = all(
+        sum(pieces) == growth and pieces[0] > _SPARE_BYTES for pieces, growth in rooms.values()
+    )
+    enough = placement.processes.num_here * total <= available_bytes()
+    if not all(
+        placement.processes.gather("planning host memory", bool(rooms) and new and can and enough)
+    ):
+        return None
+    reservation = Reservation()
+    reservation.add(share, rooms, in_use, _SPARE_BYTES)
+    return reservation
 
 
 def reserve(
@@ -83,6 +200,7 @@ def reserve(
     num_bytes: int,
     array_bytes: int = 0,
     shown: Callable[[int, int], object] = lambda taken, of: None,
+    begun: Reservation | None = None,
 ) -> None:
     """Makes sure that pinned host memory for `num_bytes` more is there, or says why not.
 
@@ -98,6 +216,7 @@ def reserve(
         array_bytes: The largest part that one device has of these arrays: it lies in one piece,
             whose end may stay empty.
         shown: Is told now and then how many bytes were taken from the system, and of how many.
+        begun: What `begin` gave, if that was asked.
 
     Raises:
         MemoryError: If the machine, or the limit of JAX's pools, has less.
@@ -105,95 +224,58 @@ def reserve(
     if placement.platform == "cpu":
         _check(num_bytes, num_bytes, num_bytes)
         return
+    with begun or Reservation() as reservation:
+        if begun is not None:
+            begun.extend(placement, -(-num_bytes // len(placement.local_devices)))
+        else:
+            share, rooms, in_use = _rooms(placement, num_bytes, array_bytes)
+            if not any(placement.processes.gather("asking for host memory", bool(rooms))):
+                return
+            _check_all(placement, share, rooms)
+            reservation.add(share, rooms, in_use)
+        reservation.finish(shown)
+
+
+def _rooms(
+    placement: Placement, num_bytes: int, array_bytes: int
+) -> tuple[int, _Rooms, dict[Any, int]]:
+    """Each device's share, what has to be taken for whom, and what is in use of their pools."""
     gc.collect()  # an earlier run's arrays may only be waiting for their cycle to be found
     devices = placement.local_devices
     share = -(-num_bytes // len(devices))
-    in_use = _pinned_bytes_in_use(devices)
-    pools = {d: _pools.get(d, _Pool()) for d in devices}
+    in_use, pools = _pinned_bytes_in_use(devices), _known(devices)
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
-    if not any(placement.processes.gather("asking for host memory", bool(wanting))):
-        return
-    rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
+    return share, {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}, in_use
+
+
+def _check_all(placement: Placement, share: int, rooms: _Rooms) -> None:
+    """Refuses what the host has no memory for, in all its processes before any takes some."""
     growth = sum(growth for _, growth in rooms.values())
-    # All look before any takes, and what processes of one host need adds up.
-    beside = placement.processes.num_here
-    _check(beside * num_bytes, beside * growth, share)
+    # What processes of one host need adds up.
+    beside, devices = placement.processes.num_here, len(placement.local_devices)
+    _check(beside * devices * share, beside * growth, share)
     placement.processes.gather("taking host memory")
-    before = resident_bytes()
-    with ThreadPoolExecutor(max(1, len(wanting))) as threads:
-        waited = [threads.submit(_take, d, rooms[d][0], share) for d in wanting]
-        while wait(waited, _SECONDS_AT_A_TIME).not_done:
-            shown(min(resident_bytes() - before, growth), growth)
-        for future in waited:
-            future.result()
-    shown(growth, growth)
-    for device, (_, growth) in rooms.items():
-        likely = pools[device].likely_bytes + growth
-        _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
+
+
+def _known(devices: Iterable[Any]) -> dict[Any, _Pool]:
+    """The pools, with what threads took that have been left alone; they are waited for."""
+    while _left:
+        taking = _left.pop()
+        taking.join()
+        pool = _pools.get(taking.device, _Pool())
+        likely = pool.likely_bytes + taking.grown_bytes
+        _pools[taking.device] = replace(pool, likely_bytes=likely)
+    return {d: _pools.get(d, _Pool()) for d in devices}
 
 
 def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[list[int], int]:
     """Returns the sizes to take from a pool for so many bytes more, and by how much it grows."""
-    limit = _limit_bytes(total_bytes())
+    limit = limit_bytes(total_bytes())
     if num_bytes <= pool.likely_bytes - in_use:
         return [num_bytes], 0
     if pool.likely_bytes:
-        return [num_bytes], _region_bytes(num_bytes, pool.likely_bytes, limit)
-    return _fresh(num_bytes, array_bytes, limit)
-
-
-def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1) -> int:
-    """Returns the host memory a process takes once `reserve` has made room in fresh pools.
-
-    That is the pools, with the ends of their pieces that stay empty, and what the process needs
-    beside them.
-
-    Args:
-        num_bytes: See `reserve`.
-        array_bytes: See `reserve`.
-        total: The machine's host memory; None if unknown.
-        num_devices: Number of the process's devices.
-    """
-    share = -(-num_bytes // num_devices)
-    _, growth = _fresh(share, array_bytes, _limit_bytes(total))
-    return num_devices * growth + _PROCESS_BYTES
-
-
-def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
-    """Returns the sizes to take from a fresh pool, and the bytes it takes from the system for them.
-
-    No array lies across two pieces, so these need spare room, and one region may be smaller.
-    For 40 GiB in arrays of at most 1 GiB these are pieces of 4, 8 and 32 GiB, 44 in all; one
-    region would take 64 GiB.
-    """
-    growth = _region_bytes(num_bytes, 0, limit)
-    exact = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, limit)
-    return (exact, sum(exact)) if exact and sum(exact) < growth else ([num_bytes], growth)
-
-
-def _pieces(num_bytes: int, limit: int) -> list[int]:
-    """Returns sizes that a fresh pool takes exactly: powers of two, each larger than the last.
-
-    As few as an eighth more memory allows, or more if that would exceed the limit; none if all do.
-    """
-    for bits in (4, 5, 6, 7, 8):
-        granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - bits)
-        rounded = -(-num_bytes // granule) * granule
-        if rounded <= limit:
-            return [1 << bit for bit in range(rounded.bit_length()) if rounded >> bit & 1]
-    return []
-
-
-def _limit_bytes(total: int | None) -> int:
-    """Returns the bytes that `set_limit` allows the pool on a machine with so much memory."""
-    return sys.maxsize if total is None else max(1, (total - _HEAD_ROOM_BYTES) // _GIB) * _GIB
-
-
-def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:
-    """Returns the bytes that the pool will take from the system for one piece of this size."""
-    region = 1 << max(_SMALLEST_REGION_BITS, (num_bytes - 1).bit_length())
-    # Regions double: the next is as large as all before it together, but stays in the limit.
-    return max(num_bytes, min(max(region, pool_bytes), limit - pool_bytes))
+        return [num_bytes], region_bytes(num_bytes, pool.likely_bytes, limit)
+    return fresh(num_bytes, array_bytes, limit)
 
 
 def _check(num_bytes: int, growth: int, share: int) -> None:
@@ -213,28 +295,6 @@ def _check(num_bytes: int, growth: int, share: int) -> None:
         f"of two up to its limit; {sized(available)} available. Nothing was allocated. Set "
         f"{LIMIT_VARIABLE}={-(-share // _GIB)} before Python starts, or end other programs."
     )
-
-
-def _take(device: Any, pieces: list[int], num_bytes: int) -> None:
-    held, target = [], SingleDeviceSharding(device, memory_kind="pinned_host")
-    try:
-        for size in pieces:
-            # Pages of zeros that were never written cost no memory of their own.
-            held.append(jax.device_put(np.zeros(size, np.uint8), target))
-            held[-1].block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise MemoryError(
-            f"Training needs {sized(num_bytes)} in host memory, more than JAX's pinned-host pool "
-            "may still take. Its limit is fixed when JAX's backend starts, to 64 GiB unless "
-            f"{LIMIT_VARIABLE} says otherwise: import megatrain_jax before the first JAX "
-            f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
-            "Python starts, with room for other pinned arrays."
-        ) from error
-    # Only the arrays go: the pool keeps what it has taken from the system.
-    for piece in held:
-        piece.delete()
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:
