@@ -49,7 +49,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         # Its model, loss and batches are those that other pages go on with.
         parts.insert(0, (START, blocks(START)[0]))
     if page.name in FOR_LONG:
-        options = {"xla_backend_optimization_level": 1}
+        options = {"xla_backend_optimization_level": "1"}
         monkeypatch.setattr(start, "KernelCache", lambda own: KernelCache({**own, **options}))
     if page.name in WITH_CHECKPOINT:
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})

@@ -65,6 +65,28 @@ def test_every_combination_is_a_row_with_the_figures_of_its_plan():
         assert shown[4] == "yes" and shown[6] == "Python's dispatch"
 
 
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"trainable": {"all": None, "late": r"layers/[45]/"}, "microbatches": {"1": 1, "2": 2}},
+        {
+            "on_nonfinite": {"raise": "raise", "skip": "skip"},
+            "precision": {
+                "fp32": mt.Precision(compute=jnp.float32),
+                "compact": mt.Precision.compact(),
+            },
+        },
+    ],
+    ids=["trainable", "precision"],
+)
+def test_plans_that_share_a_trace_are_those_made_alone(over):
+    """What a trace depends on, and what it doesn't, in one comparison."""
+    parts: Any = {"optimizer": OPTIMIZERS["adamw"], "sample_batch": batch(8)}
+    for row in mt.compare_plans(build, loss_fn, **parts, hardware=mt.RTX_4090, over=over):
+        own = {axis: over[axis][name] for axis, name in zip(over, row.names, strict=True)}
+        assert row.plan == mt.plan(build, loss_fn, **parts, hardware=mt.RTX_4090, **own)
+
+
 def test_what_does_not_fit_is_said_in_a_comparison():
     tiny = [
         mt.Hardware(
