@@ -1,7 +1,7 @@
 """Loss and optimizer, cut by the same groups of parameters: the ones that travel together."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -39,16 +39,51 @@ class Cut:
     optimizer: OptimizerCut
 
 
+class KnownOptimizers:
+    """Optimizers that were cut for earlier runs, known again by all that a cut depends on."""
+
+    def __init__(self):
+        """Knows none yet."""
+        self._cuts: dict[Hashable, tuple[optax.GradientTransformation, OptimizerCut]] = {}
+
+    def cut(
+        self,
+        optimizer: optax.GradientTransformation,
+        params_tree: Callable[[Sequence[Any]], Any],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        leaves: Sequence[Leaf],
+        group_of: Sequence[int],
+        num_groups: int,
+    ) -> OptimizerCut:
+        """Cuts an optimizer; see `cut_optimizer`."""
+        tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
+        sizes = tuple((x.shape, x.dtype) for x in shapes)
+        key = id(optimizer), tree, sizes, tuple(leaves), tuple(group_of), num_groups
+        if key not in self._cuts:
+            found = cut_optimizer(optimizer, params_tree, shapes, leaves, group_of, num_groups)
+            # Held, or another optimizer might get its id.
+            self._cuts[key] = optimizer, found
+        return self._cuts[key][1]
+
+
 def cut_run(
     adapted: AdaptedModel,
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
+    known: KnownOptimizers,
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
     Layers stacked in one array become leaves of their own. Layers that a loss takes by hand stay in
     one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
+
+    Args:
+        adapted: The model.
+        traced: The loss.
+        optimizer: The optimizer.
+        options: Options of the run.
+        known: Optimizers of runs before, which gets this one, too.
 
     Raises:
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
@@ -56,13 +91,13 @@ def cut_run(
     trained = trainable_mask(options.trainable, adapted.paths)
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
     try:
-        return _cut(adapted, traced, optimizer, options, trained, every)
+        return _cut(adapted, traced, optimizer, options, known, trained, every)
     except CoupledGroupsError as error:
         # The second try still cuts what scans take: without other stacks it would fail likewise.
         if every == scanned:
             raise
         reason = str(error)
-    found = _cut(adapted, traced, optimizer, options, trained, scanned)
+    found = _cut(adapted, traced, optimizer, options, known, trained, scanned)
     warning = f"layers in one array were left together: {reason}"
     return dataclasses.replace(found, program=found.program.warning(warning))
 
@@ -72,6 +107,7 @@ def _cut(
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
+    known: KnownOptimizers,
     trained: Sequence[bool],
     stacks: Sequence[Stack],
 ) -> Cut:
@@ -83,7 +119,7 @@ def _cut(
     if options.microbatches > 1:
         _refuse_batch_statistics(adapted, program)
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision, known)
     # A step is skipped as a whole, so all gradients have to be known before any group is updated.
     if options.on_nonfinite == "skip":
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
@@ -97,6 +133,7 @@ def _cut_optimizer(
     grouping: Grouping,
     trained: Sequence[bool],
     precision: Precision,
+    known: KnownOptimizers,
 ) -> OptimizerCut:
     """Cuts the update of what is trained; to Optax the rest is masked, as with `optax.masked`."""
     parameters = [p for p, trains in enumerate(trained) if trains]
@@ -109,7 +146,7 @@ def _cut_optimizer(
     rows = [
         (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
     ]
-    return cut_optimizer(
+    return known.cut(
         optimizer,
         params_tree,
         [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters],

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import get_context
 
@@ -46,7 +46,7 @@ def _print_largest(settings: PlanSettings) -> int:
     print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
     found = 0
     # Each size is printed as soon as it and those before it are found.
-    for line in filter(None, _lines(settings, planner.machine)):
+    for line in filter(None, _lines(settings, planner)):
         print(line, flush=True)
         found += 1
     if not found:
@@ -61,18 +61,24 @@ def _smallest(planner: Planner) -> mt.Plan:
     return planner.plan(config, planner.settings.least_rows, planner.settings.length, least=True)
 
 
-def _lines(settings: PlanSettings, machine: mt.Hardware) -> Iterator[str | None]:
-    """The lines of all sizes; searches take seconds of Python, so each has a process of its own."""
-    line = partial(_line, settings, machine)
+def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:
+    """The lines of all sizes; searches take seconds of Python: where they can, in processes."""
+    line = partial(_line, settings, planner.machine)
     kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
-    workers = min(len(kinds), len(os.sched_getaffinity(0)))
-    if workers == 1:
-        yield from map(line, kinds)
-        return
-    # Not forked: JAX has threads. And no plan needs the GPU, which one process may have for itself.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_use_cpu) as pool:
-        yield from pool.map(line, kinds)
+    others = min(len(kinds), len(os.sched_getaffinity(0))) - 1
+    # Those that stay here share what doesn't depend on the batch.
+    here, elsewhere = kinds[: len(kinds) - others], kinds[len(kinds) - others :]
+    with ExitStack() as stack:
+        found: Iterator[str | None] = iter(())
+        if elsewhere:
+            # Not forked: JAX has threads. And no plan needs the GPU, which one process may have for
+            # itself.
+            context = get_context("spawn")
+            pool = ProcessPoolExecutor(others, mp_context=context, initializer=_use_cpu)
+            found = stack.enter_context(pool).map(line, elsewhere)
+        for kind in here:
+            yield _found(planner, kind)
+        yield from found
 
 
 def _use_cpu() -> None:
@@ -80,9 +86,13 @@ def _use_cpu() -> None:
 
 
 def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
-    config = None if settings.model is None else config_of(settings.model)
     with _no_collections():
-        size = largest_size(Planner(settings, machine), kind, settings.model, config)
+        return _found(Planner(settings, machine), kind)
+
+
+def _found(planner: Planner, kind: str) -> str | None:
+    name = planner.settings.model
+    size = largest_size(planner, kind, name, None if name is None else config_of(name))
     return size and str(size)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.build.cut import KnownOptimizers
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, known_model
 from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.cli.recipe import (
@@ -24,6 +25,7 @@ from megatrain_jax._src.cli.sizes import batch_shapes, budget_of, bytes_of
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.planning import planned
 
 _NAMES = ", ".join(KNOWN_MODELS)
 # No host with a GPU has less; a number without a unit is bytes.
@@ -140,6 +142,7 @@ class Planner:
         }
         # No plan depends on the rate.
         self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)
+        self._known = KnownOptimizers()
 
     def plan(
         self, config: models.DecoderConfig, rows: int, length: int, *, least: bool = False
@@ -156,11 +159,12 @@ class Planner:
         # Whether a size fits at all is decided by the least budget; a plan of it takes less time.
         if least and options["device_budget"] is None:
             options["device_budget"] = "least"
-        return mt.plan(
+        return planned(
             lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
             models.next_token_loss,
             self._optimizer,
             batch_shapes(rows, length),
+            self._known,
             **options,
         )
 
