@@ -27,8 +27,9 @@ from megatrain_jax._src.cli.largest import (
     shallow,
 )
 from megatrain_jax._src.cli.main import main
-from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
-from megatrain_jax._src.cli.sizes import batch_shapes
+from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.planner import Planner, config_of
+from megatrain_jax._src.cli.shapes import batch_shapes
 from published import num_parameters
 
 TINY = {
@@ -148,6 +149,7 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
         (["plan", "--gpuss", "H100"], "unrecognized arguments: --gpuss H100"),
         (["plan", "--device-budget", "most", "--gpu=H100"], "`device_budget` must be bytes"),
         (["plan", "--config", "there/is/none.yaml"], "none.yaml"),
+        (["plan", "--gpu=H100", "Phi-2", "Phi-4"], "Phi-2 and Phi-4 are given without an option, "),
     ],
 )
 def test_what_is_asked_wrongly_is_told_in_a_line(arguments, message, capsys):
@@ -163,7 +165,7 @@ def test_a_printed_configuration_is_read_again(tiny, tmp_path, capsys):
     assert "# Tokens of a row." in written and "length: 256\n" in written
     file = tmp_path / "plan.yaml"
     file.write_text(written)
-    assert main(["plan", "--config", str(file), "--length", "512"]) == 0
+    assert main(["plan", "--config", str(file), "--length", "512", str(tiny)]) == 0
     assert "1 row of 512 tokens a step, on NVIDIA L40S" in capsys.readouterr().out
     file.write_text("lenght: 256\n")
     assert main(["plan", "--config", str(file)]) == 2
@@ -315,14 +317,18 @@ def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
     assert "Nothing fits: host memory is what lacks. " in capsys.readouterr().out
 
 
-def test_importing_the_library_imports_no_command_line():
+def test_the_library_needs_no_command_line_and_what_is_asked_wrongly_no_jax():
     code = (
         "import sys, megatrain_jax;"
         "assert not [m for m in sys.modules if 'jsonargparse' in m or '_src.cli' in m];"
-        "from megatrain_jax._src.cli.main import main; sys.exit(main(['--version']))"
+        "from megatrain_jax._src.cli.main import main;"
+        "assert main(['--help']) == main(['plan', '--help']) == main(['finetune', '--help']) == 0;"
+        "assert main(['pretrain']) == main(['plan', '--gpus', 'two']) == main(['plan', 'Qw']) == 2;"
+        "assert not {'jax', 'flax', 'optax', 'transformers'} & {*sys.modules};"
+        "print(); sys.exit(main(['--version']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{mt.__version__}\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith(f"\n{mt.__version__}\n"), done.stderr
 
 
 def test_the_package_is_the_command(monkeypatch, capsys):

@@ -6,12 +6,11 @@ from typing import Any, Unpack
 
 import optax
 
-from megatrain_jax._src.build.cut import KnownOptimizers
 from megatrain_jax._src.build.options import MachineOptions, Options, PlanArguments, shows
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.planning import plan, planned
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
-from megatrain_jax._src.report.plan import Plan
 from megatrain_jax._src.state.hardware import Hardware
 
 
@@ -89,13 +88,8 @@ def compare_plans(
     for name in parts:
         if name not in fixed and name not in axes:
             raise TypeError(f"compare_plans() needs `{name}`, as an argument or in `over`")
-    known = KnownOptimizers()
-
-    def planned_with(**given: Any) -> Plan:
-        values = {**fixed, **given}
-        return planned(*(values.pop(name) for name in parts), known, **values)
-
-    return compare(axes, planned_with)
+    with remembering():
+        return compare(axes, lambda **given: plan(**{**fixed, **given}))
 
 
 def _axes(over: Any) -> dict[str, dict[str, Any]]:

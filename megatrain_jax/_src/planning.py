@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.budget import fit_to_device
-from megatrain_jax._src.build.cut import KnownOptimizers
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
 from megatrain_jax._src.build.options import (
@@ -80,28 +79,6 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    return planned(model, loss_fn, optimizer, sample_batch, KnownOptimizers(), **options)
-
-
-def planned(
-    model: Any,
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    sample_batch: Any,
-    known: KnownOptimizers,
-    /,
-    **options: Unpack[PlanArguments],
-) -> Plan:
-    """Makes one of several plans; see `plan`.
-
-    Args:
-        model: See `plan`.
-        loss_fn: See `plan`.
-        optimizer: See `plan`.
-        sample_batch: See `plan`.
-        known: Optimizers of the plans before, which gets this one's, too.
-        options: See `plan`.
-    """
     run = options_of(plan, Options, options)
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
@@ -114,6 +91,6 @@ def planned(
         widest_heads = machine.widest_heads
     with planned_for(widest_heads):
         adapted, _ = adapt(model, loss_fn, sample_batch, run.seed)
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run, known)
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
         usable = machine and machine.usable_bytes
         return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))

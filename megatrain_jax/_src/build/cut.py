@@ -1,7 +1,7 @@
 """Loss and optimizer, cut by the same groups of parameters: the ones that travel together."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from megatrain_jax._src.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.remembering import remembered
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
@@ -39,51 +40,16 @@ class Cut:
     optimizer: OptimizerCut
 
 
-class KnownOptimizers:
-    """Optimizers that were cut for earlier runs, known again by all that a cut depends on."""
-
-    def __init__(self):
-        """Knows none yet."""
-        self._cuts: dict[Hashable, tuple[optax.GradientTransformation, OptimizerCut]] = {}
-
-    def cut(
-        self,
-        optimizer: optax.GradientTransformation,
-        params_tree: Callable[[Sequence[Any]], Any],
-        shapes: Sequence[jax.ShapeDtypeStruct],
-        leaves: Sequence[Leaf],
-        group_of: Sequence[int],
-        num_groups: int,
-    ) -> OptimizerCut:
-        """Cuts an optimizer; see `cut_optimizer`."""
-        tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
-        sizes = tuple((x.shape, x.dtype) for x in shapes)
-        key = id(optimizer), tree, sizes, tuple(leaves), tuple(group_of), num_groups
-        if key not in self._cuts:
-            found = cut_optimizer(optimizer, params_tree, shapes, leaves, group_of, num_groups)
-            # Held, or another optimizer might get its id.
-            self._cuts[key] = optimizer, found
-        return self._cuts[key][1]
-
-
 def cut_run(
     adapted: AdaptedModel,
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
-    known: KnownOptimizers,
 ) -> Cut:
     """Cuts loss and optimizer by the same groups.
 
     Layers stacked in one array become leaves of their own. Layers that a loss takes by hand stay in
     one array if the optimizer needs several of them: Muon makes a matrix of a stack of biases.
-
-    Args:
-        adapted: The model.
-        traced: The loss.
-        optimizer: The optimizer.
-        options: Options of the run.
-        known: Optimizers of runs before, which gets this one, too.
 
     Raises:
         ValueError: If the loss has no gradient, or the options don't allow this model or optimizer.
@@ -91,13 +57,13 @@ def cut_run(
     trained = trainable_mask(options.trainable, adapted.paths)
     every, scanned = traced.stacks.stacks, traced.stacks.scanned
     try:
-        return _cut(adapted, traced, optimizer, options, known, trained, every)
+        return _cut(adapted, traced, optimizer, options, trained, every)
     except CoupledGroupsError as error:
         # The second try still cuts what scans take: without other stacks it would fail likewise.
         if every == scanned:
             raise
         reason = str(error)
-    found = _cut(adapted, traced, optimizer, options, known, trained, scanned)
+    found = _cut(adapted, traced, optimizer, options, trained, scanned)
     warning = f"layers in one array were left together: {reason}"
     return dataclasses.replace(found, program=found.program.warning(warning))
 
@@ -107,7 +73,6 @@ def _cut(
     traced: TracedLoss,
     optimizer: optax.GradientTransformation,
     options: Options,
-    known: KnownOptimizers,
     trained: Sequence[bool],
     stacks: Sequence[Stack],
 ) -> Cut:
@@ -119,7 +84,7 @@ def _cut(
     if options.microbatches > 1:
         _refuse_batch_statistics(adapted, program)
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
-    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision, known)
+    update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
     # A step is skipped as a whole, so all gradients have to be known before any group is updated.
     if options.on_nonfinite == "skip":
         update = dataclasses.replace(update, deferred=True, guarded=True, skips=True)
@@ -133,7 +98,6 @@ def _cut_optimizer(
     grouping: Grouping,
     trained: Sequence[bool],
     precision: Precision,
-    known: KnownOptimizers,
 ) -> OptimizerCut:
     """Cuts the update of what is trained; to Optax the rest is masked, as with `optax.masked`."""
     parameters = [p for p, trains in enumerate(trained) if trains]
@@ -146,14 +110,23 @@ def _cut_optimizer(
     rows = [
         (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
     ]
-    return known.cut(
-        optimizer,
-        params_tree,
-        [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters],
-        [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows],
-        [g for _, g in rows],
-        len(grouping.names),
-    )
+    shapes = [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters]
+    of_optax = [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows]
+    group_of, num_groups = [g for _, g in rows], len(grouping.names)
+
+    def key() -> Hashable:
+        tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
+        sizes = tuple((x.shape, x.dtype) for x in shapes)
+        return id(optimizer), tree, sizes, tuple(of_optax), tuple(group_of), num_groups
+
+    def cut() -> tuple[optax.GradientTransformation, OptimizerCut]:
+        # With the optimizer, which no other one shares its id with while it is held.
+        return optimizer, cut_optimizer(
+            optimizer, params_tree, shapes, of_optax, group_of, num_groups
+        )
+
+    # No batch changes it, so that plans for many of them have it in common.
+    return remembered(key, cut)[1]
 
 
 def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:

@@ -22,7 +22,7 @@ from megatrain_jax._src.build.codecs import (
     master_codecs,
     state_codecs,
 )
-from megatrain_jax._src.build.cut import Cut, KnownOptimizers, cut_run
+from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.program.blocks import Leaf
@@ -132,7 +132,6 @@ def make_run_spec(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
-    known: KnownOptimizers | None = None,
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
 
@@ -143,7 +142,6 @@ def make_run_spec(
         sample_batch: See `Trainer`.
         options: Options of the run. An automatic budget is the least here, since what the device
             has left is known only once there are functions; see `fit_to_device`.
-        known: Optimizers of runs before; None for none.
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
@@ -152,7 +150,7 @@ def make_run_spec(
     # "least" is the only word.
     budget = None if isinstance(options.device_budget, str) else options.device_budget
     traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
-    cut = cut_run(adapted, traced, optimizer, options, known or KnownOptimizers())
+    cut = cut_run(adapted, traced, optimizer, options)
     layouts = _layouts(cut, options)
     first = _bind(
         (batch_key(sample_batch), True, loss_fn),

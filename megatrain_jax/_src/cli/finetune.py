@@ -7,11 +7,11 @@ from pathlib import Path
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives, training
+from megatrain_jax._src.cli.choices import Frozen
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.recipe import Frozen
 from megatrain_jax._src.cli.run_data import common_options, summarised
-from megatrain_jax._src.cli.sizes import batch_shapes
+from megatrain_jax._src.cli.shapes import batch_shapes
 
 # Pairs of answers of a row that a plan counts on before the data is read. Nothing large has them.
 _PAIRS = 8

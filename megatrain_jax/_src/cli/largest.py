@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from megatrain_jax import Plan
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
-from megatrain_jax._src.cli.planner import Planner, config_of, rows_of
+from megatrain_jax._src.cli.plan_settings import rows_of
+from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax.models import DecoderConfig
 

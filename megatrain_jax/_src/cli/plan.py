@@ -15,12 +15,14 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
 from megatrain_jax._src.cli.largest import fits, largest_size
-from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
+from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.planner import Planner, config_of
+from megatrain_jax._src.common.remembering import remembering
 
 
 def run(settings: PlanSettings) -> int:
     """Prints a plan, or the largest sizes that fit; returns 1 if nothing does, and else 0."""
-    with _no_collections():
+    with _many_plans():
         if settings.model is None or settings.tokens is None:
             return _print_largest(settings)
         return _print_plan(settings, settings.model, settings.tokens)
@@ -86,7 +88,7 @@ def _use_cpu() -> None:
 
 
 def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
-    with _no_collections():
+    with _many_plans():
         return _found(Planner(settings, machine), kind)
 
 
@@ -97,12 +99,16 @@ def _found(planner: Planner, kind: str) -> str | None:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Leaves cyclic garbage, half a GiB at most: to look for it takes a sixth of the time."""
+def _many_plans() -> Iterator[None]:
+    """Has plans share what they have in common, and leaves cyclic garbage.
+
+    That is half a GiB at most, and to look for it takes a sixth of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with remembering():
+            yield
     finally:
         if enabled:
             gc.enable()

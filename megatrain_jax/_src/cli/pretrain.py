@@ -10,11 +10,11 @@ from flax import nnx
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives, training
+from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.planner import config_values
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.run_data import common_options, summarised
-from megatrain_jax._src.cli.sizes import batch_shapes
+from megatrain_jax._src.cli.shapes import batch_shapes
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatrain_jax._src.cli.choices import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.needs import check_needed
-from megatrain_jax._src.cli.recipe import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.sizes import budget_of
 from megatrain_jax._src.common import checks
 
