@@ -1,4 +1,4 @@
-"""What several plans have in common, made once: each asks for it again."""
+"""Parts that several plans have in common, made once: each plan asks for them again."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
