@@ -83,6 +83,8 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
         "lora_targets": "self_attn/(q|v)_proj",
         "export_as": "both",
         "logs": ["csv", "jsonl"],
+        "samples": ["count from 3", "please"],
+        "sample_tokens": 5,
     }
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert trained("finetune", given, whole, **settings) == 0
@@ -98,7 +100,8 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     printed = capsys.readouterr().out
     assert "interrupted after step" in printed and not (parted / "adapter").exists()
     assert trained("finetune", given, parted, **settings) == 0
-    assert "went on after step" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "went on after step" in printed
 
     # What was interrupted is what wasn't, to the bit.
     one, other = (report_of(out)["history"] for out in (whole, parted))
@@ -116,6 +119,20 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     assert loss_of(adapted, tokens) == pytest.approx(loss_of(merged, tokens), rel=1e-5)
     with adapted.disable_adapter():
         assert loss_of(adapted, tokens) != pytest.approx(loss_of(merged, tokens), rel=1e-3)
+
+    # What prompts were continued with is what Transformers continues them with.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
+    last = report_of(whole)["history"][-1]["samples"]
+    for sample, prompt in zip(last, settings["samples"], strict=True):
+        asked = [{"role": "user", "content": prompt}]
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        given_ids = tokenizer.apply_chat_template(asked, **options)
+        out = merged.generate(**given_ids, max_new_tokens=5, do_sample=False)[0]
+        text = tokenizer.decode(out[given_ids["input_ids"].shape[1] :])
+        expected = text.removesuffix(tokenizer.eos_token).strip()
+        assert sample == {"prompt": prompt, "temperature": 0.0, "text": expected}
+        assert f"    {prompt}▸{expected}\n" in printed
+        assert f"  prompt: {prompt}\n" in (parted / "log.csv.txt").read_text()
 
     # Both logs have what the report has; that of the run in two parts is one.
     for out in (whole, parted):
@@ -228,6 +245,11 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
         ({"final_rate": 0.2, "decay": "constant"}, "`final_rate`=0.2 counts only with a rate that"),
         ({"held_out": 0.3, "eval_data": "x"}, "`held_out`=0.3 counts only with documents of"),
         ({"data": []}, "`data` is empty"),
+        ({"sample_tokens": 4}, "`sample_tokens`=4 counts only with prompts: say `samples`"),
+        ({"sample_temperatures": [1.0]}, "`sample_temperatures`=[1.0] counts only with prompts"),
+        ({"samples": "count", "held_out": 0}, "`samples` are of evaluations: say `held_out`"),
+        ({"samples": []}, "`samples` must be prompts that are not empty"),
+        ({"samples": "x", "chat_template": "{{ 1 // 0 }}"}, "makes no question of `samples`: "),
     ],
 )
 def test_what_does_not_go_together_is_told(given, tmp_path, settings, message, capsys):
@@ -263,4 +285,6 @@ def test_sizes_and_tokenizers_are_checked_first(
 def test_a_flag_needs_no_value(tmp_path, capsys):
     words = ["finetune", "--model", "m", "--data", "d", "--out", str(tmp_path), "--keep-best"]
     assert main([*words, "--eval-every", "2", "--print-config"]) == 0
-    assert "\nkeep_best: true\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nkeep_best: true\n" in printed
+    assert "# Prompts that are continued at each evaluation, one or several" in printed

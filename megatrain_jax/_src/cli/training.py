@@ -17,7 +17,7 @@ from megatrain_jax._src.cli.devices import num_gpus
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.figures import Laps, figures
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.logs import make_logs
+from megatrain_jax._src.cli.logs import make_logs, make_samples
 from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
 from megatrain_jax._src.cli.run_data import RunData, check_files, read
@@ -53,7 +53,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         check_files(settings)
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
-        logs = make_logs(settings, folder, identity)
+        logs = [*make_samples(settings, job), *make_logs(settings, folder, identity)]
         options = _options(settings, job)
         print(_plan(settings, job, options), flush=True)
         laps.lap("plan")
