@@ -234,8 +234,14 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
         ({"keep_best": True, "eval_every": 1, "checkpoints": False}, "needs `checkpoints`"),
         ({"logs": "csv", "wandb": {"project": "mine"}}, "`logs` has no wandb"),
         ({"logs": "mlflow", "mlflow": {"project": "mine"}}, "unexpected keyword argument"),
-        ({"logs": "mlflow", "mlflow": {"tracking_uri": "nosuch://x"}}, "MLflow can't use `tracking_ur"),
-        ({"logs": "wandb", "wandb": {"projct": "mine"}}, "no argument `projct`; did you mean `proj"),
+        (
+            {"logs": "mlflow", "mlflow": {"tracking_uri": "nosuch://x"}},
+            "MLflow can't use `tracking_ur",
+        ),
+        (
+            {"logs": "wandb", "wandb": {"projct": "mine"}},
+            "no argument `projct`; did you mean `proj",
+        ),
         ({"format": "text", "merge": " "}, "`merge`=  counts only with conversations"),
         ({"format": "text", "train_on": "all"}, "`train_on`=all counts only with conversations"),
         ({"lora_alpha": 8}, "`lora_alpha`=8.0 counts only with adapters: say `lora_rank`"),
