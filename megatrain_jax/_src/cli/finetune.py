@@ -48,14 +48,19 @@ def prepare(settings: FinetuneSettings) -> Job:
         )
         model, params = adapted.model, adapted.params
         trainable = "|".join([adapted.trainable, *([trainable] if trainable else [])])
-    is_dpo = settings.objective == "dpo"
+    is_dpo, is_stored = settings.objective == "dpo", settings.stores_reference
     return Job(
         model=model,
         params=params,
         trainable=trainable,
         frozen=_frozen(settings, pretrained.config),
-        loss_fn=objectives.preferred(settings.beta) if is_dpo else objectives.next_token,
-        shapes=batch_shapes(settings.batch, settings.length, _PAIRS if is_dpo else 0),
+        loss_fn=objectives.preferred(settings.beta, is_stored=is_stored)
+        if is_dpo
+        else objectives.next_token,
+        shapes=batch_shapes(
+            settings.batch, settings.length, _PAIRS if is_dpo else 0, has_reference=is_stored
+        ),
+        reference=settings.model if is_stored else None,
         prompting=lambda: _prompting(settings),
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),

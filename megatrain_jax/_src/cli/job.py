@@ -23,6 +23,8 @@ class Job:
         frozen: Form of the other parameters at rest.
         loss_fn: The loss. One of its metrics is `tokens`, the tokens that are no padding.
         shapes: Shapes of a batch.
+        reference: Folder of the checkpoint by which a reference's numbers are computed before
+            training; None where the loss needs none.
         prompting: Function that gives the tokenizer by which prompts are continued, and turns a
             prompt into what it continues.
         dataset: Function from files, and how often they are seen, to their batches.
@@ -36,6 +38,7 @@ class Job:
     frozen: Frozen | None = None
     loss_fn: Callable[..., Any]
     shapes: Mapping[str, jax.ShapeDtypeStruct]
+    reference: str | None = None
     prompting: Callable[[], tuple[Any, Callable[[str], Any]]]
     dataset: Callable[[Sequence[str] | str, int | None], data.Dataset]
     export: Callable[[mt.Trainer, str, Path, str | None], Path]
