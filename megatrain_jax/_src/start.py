@@ -133,7 +133,8 @@ def _started(
                 free = min(processes.gather("asking for free device memory", free))
             if has_gpu:
                 spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
-            check_device(make_plan(spec, *processes.spread), free)
+            values = spec.first.program.values
+            check_device(make_plan(spec, *processes.spread), free, values)
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)

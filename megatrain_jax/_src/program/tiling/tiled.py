@@ -17,6 +17,8 @@ _TRIED = 3  # ways to divide that are compared by the memory they need
 _COMPARED = 64  # tiles in which they are compared, or in as many as they can have
 _FAR_LESS = 0.8  # share of another one's memory below which a way that reaches less is taken
 _MANY = 2**20  # tiles of which one takes next to nothing
+# The smallest numbers of tiles: a number of rows without one of these factors is not divided.
+FACTORS = (2, 3, 5, 7)
 _WORTH = 0.9  # share of the whole's memory above which tiles are not worth their time
 _SMALL = 64  # a loop within which less than this part of the whole's memory lives is no loop
 
@@ -81,7 +83,7 @@ def tile_counts(jaxpr: Any, *, num_devices: int = 1) -> tuple[int, ...]:
     They are the divisors of the number of rows that are multiples of its first prime factor.
     """
     flow = flow_of(jaxpr)
-    for prime in (2, 3, 5, 7):
+    for prime in FACTORS:
         found = _best(jaxpr, flow, prime, num_devices, at_least=_MANY)
         if found is not None:
             most = found.num_rows // num_devices
