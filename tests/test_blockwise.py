@@ -58,8 +58,8 @@ def test_levels_are_those_of_the_code(code, bits, signed):
 def test_zeros_and_largest_numbers_stay_whatever_is_drawn(code, bits, signed, drawn, monkeypatch):
     """Others become one of the two levels beside them, and nothing overflows."""
 
-    def drawing(draw, size):
-        return np.full(size, drawn, np.uint32)
+    def drawing(draw, numbers):
+        return np.full(numbers.shape, drawn, np.uint32)
 
     monkeypatch.setattr("megatrain_jax._src.state.blockwise.random_bits", drawing)
     codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
@@ -70,7 +70,8 @@ def test_zeros_and_largest_numbers_stay_whatever_is_drawn(code, bits, signed, dr
     for scale in (1.0, 2.0**60, 3e38, 1e-30):
         x = (rows * np.float32(scale)).reshape(-1)
         with np.errstate(all="raise", under="ignore"):
-            found = codec.decode(codec.encode(x, draw), np.float32)
+            draws = draw, np.arange(x.size, dtype=np.uint32)
+            found = codec.decode(codec.encode(x, draws), np.float32)
         assert np.isfinite(found).all() and (found[x == 0] == 0).all()
         np.testing.assert_array_equal(found[::BLOCK], x[::BLOCK])
         off = np.abs(found.astype(np.float64) - x) / scale
@@ -141,7 +142,8 @@ def test_stochastic_codes_are_right_in_the_mean(code, bits, signed):
     codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
     x, repeats = numbers(3, signed, 2), 2048
     draw = draw_of(jax.random.key(3), jnp.int32(5), jnp.uint32(1))
-    arrays = jax.jit(lambda x: codec.encode(x, draw))(np.tile(x, repeats))
+    numbered = jnp.arange(x.size * repeats, dtype=jnp.uint32)
+    arrays = jax.jit(lambda x: codec.encode(x, (draw, numbered)))(np.tile(x, repeats))
     values = np.asarray(codec.decode(arrays, jnp.float32)).astype(np.float64).reshape(repeats, -1)
     levels = codec.levels().astype(np.float64)
     scales = np.repeat(np.abs(x).reshape(-1, BLOCK).max(axis=1), BLOCK).astype(np.float64)

@@ -4,6 +4,7 @@ nothing behind on the device.
 The CPU has no memory statistics, and there operations on arrays in host memory succeed silently.
 """
 
+import dataclasses
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from flax import nnx
 import megatrain_jax as mt
 from inside import store_of
 from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.kernels import pieces
 from megatrain_jax._src.startup import allocator
 from oracle import train_plain
 from zoo import CASES, token_batch
@@ -82,13 +84,15 @@ def float_batch(dim: int, seed: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": np.sin(x[:, 0])}
 
 
-def mlp_trainer(dim: int, num_blocks: int, optimizer: str, device_budget: Any) -> mt.Trainer:
+def mlp_trainer(
+    dim: int, num_blocks: int, optimizer: str, device_budget: Any, precision: mt.Precision = FP32
+) -> mt.Trainer:
     return mt.Trainer(
         lambda: MLP(dim, num_blocks),
         squared_error,
         OPTIMIZERS[optimizer](),
         float_batch(dim, 0),
-        precision=FP32,
+        precision=precision,
         device_budget=device_budget,
     )
 
@@ -170,6 +174,22 @@ def test_budgets_do_not_change_a_bit(optimizer):
     assert traffic[0] > traffic[1] > traffic[2] == 0
     for run in runs[1:]:
         assert_equal_trees(run, runs[0])
+
+
+def test_budgets_do_not_change_a_bit_of_codes_in_pieces(monkeypatch):
+    batches = [float_batch(256, seed) for seed in range(NUM_STEPS)]
+    compact = dataclasses.replace(mt.Precision.compact(), compute=jnp.float32)
+    runs = []
+    for piece, budget in ((pieces.PIECE, "least"), (2**16, "least"), (2**16, 10**15)):
+        monkeypatch.setattr(pieces, "PIECE", piece)
+        trainer = mlp_trainer(256, 6, "deferred", budget, compact)
+        assert trainer.plan.host_bytes < 5 * trainer.plan.num_parameters
+        rows = run_steps(trainer, batches)
+        runs.append((rows, trainer.params, trainer.opt_state))
+    whole, streamed, resident = runs
+    assert_equal_trees(streamed, resident)
+    losses = [[row["loss"] for row in run[0]] for run in (whole, streamed)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 def device_bytes(name: str) -> int:

@@ -334,7 +334,7 @@ def test_all_rows_are_rows_of_the_tables(monkeypatch):
     tables = {
         "updates": updates.rows(shape),
         "batches": batches.rows(shape),
-        "small_gpu": small_gpu.rows(shape, 4, 10.0),
+        "small_gpu": small_gpu.rows(shape, 4, 10.0, {}, compact=False),
         "large": large.rows("qwen2.5-7b-untied", 32),
     }
     names = {table: {row.name for row in rows} for table, rows in tables.items()}

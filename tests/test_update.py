@@ -48,8 +48,9 @@ def random_arguments(layout, part, num_messages, seed=0):
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
 def test_whole_slabs_get_what_their_leaves_get(name):
     for part, layout, num_messages in parts_of(OPTIMIZERS[name]):
-        whole = updates._update_of_slabs(part, layout)
-        assert whole is not None
+        elements = updates._update_of_elements(part, layout)
+        assert elements is not None
+        whole = updates._update_of_slabs(elements, layout)
         args = random_arguments(layout, part, num_messages)
         mine = jax.jit(whole)(*args)
         theirs = jax.jit(updates._update_of_leaves(part, layout))(*args)
@@ -68,7 +69,7 @@ def test_whole_slabs_get_what_their_leaves_get(name):
 @pytest.mark.parametrize("name", sorted(NOT_ELEMENTWISE))
 def test_what_mixes_elements_stays_leaf_by_leaf(name):
     assert all(
-        updates._update_of_slabs(part, layout) is None
+        updates._update_of_elements(part, layout) is None
         for part, layout, _ in parts_of(OPTIMIZERS[name])
     )
 
@@ -85,7 +86,7 @@ def test_an_array_for_each_leaf_is_not_one_number():
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
     for part, layout, _ in parts_of(shifted):
-        assert updates._update_of_slabs(part, layout) is None
+        assert updates._update_of_elements(part, layout) is None
 
 
 @pytest.mark.parametrize("name", ["adamw_schedule", "masked_tree", "lion"])

@@ -19,6 +19,9 @@ FOLDER = Path(__file__).parent
 Column = tuple[str, Callable[[Result], str]]
 Option = str | int | float
 
+COMPACT: Mapping[str, Option] = {"master": "bfloat16", "state": "int8"}
+"""Options of `measure.py` for `Precision.compact()`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

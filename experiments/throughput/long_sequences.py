@@ -8,6 +8,7 @@ and its name says so.
 from typing import Any
 
 from common import (
+    COMPACT,
     PEAK_HOST,
     STANDARD,
     TFLOPS_WITH_ATTENTION,
@@ -20,7 +21,6 @@ from common import (
 from shapes import SHAPES
 
 _TOKENS = (131_072, 262_144, 524_288, 1_048_576)
-_COMPACT = {"master": "bfloat16", "state": "int8"}
 
 
 def tiles(result: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def rows(shape: str, layers: int | None, lengths: list[int], budget: str) -> lis
             options["layers"] = layers
         name = f"{length:,} tokens" + (f", {layers} layers" if some else "")
         found.append(Row(name=name, options=options))
-        found.append(Row(name=f"{name}, compact", options={**options, **_COMPACT}))
+        found.append(Row(name=f"{name}, compact", options={**options, **COMPACT}))
     return found
 
 

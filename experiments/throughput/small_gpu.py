@@ -7,8 +7,9 @@ in time, not what a cheaper GPU reaches.
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 
-from common import LINK_SHARE, STANDARD, Option, Row, add_shape, parser, run_table
+from common import COMPACT, LINK_SHARE, STANDARD, Option, Row, add_shape, parser, run_table
 
 _CLIP = 1.0
 
@@ -28,18 +29,31 @@ def fraction_of_device(gib: float) -> float:
     return gib * 1024 / total_mib
 
 
-def rows(shape: str, microbatches: int, gib: float) -> list[Row]:
-    """Returns the table's rows: two without the limit, as yardsticks, and the limited ones."""
+def rows(
+    shape: str, microbatches: int, gib: float, sizes: Mapping[str, Option], compact: bool
+) -> list[Row]:
+    """Returns the table's rows: two without the limit, as yardsticks, and the limited ones.
+
+    Args:
+        shape: Name of the shape.
+        microbatches: Parts that a batch is split into.
+        gib: Device memory that JAX may use.
+        sizes: Sizes that differ from the shape's.
+        compact: Whether the limited rows hold masters in bfloat16 and state in 8 bits.
+    """
     limit = {"XLA_CLIENT_MEM_FRACTION": f"{fraction_of_device(gib):.6f}"}
     whole = "all state resident, no limit, 1 microbatch"
     parts = f"all state resident, no limit, {microbatches} microbatches"
-    resident: dict[str, Option] = {"shape": shape, "device-budget": "all"}
+    resident: dict[str, Option] = {"shape": shape, **sizes, "device-budget": "all"}
     # Fewer logits at once, as they and the head's gradient would be the largest temporaries.
     limited: dict[str, Option] = {
         "shape": shape,
+        **sizes,
         "microbatches": microbatches,
         "loss-tokens": 256,
     }
+    if compact:
+        limited |= COMPACT
     found = [
         Row(name=whole, options=resident, yardstick=parts),
         Row(name=parts, options={**resident, "microbatches": microbatches}, yardstick=parts),
@@ -47,7 +61,7 @@ def rows(shape: str, microbatches: int, gib: float) -> list[Row]:
     for budget in ("least", "auto"):
         for clip in (None, _CLIP):
             options = {**limited, "device-budget": budget}
-            name = f"{gib:g} GiB, {budget}"
+            name = f"{gib:g} GiB, {budget}" + (", compact" if compact else "")
             if clip is not None:
                 options["clip"] = clip
                 name += f", clip {clip:g}"
@@ -61,8 +75,13 @@ def main() -> None:
     add_shape(options)
     options.add_argument("--microbatches", type=int, default=4)
     options.add_argument("--gib", type=float, default=10.0, help="device memory JAX may use")
+    for size in ("batch", "seq"):
+        options.add_argument(f"--{size}", type=int, help="see measure.py")
+    options.add_argument("--compact", action="store_true", help="bfloat16 masters, 8-bit state")
     args = options.parse_args()
-    run_table(rows(args.shape, args.microbatches, args.gib), args, (*STANDARD, LINK_SHARE))
+    sizes = {name: getattr(args, name) for name in ("batch", "seq") if getattr(args, name)}
+    found = rows(args.shape, args.microbatches, args.gib, sizes, args.compact)
+    run_table(found, args, (*STANDARD, LINK_SHARE))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel, placed
+from megatrain_jax._src.kernels.pieces import Compute, is_coded, update_in_pieces
 from megatrain_jax._src.kernels.reducing import measured, reduction
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -176,7 +177,12 @@ def _key() -> jax.ShapeDtypeStruct:
 
 def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
-    compute = _update_of_slabs(fragment, layout) or _update_of_leaves(fragment, layout)
+    elements = _update_of_elements(fragment, layout)
+    if elements is not None and is_coded(layout):
+        return update_in_pieces(elements, layout, guarded)
+    compute = _update_of_leaves(fragment, layout)
+    if elements is not None:
+        compute = _update_of_slabs(elements, layout)
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         old = tuple(masters), tuple(state)
@@ -221,8 +227,22 @@ def _update_of_leaves(fragment: Fragment, layout: GroupLayout) -> Callable:
     return compute
 
 
-def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None:
-    """An update that leaves slabs whole, if the optimizer treats all elements of a leaf alike."""
+def _update_of_slabs(elements: Compute, layout: GroupLayout) -> Callable:
+    """An update that leaves slabs whole: of all their elements at once."""
+    size, shards = layout.master.size, layout.master.num_shards
+
+    def compute(masters, state, gradient, messages):
+        columns = jnp.arange(size)
+        if shards > 1:
+            columns = columns % (size // shards)
+        masters, *state = elements([gradient, masters, *state], columns, messages)
+        return masters, tuple(state)
+
+    return compute
+
+
+def _update_of_elements(fragment: Fragment, layout: GroupLayout) -> Compute | None:
+    """The update of any elements of the slabs, if the optimizer treats those of a leaf alike."""
     # Each leaf by itself would be cut out of three slabs and put back; one pass over whole slabs
     # writes where it reads, which is faster and peaks lower (docs/performance.md).
     count, first = len(layout.master.shapes), len(fragment.consts)
@@ -245,45 +265,40 @@ def _update_of_slabs(fragment: Fragment, layout: GroupLayout) -> Callable | None
         return None
     kind_of, functions = found
 
-    def compute(masters, state, gradient, messages):
+    def compute(rows, columns, messages):
         others = dict(enumerate(fragment.consts))
         others.update(enumerate(messages, first + sum(map(len, inputs))))
         # Padding is computed on like the leaves beside it. It may become anything: nobody reads it,
         # and codes with scales are made without it.
-        rows = [gradient, masters, *state]
-        results = [function(rows, others) for function in functions]
-        new = [
-            _by_leaf(layout.master, kind_of, [row.astype(slab.dtype) for row in column])
-            for slab, column in zip(
-                (layout.master, *slabs), zip(*results, strict=True), strict=True
-            )
+        results = zip(*(function(rows, others) for function in functions), strict=True)
+        return [
+            _by_leaf(layout.master, kind_of, columns, [row.astype(slab.dtype) for row in kinds])
+            for slab, kinds in zip(layout.slabs, results, strict=True)
         ]
-        return new[0], tuple(new[1:])
 
     return compute
 
 
-def _by_leaf(layout: Layout, kind_of: Sequence[int], kinds: Sequence[jax.Array]) -> jax.Array:
-    """A slab in which each leaf's elements come from the array of its kind.
+def _by_leaf(
+    layout: Layout, kind_of: Sequence[int], columns: jax.Array, kinds: Sequence[jax.Array]
+) -> jax.Array:
+    """Elements of a slab, those of each leaf from the array of its kind.
 
-    With leaves at 0, 64 and 128 of kinds 0, 1 and 0, elements 64 to 127 that leaf 1 fills are those
-    of `kinds[1]`, all others those of `kinds[0]`.
+    With leaves at 0, 64 and 128 of kinds 0, 1 and 0, elements in columns 64 to 127 that leaf 1
+    fills are those of `kinds[1]`, all others those of `kinds[0]`.
 
     Args:
         layout: Layout of the slab.
         kind_of: For each leaf, which function of those found computes it.
-        kinds: The slab as each of these functions computes it.
+        columns: Place of each element in its shard.
+        kinds: The elements as each of these functions computes them.
     """
-    if len(kinds) == 1:
-        return kinds[0]
-    chosen, at = kinds[0], jnp.arange(layout.size)
-    if layout.num_shards > 1:
-        at = at % (layout.size // layout.num_shards)  # in its shard
+    chosen = kinds[0]
     for kind, values in enumerate(kinds[1:], 1):
-        inside = jnp.zeros(layout.size, bool)
+        inside = jnp.zeros(columns.shape, bool)
         for leaf, other in enumerate(kind_of):
             if other == kind:
                 start = layout.offsets[leaf]
-                inside |= (at >= start) & (at < start + layout.shares[leaf])
+                inside |= (columns >= start) & (columns < start + layout.shares[leaf])
         chosen = jnp.where(inside, values, chosen)
     return chosen

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from megatrain_jax._src.state.codec import Array, Part, Plain
-from megatrain_jax._src.state.draws import Draw, random_bits
+from megatrain_jax._src.state.codec import Array, Draws, Part, Plain
+from megatrain_jax._src.state.draws import random_bits
 
 Code = Literal["dynamic", "linear"]
 # A number below the smallest normal one is zero to some processors, and not to others.
@@ -76,7 +76,7 @@ class Blockwise(Plain):
         """The dtype of levels times scales."""
         return "float32"
 
-    def encode(self, x: Array, draw: Draw | None) -> tuple[Array, ...]:
+    def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
         """Codes and scales of numbers of shape (n,); see `Plain.encode`."""
         xp = _numpy_of(x)
         rows = x.astype(np.float32).reshape(-1, self.block)
@@ -88,10 +88,10 @@ class Blockwise(Plain):
         shift = xp.where(scales > 1, np.float32(2.0**-4), np.float32(1))
         sizes = xp.where(usual, xp.abs(rows) * shift, 0) / xp.where(usual, scales * shift, 1)
         place = _place(sizes, _nodes(self.code, self._magnitude_bits))
-        if self.stochastic and draw is not None:
+        if self.stochastic and draws is not None:
             # The random part has 16 bits, so that whole places stay: 127 + (1 - 2^-16) is still
             # below 128 in fp32, which 127 + (1 - 2^-24) would be rounded to.
-            part = (random_bits(draw, x.size) >> 16).astype(np.float32) * np.float32(2.0**-16)
+            part = (random_bits(*draws) >> 16).astype(np.float32) * np.float32(2.0**-16)
             place = xp.floor(place + part.reshape(rows.shape))
         else:
             place = xp.rint(place)

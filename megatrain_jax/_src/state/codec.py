@@ -22,6 +22,9 @@ from megatrain_jax._src.state.draws import Draw, random_bits
 Array = Any
 """An array of numpy's or JAX's, traced or not."""
 
+Draws = tuple[Draw, jax.Array]
+"""A draw, and the number of each element that bits are drawn for: uint32 of shape (n,)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
@@ -61,7 +64,7 @@ class Plain:
         """The dtype in which numbers, computed on in `dtype`, are read without loss."""
         return dtype
 
-    def encode(self, x: Array, draw: Draw | None) -> tuple[Array, ...]:
+    def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
         """The arrays at rest of numbers of shape (n,); `n` is a multiple of `block`."""
         return (x,)
 
@@ -99,10 +102,10 @@ class Rounded(Plain):
         """The narrower dtype."""
         return self.dtype
 
-    def encode(self, x: Array, draw: Draw | None) -> tuple[Array, ...]:
+    def encode(self, x: Array, draws: Draws | None) -> tuple[Array, ...]:
         """The rounded numbers; see `Plain.encode`."""
-        if self.stochastic and draw is not None:
-            return (round_stochastically(x, random_bits(draw, x.size)),)
+        if self.stochastic and draws is not None:
+            return (round_stochastically(x, random_bits(*draws)),)
         return (_cast(x, self.dtype),)
 
 

@@ -34,12 +34,12 @@ def part_of(draw: Draw, number: int) -> Draw:
     return _folded(draw, jnp.uint32(number))
 
 
-def random_bits(draw: Draw, size: int) -> jax.Array:
-    """Uniform 32-bit integers, one for each of so many elements; of shape (size,)."""
+def random_bits(draw: Draw, numbers: jax.Array) -> jax.Array:
+    """Uniform 32-bit integers for elements with these numbers, uint32; of their shape."""
     # With one word alone, draws whose words differ in the lower bits would have the same bits, only
     # for other elements.
     first, second = draw
-    return _mixed(_mixed(jax.lax.iota(jnp.uint32, size) ^ first) ^ second)
+    return _mixed(_mixed(numbers ^ first) ^ second)
 
 
 def _folded(draw: Draw, word: jax.Array) -> Draw:

@@ -118,15 +118,35 @@ class Layout:
             draw: Draw of the random bits for rounding; None rounds to nearest.
         """
         # A row is a shard: segments are ranges of every shard, so that each device encodes its own.
-        rows, found = slab.reshape(-1, self.size // self.num_shards), []
-        for number, segment in enumerate(self.segments):
-            part = rows[:, segment.start : segment.stop]
-            if segment.codec.block > 1:
-                part = self._without_padding(part, segment)
+        rows = slab.reshape(self.num_shards, -1)
+        return tuple(
+            x
+            for number, segment in enumerate(self.segments)
+            for x in self.encode_columns(rows[:, segment.start : segment.stop], number, 0, draw)
+        )
+
+    def encode_columns(
+        self, rows: jax.Array, number: int, start: int | jax.Array, draw: Draw | None
+    ) -> tuple[Array, ...]:
+        """The arrays at rest of a part of a segment; for use inside jit.
+
+        Args:
+            rows: The part's numbers, (shards, columns).
+            number: Number of the segment.
+            start: The part's first column, counted from the segment's; a multiple of its codec's
+                block.
+            draw: Draw of the slab's random bits for rounding; None rounds to nearest.
+        """
+        segment, draws = self.segments[number], None
+        if segment.codec.block > 1:
+            rows = self._without_padding(rows, segment, start)
+        if draw is not None:
             # Each segment counts its elements from 0, so that each needs a draw of its own.
-            own = draw if draw is None or len(self.segments) == 1 else part_of(draw, number)
-            found += segment.codec.encode(part.reshape(-1), own)
-        return tuple(found)
+            own = draw if len(self.segments) == 1 else part_of(draw, number)
+            shard, at = (jax.lax.broadcasted_iota(jnp.uint32, rows.shape, axis) for axis in (0, 1))
+            numbers = shard * (segment.stop - segment.start) + jnp.asarray(start, jnp.uint32) + at
+            draws = own, numbers.reshape(-1)
+        return segment.codec.encode(rows.reshape(-1), draws)
 
     def decode(self, arrays: Sequence[Array], dtype: jax.typing.DTypeLike | None = None) -> Array:
         """The slab that these arrays at rest stand for; for use inside jit.
@@ -232,9 +252,12 @@ class Layout:
         number = next(n for n, s in enumerate(self.segments) if self.offsets[i] < s.stop)
         return self.segments[number], number
 
-    def _without_padding(self, rows: jax.Array, segment: Segment) -> jax.Array:
-        """A segment's part of each shard with zeros for padding, which would count in a scale."""
+    def _without_padding(
+        self, rows: jax.Array, segment: Segment, start: int | jax.Array
+    ) -> jax.Array:
+        """Columns of a segment with zeros for padding, which would count in scales."""
         shard, at = (jax.lax.broadcasted_iota(jnp.int32, rows.shape, axis) for axis in range(2))
+        at = at + start
         for offset, share, shape in zip(self.offsets, self.shares, self.shapes, strict=True):
             size, block = math.prod(shape), segment.codec.block
             # Only padding that shares a block with a leaf counts in a scale that is read: blocks
