@@ -69,7 +69,7 @@ def _check(wandb: Any, init: Mapping[str, Any]) -> None:
         try:
             wandb.Settings(**{field: value})
         except (TypeError, ValueError) as error:
-            first = error.errors()[0] if hasattr(error, "errors") else {"msg": str(error)}
-            raise ValueError(
-                f"`wandb.init` can't take `{name}`={value!r}: {first['msg']}"
-            ) from error
+            # A check of pydantic's lists what is wrong; its own text is of settings.
+            listed: Any = getattr(error, "errors", list)()
+            why = listed[0]["msg"] if listed else error
+            raise ValueError(f"`wandb.init` can't take `{name}`={value!r}: {why}") from error
