@@ -10,14 +10,18 @@ _SIZE = 384
 
 
 class SlowDevice:
-    """Computes in order, as a GPU does, and gives each result some milliseconds late."""
+    """Computes in order, as a GPU does, and gives each result some milliseconds late.
+
+    Attributes:
+        last: A number that is ready when all that was computed so far is over; nobody takes it.
+    """
 
     def __init__(self):
-        self._last = jnp.zeros(())
+        self.last = jnp.zeros(())
 
     def __call__(self, tree: Any) -> Any:
         """The same arrays, which are not ready when this returns."""
-        tree, self._last = _late(tree, self._last)
+        tree, self.last = _late(tree, self.last)
         return tree
 
 

@@ -50,6 +50,19 @@ def test_an_interrupt_goes_to_the_handler_that_was_there():
         signal.signal(signal.SIGINT, before)
 
 
+def test_each_kind_of_signal_is_handed_on_once():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with deferred_interrupt():
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+                    signal.raise_signal(number)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_error_of_the_block_wins_over_the_interrupt():
     with pytest.raises(OSError, match="first"):
         with deferred_interrupt():

@@ -18,6 +18,7 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import processes_state as state
+from megatrain_jax._src.state.processes import Processes
 from runs import check_same_bits
 from test_several_devices import PAIRS
 from zoo import CASES
@@ -160,6 +161,18 @@ def test_an_error_in_one_process_before_any_step_leaves_no_other_waiting(tmp_pat
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.isdigit()]
     assert first["plan"] == second["plan"] and first["plan"][:2] == [2, 2]  # of one host
     assert "of each device" in first["plan"][2] and "of each host" not in first["plan"][2]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_each_process_says_where_it_and_another_one_are(index, monkeypatch):
+    points = ["step 3", "an evaluation"]
+    processes = Processes()
+    processes.count, processes.index = 2, index
+    rows = [{"where": where, "value": None} for where in points]
+    monkeypatch.setattr(processes, "_exchange", lambda message: rows)
+    told = f"{index} at {points[index]}, {1 - index} at {points[1 - index]}. "
+    with pytest.raises(RuntimeError, match=told):
+        processes.agree(points[index], lambda: {"`steps`": 3})
 
 
 def test_a_signal_to_one_process_ends_both_with_the_last_step_saved(tmp_path):

@@ -1,9 +1,11 @@
 """Where the driver waits, what it waits for is there when it goes on: on a device that is slow."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from inside import engine_of, on_one_device
@@ -16,8 +18,40 @@ from megatrain_jax._src.schedule.instructions import WAITS, Op
 from optimizers import OPTIMIZERS
 from runs import make_trainer
 from zoo import CASES
+from zoo_case import DIM, VOCAB, Case, cross_entropy
 
 COMPUTING = {Op.FORWARD, Op.BACKWARD, Op.REDUCE, Op.UPDATE}
+
+
+def build_injected() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
+    layers = [{"a": normal(DIM, DIM), "b": normal(DIM, DIM)} for _ in range(4)]
+    return {"embed": normal(VOCAB, DIM), "layers": layers, "head": normal(DIM, VOCAB)}
+
+
+def injected_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    first = x = params["embed"][batch["tokens"][:, :-1]]
+    for layer in params["layers"]:
+        x = jnp.tanh(first @ layer["a"]) + x @ layer["b"]
+    return cross_entropy(x @ params["head"], batch["tokens"][:, 1:])
+
+
+def beside_loss(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
+    x = params["embed"][batch["tokens"][:, :-1]]
+    parts = [jnp.tanh(x @ layer["a"]) @ layer["b"] for layer in params["layers"]]
+    return cross_entropy(jnp.stack(parts).sum(0) @ params["head"], batch["tokens"][:, 1:])
+
+
+# All blocks read the embedding, and hand its cotangent to one another, each of which adds its own:
+# first beside another cotangent, then as all that they have.
+INJECTED, BESIDE = (
+    Case(name=loss.__name__, build=build_injected, loss_fn=loss, blocks=4, templates=1)
+    for loss in (injected_loss, beside_loss)
+)
 
 
 def leaving(platform: str) -> Transfers:
@@ -48,10 +82,19 @@ def test_what_lands_or_rests_is_in_the_host(platform):
     assert [float(slab[0]) for (slab,) in slabs] == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])
-def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
-    case = CASES["nnx_tied"]
-    trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least")
+@pytest.mark.parametrize(
+    ("case", "optimizer", "trainable"),
+    [
+        (CASES["nnx_tied"], "adamw_schedule", None),
+        (CASES["nnx_tied"], "clip_adamw", None),
+        # Where blocks are frozen, only the cotangents that they give tell that they are computed.
+        (INJECTED, "adamw_schedule", "embed"),
+        (BESIDE, "adamw_schedule", "embed"),
+    ],
+    ids=["immediate", "deferred", "frozen", "frozen-beside"],
+)
+def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainable, monkeypatch):
+    trainer = make_trainer(case, OPTIMIZERS[optimizer], budget="least", trainable=trainable)
     trainer.step(case.batch(0))
     trainer.flush()
     late, engine, obey = SlowDevice(), engine_of(trainer), engine_of(trainer).obey
@@ -64,7 +107,7 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(optimizer, monkeypatch):
 
         def run(*args):
             out = late(function(*args))
-            made[now] = jax.tree.leaves(out)
+            made[now] = [*jax.tree.leaves(out), late.last]
             return out
 
         return run if kernel.name in ("forward", "backward", "reduce", "update") else function

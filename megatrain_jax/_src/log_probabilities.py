@@ -156,6 +156,7 @@ def _logs(
         return logs.reshape(-1)[: arrays[0].shape[0]]
 
     logs = of_parts(options.parts, of_part, hidden, labels).reshape(-1)
+    # No logit is theirs, so that `of_label` is 0 and the result would look like a probability.
     beyond = jnp.where(labels >= head.shape[0], jnp.nan, logs)
     return jnp.where(labels < 0, 0, beyond)
 

@@ -210,6 +210,7 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
             total, head_gradient = carry
             loss, logits_gradient = _chunk(options, head, *rows)
             logits_gradient = logits_gradient.astype(hidden.dtype)
+            # In fp32, as thousands of chunks may be added up; rounded once, at the end.
             head_gradient += _product(logits_gradient, rows[0], 0, 0)
             hidden_gradient = _product(logits_gradient, head, 1, 0).astype(hidden.dtype)
             return (total + loss, head_gradient), hidden_gradient
@@ -315,6 +316,8 @@ def _chunk(
     logits, slope, is_label, of_label, log_sum = label_logits(options, head, hidden, labels)
     losses = log_sum - of_label + options.z_loss * log_sum**2
     probabilities = jnp.exp(logits - log_sum[:, None])
+    # By the logits, of `log_sum - of_label + z log_sum^2`: the derivative of `log_sum` is the
+    # softmax.
     gradient = probabilities * (1 + 2 * options.z_loss * log_sum)[:, None] - is_label
     return jnp.sum(losses * weights), gradient * (slope * weights[:, None])
 

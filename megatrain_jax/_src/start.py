@@ -107,6 +107,7 @@ def start(
         raise
     except BaseException as error:
         with contextlib.suppress(PeerEndedError):
+            # The others wait at their next agreement, and would for ever.
             placement.processes.leave(f"{type(error).__name__}: {error}")
         raise
     if progress and sum(phases.seconds.values()) >= _SECONDS_TO_EXPLAIN:
@@ -133,8 +134,10 @@ def _started(
                 free = min(processes.gather("asking for free device memory", free))
             if has_gpu:
                 spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
+            # Refused here at the latest, before minutes of pinning.
             values = spec.first.program.values
             check_device(make_plan(spec, *processes.spread), free, values)
+        # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count
             pool.reserve(placement, num_bytes, spec.largest_slab_bytes, show)

@@ -104,6 +104,7 @@ class Trainer(RunState):
         """
         began = time.perf_counter()
         run = options_of(Trainer.__init__, Options, options)
+        # Starts JAX's backend: what has to be set before it was set on import.
         machine = this_machine()
         mesh = run.mesh or default_mesh()
         check_mesh(mesh)
@@ -119,6 +120,7 @@ class Trainer(RunState):
         adapted.check_batch(sample_batch)
         sample = joined_shapes(sample_batch, placement.processes.count)
         spec = make_run_spec(adapted, loss_fn, optimizer, sample, run)
+        # Before anything large is made: an error then costs a message.
         placement.processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
         if placement.processes.is_first:
             warn_of(find_warnings(spec))

@@ -2,6 +2,14 @@
 
 The rest of the library sees parameter leaves and a pure loss, whatever library the user's model
 was written with; the differences between the kinds of model end here.
+
+A worked example, the pytree `{"embed": e, "layers": [{"w": w0, "steps": s0}]}` of two fp32 arrays
+and an integer::
+
+    paths             ("embed",), ("layers", 0, "w")
+    variable_paths    ("layers", 0, "steps")
+    params_tree([e, w0])    {"embed": e, "layers": [{"w": w0, "steps": None}]}, which Optax sees
+    loss(loss_fn, [e, w0], [s0], batch, rng, True)    (loss, {}, (s0,))
 """
 
 from collections.abc import Callable, Sequence
@@ -93,6 +101,7 @@ def adapt(
     check_model(model)
     takes_rng(loss_fn)
     if isinstance(model, linen.Module):
+        # Its variables are what this call creates, so that a batch is needed to know them.
         key = jax.random.key(seed)
 
         def take_linen_apart(key: jax.Array, batch: Any) -> Parts:
@@ -178,6 +187,7 @@ def _adapt_traced(
 
     with short_errors():
         traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
+    # The trace is kept for its equations: initial values are computed from it, leaf by leaf.
     adapted = _assemble(shapes[0], shapes[1], shells[0])
     every_shape = adapted.shapes + adapted.variable_shapes
     return adapted, initial_values_of_trace(traced, args, len(adapted.shapes), every_shape)
@@ -207,6 +217,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]:
         args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
+        # The key goes both ways: to a loss that takes one, and to a module that draws by itself.
         result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)

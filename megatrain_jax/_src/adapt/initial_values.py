@@ -93,6 +93,7 @@ def initial_values_of_trace(
     num_outputs = len(jaxpr.outvars)
 
     def evaluate(indices: Sequence[int]) -> list[jax.Array]:
+        # `dce_jaxpr` keeps outputs in their order, whatever order was asked for.
         wanted = sorted(set(indices))
         mask = [False] * num_outputs
         for index in wanted:

@@ -42,6 +42,7 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
     # An optional third argument may be anything, unless its name says that it is a key.
     takes_rng = named_rng or num_required > 2
     try:
+        # Bound, not counted: defaults and `*args` allow more calls than there are names.
         signature.bind(*(None,) * (3 if takes_rng else 2))
     except TypeError as error:
         raise TypeError(f"{expected}, but {name_of(loss_fn)} is called as {signature}.") from error

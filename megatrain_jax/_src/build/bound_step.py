@@ -104,6 +104,11 @@ class BoundStep:
         return self.kept.difference(read, self.program.outputs[: 1 + len(self.metrics)])
 
     @functools.cached_property
+    def taken_over(self) -> frozenset[int]:
+        """Ids of the values whose cotangents one backward makes and a later one adds to."""
+        return frozenset().union(*(bound.sent for bound in self.stages))
+
+    @functools.cached_property
     def late_state(self) -> Mapping[int, int]:
         """Ids of new values that stages compute, by the number of the model's variable.
 
@@ -228,6 +233,7 @@ def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep
     workload = dataclasses.replace(step.workload, **changes)
     lean = step.lean and dataclasses.replace(step.lean, **changes)
     schedule = find_schedule(workload, device_budget, lean)
+    # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read

@@ -83,6 +83,8 @@ def _cut(
         program = program.warning(warning)
     if options.microbatches > 1:
         _refuse_batch_statistics(adapted, program)
+    # After the loss: which stages read a leaf decides its group. Before the optimizer, which is cut
+    # by groups.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
     update = _cut_optimizer(optimizer, adapted, leaves, grouping, trained, options.precision)
     # A step is skipped as a whole, so all gradients have to be known before any group is updated.
@@ -111,6 +113,7 @@ def _cut_optimizer(
         (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
     ]
     shapes = [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters]
+    # Numbered anew without frozen parameters, which the optimizer never sees.
     of_optax = [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows]
     group_of, num_groups = [g for _, g in rows], len(grouping.names)
 

@@ -63,6 +63,7 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     # A run of one process alone, whatever others there are.
     if owned[jax.process_index()] == mesh.size:
         return
+    # Batches and checkpoints are divided over processes evenly.
     if len(owned) != jax.process_count() or len(set(owned.values())) > 1:
         rows = ", ".join(f"{owned[i]} of process {i}" for i in range(jax.process_count()))
         raise ValueError(

@@ -269,6 +269,7 @@ def are_batches(value: Any) -> bool:
 
 def _store(record: Any, **values: Any) -> None:
     for name, value in values.items():
+        # As a frozen dataclass does itself.
         object.__setattr__(record, name, value)
 
 

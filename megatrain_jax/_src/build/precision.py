@@ -68,6 +68,7 @@ class Precision:
             "master": _held("master", self.master, _MASTERS),
             "compute": _floating("compute", _dtype("compute", self.compute)),
             "frozen": None if self.frozen is None else _frozen(self.frozen),
+            # What optimizers make of fp32 masters is fp32 already: nothing to code.
             "state": None if state == _FLOAT32 else state,
         }
         # Pairs in place of mappings keep the record hashable, and the order in which they decide.
@@ -132,6 +133,7 @@ def _held(name: str, given: Any, allowed: tuple[str, ...]) -> Any:
             raise ValueError(
                 f"Precision({name}={shown}) must map paths to dtypes; float32 is wide."
             )
+        # Float64 is for all masters or none: the optimizer computes in one dtype.
         in_mapping = tuple(x for x in allowed if x != "float64")
         pairs.append((pattern, _allowed(name, shown, _dtype(name, form), in_mapping)))
     return tuple(pairs)

@@ -177,6 +177,7 @@ class KeepBest(Callback):
             FileExistsError: If there are some and the run is a new one.
         """
         self._best.replay(trainer)
+        # Steps that the run will take again, from a checkpoint before them.
         if later := [step for step in self._steps() if step > trainer.num_steps]:
             if not trainer.num_steps:
                 raise FileExistsError(
@@ -194,6 +195,7 @@ class KeepBest(Callback):
         """
         if self._best.is_better(record):
             self._finish(trainer)
+            # The record's step: an evaluation leaves none in flight.
             path = self._folder / str(trainer.num_steps)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._saving = path, trainer.start_saving(path)

@@ -62,6 +62,7 @@ class CSVLog(Log):
             rows = self._rows()[1:]
             self._columns += new
             self._rewrite([[*row, *[""] * len(new)] for row in rows])
+        # Appended: a kill costs the last line at most.
         row = {"step": step, **values}
         line = _line([row.get(name, "") for name in self._columns])
         with self._path.open("a", encoding="utf-8", newline="") as file:

@@ -139,6 +139,8 @@ class Samples(Callback):
                 "tokens": tokens,
                 "last": ends - 1,
                 "temperatures": rates,
+                # One for each row whether it goes on or not, so that a row's draws don't depend on
+                # the others.
                 "draws": rng.random(self.num_rows, np.float32),
                 "row": np.arange(self.num_rows),
             }

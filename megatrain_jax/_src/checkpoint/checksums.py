@@ -96,8 +96,10 @@ class Checksums:
             return
         facts = self._known.get(pointer(path))
         if not isinstance(facts, Mapping):
+            # Format 2: one of the whole array.
             same = facts == checksum(array)
         elif number is not None:
+            # Format 3, a chunk at a time, or all of them of an array that was read as a whole.
             same = facts["checksums"][number] == checksum(array)
         else:
             grid = self.grid(path, array.shape)

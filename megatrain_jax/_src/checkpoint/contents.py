@@ -2,6 +2,15 @@
 
 Paths are those of the user's model and of Optax's own state, so that a checkpoint is readable
 without this library.
+
+A worked example, Adam on an embedding, which is group 0, and layers::
+
+    path                      place in the store
+    params/embed              masters of group 0, leaf 0
+    opt_state/0/count         small arrays of the optimizer, number 0
+    opt_state/0/mu/embed      optimizer state of group 0, leaf 0
+    opt_state/0/nu/embed      optimizer state of group 0, leaf 1
+    run/key, run/step         small arrays of the run, numbers 0 and 1
 """
 
 import dataclasses
@@ -115,6 +124,7 @@ def entries_of(spec: RunSpec) -> tuple[ArrayEntry, ...]:
     found = [*_parameters(spec), *_state(spec), *_variables(spec), *_run()]
     by_name: dict[str, ArrayEntry] = {}
     for entry in found:
+        # By the name that Orbax gives an array: two paths may have one.
         other = by_name.setdefault(".".join(entry.path), entry)
         if other is not entry:
             raise CheckpointError(
@@ -146,6 +156,7 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
         slices[leaf.leaf].append((leaf.index, place))
     for i, (keys, shape) in enumerate(zip(cut.state_paths, cut.state_shapes, strict=True)):
         path = (STATE, *keys)
+        # Shared state is in no slab, and so in no codes.
         if any(isinstance(place.holder, Small) for _, place in slices[i]):
             yield _entry(path, shape.shape, shape.dtype, slices[i])
         else:
@@ -196,6 +207,7 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
+    # In the array's order; the store's is that in which groups are used.
     ordered = sorted(places, key=lambda row: numbers(row[0]))
     return ArrayEntry(
         path=path,
@@ -239,6 +251,8 @@ def grids_of(spec: RunSpec, entries: Iterable[ArrayEntry]) -> dict[TreePath, Gri
     """The chunks of each entry's array, as a run writes it."""
     found = {}
     for entry in entries:
+        # Small arrays are whole in each process. Slices of a stack are alike, so the first speaks
+        # for all.
         share, itemsize = math.prod(entry.shape), jnp.dtype(entry.dtype).itemsize
         if entry.groups:
             layout, i = layout_at(spec, entry.places[0])

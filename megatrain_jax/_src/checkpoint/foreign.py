@@ -40,6 +40,7 @@ class SavedArray:
         Raises:
             CheckpointError: If its checksum is not that of what was written.
         """
+        # One array at a time, when it is asked for: the model never is in memory as a whole.
         with orbax.context():
             (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
         self.checksums.verify(self.path, array)
@@ -95,6 +96,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             f"`params`={where} holds the checkpoints of a run; choose one: "
             f"{', '.join(str(where / str(step)) for step in found[-3:])}"
         )
+    # Without a manifest it may be anybody's: there is nothing to compare it with.
     facts = manifest.facts_of(where) if has_manifest(where) else {}
     checksums = Checksums(where, facts.get("arrays"))
     arrays = {

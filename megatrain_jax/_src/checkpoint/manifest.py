@@ -24,6 +24,7 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
         path: The checkpoint's folder.
         facts: The facts to keep beside the arrays, as JSON.
     """
+    # Sizes of all files but its own: a file that is cut short shows before it is read.
     whole = {"format": _FORMAT, **facts, "files": _sizes(path)}
     text = json.dumps({**whole, "checksum": _checksum(whole)}, indent=1)
     (path / MANIFEST).write_text(text, encoding="utf-8")

@@ -42,6 +42,7 @@ def context() -> v1.Context:
     context = v1.Context()
     context.memory.read_concurrent_bytes = _CONCURRENT_BYTES
     context.pytree.loading.partial_load = True
+    # Else Orbax would wait for the other processes, which are at another point of the run.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     return context
@@ -105,6 +106,7 @@ def join(folder: Path, paths: Iterable[TreePath]) -> None:
         arrays: Any = plain / _ARRAYS
         stores = type_handlers.get_ts_context(use_ocdbt=True)
         asyncio.run(type_handlers.merge_ocdbt_per_process_files(arrays, stores, use_zarr3=True))
+    # The files that Orbax's own `save` would have written, word for word: it reads them, too.
     leaf = {"value_type": "np.ndarray", "skip_deserialize": False}
     tree = {
         str(path): {

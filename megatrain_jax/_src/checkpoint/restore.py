@@ -2,6 +2,15 @@
 
 All that can be wrong with a checkpoint is looked for before the store is touched; then its
 old arrays make room for the new ones, so that a full pool is large enough.
+
+Of the slabs a, b, c, one after another:
+
+    main thread                                      reader's thread
+                                                     reads a
+    makes a's arrays of what was read
+    stores them, compares them with their checksums  reads b
+    makes b's arrays
+    stores and compares them                         reads c
 """
 
 import dataclasses
@@ -107,6 +116,7 @@ def load(
         traceback.clear_frames(error.__traceback__)
         own = error
     words = own and f"{type(own).__name__}: {own}"
+    # A state that is lost in one process is lost: the others couldn't step without it.
     rows = processes.gather(f"the end of restoring {path.name}", words)
     if words is None:
         words = next((f"process {i}: {row}" for i, row in enumerate(rows) if row is not None), None)
@@ -168,6 +178,7 @@ class _Loading:
                     coming = reader.submit(self._read, after)
                 resting = self.store.append_shards(slab.key, arrays)
                 self._verify(slab, arrays)
+                # They go before the next slab is made: at most two are there beside the store.
                 del arrays
                 jax.block_until_ready(resting)
                 if after is None or after.key.owner != slab.key.owner:
@@ -197,6 +208,7 @@ class _Loading:
 
     def _read(self, slab: _Slab) -> dict[_PartOf, list[Run]]:
         """Runs of the parts of a slab's leaves, but of those that were kept."""
+        # On the reader's thread. It touches no device, and no array of the store.
         empty, whole, found = self._empty(slab), [], {}
         wanted: list[tuple[_PartOf, ArrayEntry, Cell]] = []
         for i, p, part in _parts(slab):
@@ -217,6 +229,8 @@ class _Loading:
             loaded = self._load([entry for _, entry in whole])
             found |= {part: [(0, loaded[entry.path].reshape(-1))] for part, entry in whole}
             for i, place in enumerate(slab.places):
+                # Encoded here as in an update, but rounded to nearest: nothing is added up that
+                # could be lost.
                 if place in self.other_at and (place, 0) not in self.slices:
                     leaf = self._converted(self.other_at[place][1])
                     for p, part in enumerate(encoded(slab.layout, leaf, i)):

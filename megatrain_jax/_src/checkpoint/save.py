@@ -90,6 +90,8 @@ class Saving:
         self.path = path
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        # Written: this process's part, or as much as it could. Agreed: all processes' parts. Known:
+        # how it ended was told to all.
         self._is_written, self._is_agreed = threading.Event(), threading.Event()
         self._is_known = False
         if params_only:
@@ -97,6 +99,7 @@ class Saving:
         self._entries, self._replaces = list(entries), workspace is not None
         self._processes = processes = store.placement.processes
         self._parts = _parts(spec, store, entries)
+        # By group, 1 until it is on the disk.
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
@@ -204,6 +207,8 @@ class Saving:
         )
 
     def _write(self, facts: dict[str, Any]) -> None:
+        # On the thread of its own, as all that it calls. The other methods are the main thread's,
+        # which alone talks to other processes: their messages have to come in one order.
         workspace, several = self._workspace, self._processes.count > 1
         try:
             self._write_parts()
@@ -251,6 +256,7 @@ class Saving:
 
     def _publish(self, workspace: Workspace, written: Path) -> None:
         """Renames the checkpoint that was written to its own path."""
+        # A callback may have saved this very step before.
         exists, old = os.path.lexists(self.path), None
         if exists and not self._replaces:
             raise FileExistsError(f"there is something at {self.path} by now")

@@ -4,6 +4,13 @@ Checkpoints are written there and get their name by a rename; those that go are 
 before they are deleted. So whatever moment a process dies at, what has a step's name is whole, and
 nothing is ever deleted but what lies in here. A lock on a file in it, which the kernel drops when
 its process dies however that happens, tells whether what lies here is still being written.
+
+A worked example, a run's folder while step 8 is saved and step 5 is the oldest of those to keep:
+
+    megatrain-unfinished/lock            locked by the run
+    megatrain-unfinished/checkpoint      step 8, until it is whole; its name is 8 then
+    megatrain-unfinished/5.deleting-0    step 5, on its way out once 8 has its name
+    6, 7                                 whole
 """
 
 import errno
@@ -74,6 +81,7 @@ class Workspace:
         """
         self.path = path
         self._real = os.path.realpath(path)
+        # Held by the run, and by the thread of each checkpoint being written, which may outlive it.
         self._is_run, self._num_holders = True, 1
         with _changed:
             while (other := _held.get(self._real)) is not None:
@@ -112,6 +120,7 @@ class Workspace:
         with _changed:
             self._num_holders -= 1
             self._is_run = self._is_run and not run
+            # The last one to let go: a thread may still be writing when its run is over.
             if not self._num_holders:
                 self._leave()
                 del _held[self._real]

@@ -235,6 +235,7 @@ def confirmed(planned: Callable[[int], Plan | None], place: int | None) -> tuple
         planned: The plan of a number; None if it is refused.
         place: Place of a number that may be too large; None for none.
     """
+    # Downwards from what fits with a few layers: all of them take more, of the host above all.
     for at in range(-1 if place is None else place, -1, -1):
         plan = planned(_NUMBERS[at])
         if plan is not None and fits(plan):

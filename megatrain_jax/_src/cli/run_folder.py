@@ -142,6 +142,7 @@ class RunFolder:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         unfinished = self.path / f"{name}.unfinished"
+        # Whole or not there, whenever the process dies.
         unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path / name)
 

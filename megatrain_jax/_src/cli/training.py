@@ -58,8 +58,10 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         options = _options(settings, job)
         print(_plan(settings, job, options), flush=True)
         laps.lap("plan")
+        # After the plan, which takes seconds where reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
         folder.begin(settings)
+        # For logs elsewhere: a run that goes on in another process is the same one there.
         folder.take_note("identity", identity)
     laps.lap("data")
     with checking():

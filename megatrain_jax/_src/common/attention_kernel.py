@@ -63,6 +63,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _call(name, results, window, *operands):
+    # Never lowered, so that no such function needs to be registered.
     call = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
     return call(*operands, window=np.int64(window or 0))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+# Integers to Python, but never meant as numbers of steps or bytes.
 _BOOLEANS = (bool, np.bool_)
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 60

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+# A context variable, since each thread may trace a run of its own.
 _num_devices: ContextVar[int] = ContextVar("num_devices", default=1)
 
 

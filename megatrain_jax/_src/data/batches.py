@@ -173,6 +173,7 @@ class Batches:
             stop = min(stop, self.num_rows)
         rows, before = [], counts(index * self._size, self._proportions)
         for number in range(index * self._size + 1, stop + 1):
+            # From one number to the next, exactly one corpus's count grows: the row is its.
             after = counts(number, self._proportions)
             (turn,) = (
                 i for i, pair in enumerate(zip(before, after, strict=True)) if len({*pair}) > 1

@@ -92,6 +92,7 @@ def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
         InvalidRow: If it has none of the forms, or is not such a conversation.
     """
     row = _present(row)
+    # In the order of `_FORMS`: a row of messages may have a `prompt` beside them, as metadata.
     form = next((name for name in _FORMS if name in row), None)
     if form is None:
         raise _unknown(row)

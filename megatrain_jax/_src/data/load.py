@@ -90,6 +90,8 @@ def chat(
         TypeError: If an argument has another type.
         ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
     """
+    # Mistakes are found in the order of their cost: options, then files by their names, then the
+    # tokenizer, which may be downloaded, and rows last.
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     check_choices(
         train_on=(train_on, TRAIN_ON),

@@ -60,6 +60,7 @@ class Mixture:
     @cached_property
     def _batches(self) -> Batches:
         options = self.datasets[0].options
+        # Each draws its own epochs; only whose turn it is follows from all.
         rows = [dataset.rows for dataset in self.datasets]
         return Batches(rows, self.proportions, options.length, options.batch_size)
 

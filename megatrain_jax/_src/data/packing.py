@@ -124,6 +124,8 @@ def spread(rows: list[np.ndarray], wanted: int) -> list[np.ndarray]:
     A loss that divides by what it counts is then defined on every part of the last batch.
     """
     rows = list(rows)
+    # The fullest row is halved again and again: the last batch has fewer documents a row, not fewer
+    # rows.
     while len(rows) < wanted:
         index = max(range(len(rows)), key=lambda i: len(rows[i]))
         row = rows[index]
@@ -163,6 +165,7 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
     along = np.arange(ends[-1] if len(ends) else 0)
     positions = along - np.repeat(begins, sizes)
     here = np.repeat(row_of * length + columns, sizes) + positions
+    # Where each token comes from in the corpus, and above where it goes in the flat batch.
     source = np.repeat(corpus.starts[pieces], sizes) + positions
     number = np.arange(len(pieces)) - np.repeat(first[:-1], counts) + 1
     # The next token in the corpus is the label, within a document.

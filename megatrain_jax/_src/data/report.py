@@ -96,11 +96,13 @@ class Report:
             fault: Fault of the row.
             error: Whether `check` shall raise for it.
         """
+        # Number 0 stands for the whole file, which is no row.
         counts = self.left_out if origin.number else self.file_faults
         counts[fault.reason] += 1
         if error:
             self.errors[type(fault)] += 1
         examples = self._examples.setdefault(fault.reason, [])
+        # Counted all the same: a file of a million faulty rows takes no memory.
         if len(examples) < _EXAMPLES_SHOWN:
             examples.append(f"{origin}: {fault}")
 

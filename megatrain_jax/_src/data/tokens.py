@@ -43,6 +43,8 @@ class Tokens:
         self.vocabulary = Vocabulary.beside(tokenizer)
         added = {token: str(entry) for token, entry in tokenizer.added_tokens_decoder.items()}
         special = {t for t, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+        # Beside those that are marked special, the tokenizer's own by their roles, as its end of
+        # text.
         special.update(tokenizer.all_special_ids)
         names = [added.get(token, "") for token in special] + list(tokenizer.all_special_tokens)
         # The longest first, as a pattern takes the first of its choices that fits.

@@ -170,6 +170,7 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     content = turn.get("content", turn.get("value"))
     if content is not None:
         message["content"] = _content(content, number)
+    # Templates read no other fields; those are counted as ignored.
     message |= {field: turn[field] for field in _PASSED_ON if field in turn}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_opened(call, number) for call in calls]
@@ -229,6 +230,7 @@ def _merged(turns: Turns, between: str) -> Turns:
 
 
 def _joined(first: Message, second: Message, between: str, number: int) -> Message:
+    # Fields that both have are the second's, but for texts and calls, which are joined.
     result = {**first, **second}
     for field in ("content", *_THOUGHTS):
         texts = [message[field] for message in (first, second) if message.get(field)]

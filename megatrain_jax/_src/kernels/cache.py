@@ -35,6 +35,7 @@ class KernelCache:
         return self._functions[key]
 
     def _built(self, kernel: Kernel) -> Any:
+        # Said where callers count on shardings that XLA need not choose by itself.
         placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
         return jax.jit(
             kernel.build(),

@@ -47,6 +47,7 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
         guarded: Whether nothing changes where `ok` is false.
     """
     slabs = layout.slabs
+    # Between two edges every slab has one codec, since masters and state lie alike.
     edges = sorted({edge for slab in slabs for s in slab.segments for edge in (s.start, s.stop)})
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
@@ -78,6 +79,8 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
                 return [_Piece(s, n, start, length) for s, n in zip(slabs, numbers, strict=True)]
 
             def step(i, arrays, first=first, at=at):
+                # Segments begin at multiples of their blocks, and a piece is whole blocks: none is
+                # cut.
                 return update(at(first + i * PIECE, PIECE), arrays, in_loop=True)
 
             coded = any(s.segments[n].codec.block > 1 for s, n in zip(slabs, numbers, strict=True))

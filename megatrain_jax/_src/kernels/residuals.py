@@ -81,6 +81,7 @@ class Residuals:
         """Computes outputs and residuals of leaves and inputs."""
         out = jx.evaluate(self.traced.jaxpr, [*self.traced.consts, *values])
         outputs, needed = out[: self.num_outputs], out[self.num_outputs :]
+        # Numbers below are constants, leaves and inputs, which the backward gets anyway.
         first = len(self.traced.jaxpr.invars)
         # Sorted by number, which is the order in which `find_residuals` has met them.
         kept = {s: x for s, x in zip(self.sources, needed, strict=True) if s >= first}

@@ -124,6 +124,8 @@ def backward(
             placement.slabs_on_device,
             shardings(program, placement, bound.leaving),
         ),
+        # Gradients and cotangents that it adds to become the sums. Masters and inputs stay: other
+        # microbatches, and other stages, read them after this call.
         donated=(3, 4),
         beside_bytes=_cotangent_bytes(bound, program, placement, microbatches),
     )

@@ -147,6 +147,7 @@ class Decoder(nnx.Module):
         # Once for each embedding, not for each layer: it depends on positions alone.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
+        # What a family's layers hand on beside the hidden states: each returns it for the next.
         handed = [] if self.config.memory is None else [self.memory(tokens, x)]
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)

@@ -35,6 +35,7 @@ def split_experts(
         parts = ("gate_proj", "up_proj") if name.endswith(_GATES) else ("down_proj",)
         base = name.rpartition(".")[0]
         num, rows, width = tensor.shape
+        # Gates and those beside them are halves of one tensor's rows.
         rows //= len(parts)
         for expert in range(num):
             for i, part in enumerate(parts):

@@ -111,6 +111,7 @@ def lora(
     else:
         allowed = "an nnx.Module or a function that builds one"
         raise TypeError(checks.refused("model", allowed, model))
+    # Read off the model that has them, not off `targets`: a module may be shared.
     chosen = dict(adapted_modules(given))
     return Lora(
         model=built,
@@ -134,6 +135,7 @@ def merge_lora(model: nnx.Module | Trainer) -> nnx.Module:
         TypeError: If `model` is neither.
         ValueError: If it has no adapters.
     """
+    # Its modules change class in place, so never the user's own.
     copy = _copy(_model(model))
     for _, module in _adapted(copy):
         matrix = matrix_of(module)

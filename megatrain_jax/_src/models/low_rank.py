@@ -116,6 +116,7 @@ def name_of(path: ModulePath) -> str:
 
 def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A product with a matrix, and that of its adapters: `__call__` of a module that has some."""
+    # Whatever it is, with its own biases, precision and options.
     y = self.plain_class.__call__(self, x, *args, **kwargs)
     axes = getattr(self, "axis", (-1,))
     x = jnp.moveaxis(x, axes, range(-len(axes), 0))
@@ -159,6 +160,7 @@ def add_adapters(path: ModulePath, module: Any, settings: Settings) -> None:
     matrix = matrix_of(module)
     assert matrix is not None and not is_adapted(module)
     shapes = matrix.shapes(getattr(module, matrix.name).shape, settings.rank)
+    # In place of a module around it, which would change the paths of its parameters.
     module.__class__ = _adapted_class(type(module))
     module.lora_A = nnx.Param(settings.initial_a(path, shapes[0]))
     module.lora_B = nnx.Param(jnp.zeros(shapes[1], jnp.float32))

@@ -45,6 +45,7 @@ class ParameterTensors:
 
 def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
     """Returns the parameters and buffers of a decoder with their tensors, without any array."""
+    # Shapes alone: the model itself may not fit this machine.
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     family, buffers = family_of(config), dict(_flat(model, Buffer))
     found = [_tensors_of(path, value.shape, family) for path, value in leaves(model)]

@@ -57,6 +57,7 @@ def save_lora(
             f"`trainer` trains the decoder of a {model.config.family}, whose modules PEFT knows by "
             "other names than its files; save_pretrained writes the model with its adapters merged"
         )
+    # Of the configuration's own decoder: names of a model without adapters, as the base has them.
     weights = (p for p in parameter_tensors(model.config) if p.path[-1] == "weight")
     named = {parameter.path[:-1]: parameter for parameter in weights}
     tensors = {

@@ -91,6 +91,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
         for key in parameter.path[:-1]:
             at = at.setdefault(key, {})
         at[parameter.path[-1]] = array
+    # A checkpoint may have several, as norms in fp32; the export writes each as it was.
     saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
     most = saved.most_common(1)[0][0]
     read = [tensors[name] for parameter in wanted for name in parameter.names]

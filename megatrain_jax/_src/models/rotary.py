@@ -171,6 +171,7 @@ def rotate(
         The same dtype; computed in fp32.
     """
     cosines, sines = (table[:, :, None, :] for table in cos_sin)
+    # Of what is rotated; a head may be wider, and the rest stays.
     half = cosines.shape[-1]
     turned, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
     if interleaved:

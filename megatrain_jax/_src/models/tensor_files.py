@@ -83,6 +83,7 @@ def _write_file(path: Path, tensors: Sequence[NamedTensor]) -> None:
         shape = list(tensor.array.shape)
         header[tensor.name] = {"dtype": tensor.code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Readers map the file: numbers begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)

@@ -80,6 +80,7 @@ def find_leaves(
         # One path for all of a stack's parameters, so that they are one element of one list.
         prefix = common_prefix([paths[i][:-1] for i in stack.named])
         for i in stack.slices:
+            # Stacks of scans come first, so that a parameter in two of them goes with its scan.
             stacked.setdefault(i, (prefix, stack))
     for i, (prefix, stack) in stacked.items():
         inside = paths[i][: len(prefix)] == prefix
@@ -98,6 +99,8 @@ def find_leaves(
              dtype=shapes[i].dtype, block=keys[i])
         for i in range(len(paths)) if i not in sliced
     ]  # fmt: skip
+    # Layer by layer, all parameters of a layer together: whoever walks the leaves walks the blocks
+    # in the order in which they run.
     for length in sorted({stack.length for stack in sliced.values()}):
         for k in range(length):
             leaves += [

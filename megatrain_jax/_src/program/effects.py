@@ -161,6 +161,7 @@ def _within(eqn: Any, flags: Sequence[bool]) -> Any:
 
 def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
     """A jaxpr within an equation, without the effects of what is not late in any iteration."""
+    # The first operand of a `cond` says which branch is taken, and is none of a branch's inputs.
     operands = list(flags[1:] if eqn.primitive.name == "cond" else flags)
     if len(operands) != len(jaxpr.invars):  # a loop with two jaxprs
         # Which operands are whose is not told apart: if any is late, all of its effects stay.

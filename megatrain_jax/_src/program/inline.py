@@ -95,6 +95,7 @@ class Inliner:
         blocks = join(ins)
         integers = known.results(eqn, [v.integers for v in ins])
         if _is_constant_scalar(eqn, ins):
+            # As NumPy's scalars: under a trace they become literals of whoever reads them.
             if all(integers):
                 return [Value(k.value[()], blocks, integers=k) for k in integers if k]
             return [Value(a, blocks) for a in _folded(eqn, ins)]
@@ -112,6 +113,7 @@ class Inliner:
         """
         index, *operands = ins
         branches = eqn.params["branches"]
+        # An index out of bounds takes the nearest branch, as in a `cond`.
         which = jax.lax.clamp(0, index.array, len(branches) - 1)
         results = [self._call(b, operands) for b in branches]
         out = []

@@ -59,6 +59,7 @@ def trace(fn: Callable, *args: Any) -> Traced:
     return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
 
 
+# Reentrant: what is traced may trace in turn, as a kernel does that fires its effects once.
 _SHORT_ERRORS = threading.RLock()
 
 
@@ -86,6 +87,7 @@ def short_errors() -> Iterator[None]:
 def _host_constant(value: Any) -> Any:
     """A constant as a numpy array, so that baking it into a program moves nothing implicitly."""
     if isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
+        # NumPy has no dtype for keys.
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
         return np.asarray(jax.device_get(value))
@@ -157,6 +159,7 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 def scan_parts(eqn: Any) -> tuple[int, int]:
     """Number of constants and of carried values of a `scan` equation."""
     if "num_consts" in eqn.params:
+        # Before JAX 0.11; from then on three trees that say how many of each there are.
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
@@ -236,6 +239,7 @@ def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
     """The variables of a jaxpr that depend on the sources, themselves included."""
     found = set(sources)
     for eqn in jaxpr.eqns:
+        # One pass: an equation comes after those that make its operands.
         if not found.isdisjoint(variables(eqn.invars)):
             found.update(eqn.outvars)
     return found

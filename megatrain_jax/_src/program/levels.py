@@ -154,6 +154,8 @@ class Lists:
                         any_layers = True
                         layers[inner] = row[inner]
                         largest = max(largest, cut.largest if cut else self._size(row[inner]))
+            # A list is cut as a whole: beside layers of one kind, its other elements are blocks,
+            # too.
             if any_layers:
                 keys.update(found)
         # Layers have to hold three quarters of what is no larger than they are: an embedding beside

@@ -47,6 +47,7 @@ class _Search:
     def loop(self, eqn, stacked, levels) -> bool:
         """Whether a loop slices a stacked operand by a counter; see `reads_by_counter`."""
         if eqn.primitive.name == "while":
+            # Operands of a `while`: its condition's constants, its body's, then what is carried.
             skipped, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             body, stacked, levels = eqn.params["body_jaxpr"], stacked[skipped:], levels[skipped:]
             carry = len(stacked) - count
@@ -60,6 +61,7 @@ class _Search:
             lost = [k for k, level in enumerate(given[:carry], count) if counters[k] and not level]
             if not lost:
                 return self.found
+            # What was found may rest on numbers that turned out to be no counters.
             self.found = False
             for k in lost:
                 counters[k] = _UNKNOWN

@@ -94,6 +94,7 @@ def _with_pieces_within(eqn: Any, num_devices: int) -> Any:
             return type(value)(map(rewritten, value))
         if not jx.is_jaxpr(value) or not is_wide(body := jx.opened(value), num_devices):
             return value
+        # Weak types stay weak: what a loop carries has to come out as it went in.
         shapes = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
             for v in body.invars
@@ -127,6 +128,8 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     rows = query.shape[0]
     num_queries, num_keys = (v.aval.shape[heads_axis(eqn)] for v in eqn.invars[:2])
     size = max(_num_elements(v.aval.shape, num_devices) for v in eqn.invars[:3])
+    # Heads first: rows are what devices divide, and a slice of some of all rows would have to
+    # travel between them. So several devices divide heads or nothing.
     by_heads = size <= num_keys * _MOST_ELEMENTS
     count = num_keys if by_heads else rows
     fitting = count * _MOST_ELEMENTS // size
@@ -141,6 +144,7 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     def part(x: Any, first: int, last: int) -> Any:
         if not x.size or (by_heads and x.ndim < query.ndim - 1):  # absent, or lengths of rows
             return x
+        # The queries of one head of keys are neighbours, so that a piece of keys goes with its own.
         each = num_queries // num_keys if by_heads and x.shape[axis_of(x)] == num_queries else 1
         return jax.lax.slice_in_dim(x, first * each, last * each, axis=axis_of(x))
 
@@ -154,6 +158,7 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
 def _of_shapes(eqn: Any, piece: Callable[[Any], Any]) -> Any:
     """The equation of a piece: a call that says what its results are says it of the piece's."""
     results = eqn.params.get("result_avals")
+    # What isn't lowered yet has its results' shapes from its operands.
     if results is None:
         return eqn
     new = tuple(a.update(shape=jax.eval_shape(piece, jx.shape_of(a)).shape) for a in results)

@@ -43,6 +43,7 @@ def fills(plan: "Plan") -> tuple[Fill, Fill]:
     state, peak = (size * own // of for size in (plan.host_bytes, plan.host_peak_bytes))
     host = [("masters and optimizer state", state), ("waiting and in flight", peak - state)]
     if plan.host_process_bytes is not None:
+        # With the ends of the pool's pieces that stay empty.
         taken = plan.host_process_bytes * plan.processes_per_host
         host.append(("the process beside them", max(0, taken - peak)))
     device = [

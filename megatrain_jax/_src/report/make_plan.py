@@ -56,6 +56,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         device_temporary_estimated=spec.temporary_estimated,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
+        # Work is of all devices together; bytes moved are each device's.
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         attention_flops_per_step=step.microbatches * round(work.attention),
         seconds_per_step=hardware and schedule.seconds,

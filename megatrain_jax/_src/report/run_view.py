@@ -20,6 +20,7 @@ _SHOWN = 5
 
 def record_cells(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The table of a history, below a header; of many records the middle is left out."""
+    # A single record in the middle takes no more room than the dots.
     hidden = len(records) - 2 * _SHOWN
     shown = [*records] if hidden <= 1 else [*records[:_SHOWN], *records[-_SHOWN:]]
     names = list(dict.fromkeys(name for record in shown for name in record))

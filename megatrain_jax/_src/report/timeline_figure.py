@@ -60,6 +60,7 @@ def draw_timeline(
     scale, unit = (1.0, "s") if last >= 0.1 else (1e3, "ms") if last >= 1e-3 else (1e6, "µs")
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    # One entry of the legend for a name, though it may be in two lanes.
     labelled = set()
     for (lane, name), rows in bars.items():
         axes.broken_barh(

@@ -43,6 +43,7 @@ class StepsByHand:
         while len(self._waiting) > keep:
             began, metrics = self._waiting[0]
             healthy, values = jax.device_get((metrics.healthy, dict(metrics)))
+            # Only now: a signal while it was waited for leaves it to be recorded later.
             self._waiting.popleft()
             if not (healthy or self._skips):
                 continue

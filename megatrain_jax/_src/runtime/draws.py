@@ -23,6 +23,7 @@ class Draws:
         if not store.layouts[group].draws:
             return None
         if group not in self._numbers:
+            # Once a run: sent with each update it would be a copy between others.
             number = store.placement.put(np.uint32(group), store.placement.small_on_device)
             self._numbers[group] = number
         return store.key, step, self._numbers[group]

@@ -4,7 +4,6 @@ All dispatches are asynchronous; a step waits for the device only where its sche
 hold the byte budget. The engine computes, `Transfers` moves, and the store holds.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
@@ -20,23 +19,11 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.runtime.draws import Draws
+from megatrain_jax._src.runtime.live_values import LiveValues
 from megatrain_jax._src.runtime.store import Slabs, Store
 from megatrain_jax._src.runtime.transfers import Transfers
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.search import Schedule
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Live:
-    """Live values of a step; rows and cotangents have one entry a microbatch."""
-
-    step: BoundStep
-    rows: list[dict[int, jax.Array]]
-    cotangents: list[dict[int, jax.Array]]
-    means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    squares: list[jax.Array] = dataclasses.field(default_factory=list)
-    group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -67,6 +54,8 @@ class Engine:
     def train(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
         schedule = step.schedule
+        # A steady step goes on from what its own schedule has left on the device: another one's
+        # starts at rest.
         if self._running is not None and self._running != schedule:
             self.flush()
         instructions = schedule.steady if self._running is not None else schedule.cold
@@ -74,6 +63,7 @@ class Engine:
         if self.optimizer.skips:
             self.store.ok = self._true  # a skipped step must not make the next ones skip, too
         self._running = schedule
+        # Kept beside the new ones, in case a number is not finite.
         variables = self.store.variables
         live, seed, self.store.variables = self._begin(step, batch)
         for cotangents in live.cotangents:
@@ -83,6 +73,7 @@ class Engine:
         self._transfers.dispatch()  # offloads after the last computation
         self._begun += schedule.num_tasks
         new = list(self.store.variables)
+        # Of the first microbatch: state changes once a step.
         for k, i in step.late_state.items():
             new[k] = live.rows[0][i]
         if new:
@@ -145,20 +136,20 @@ class Engine:
 
     def _begin(
         self, step: BoundStep, batch: Sequence[jax.Array]
-    ) -> tuple[_Live, jax.Array, list[jax.Array]]:
+    ) -> tuple[LiveValues, jax.Array, list[jax.Array]]:
         begin = self._find(("begin", step), lambda: begin_kernel(step, self.store.placement))
         rows, seed, variables = begin(
             self.store.variables, list(batch), self.store.key, self.store.step
         )
         ids = step.program.prologue_values
-        live = _Live(
+        live = LiveValues(
             step=step,
             rows=[dict(zip(ids, row, strict=True)) for row in rows],
             cotangents=[{} for _ in rows],
         )
         return live, seed, variables
 
-    def _means(self, live: _Live, *, weighted: bool = False) -> dict[str, jax.Array]:
+    def _means(self, live: LiveValues, *, weighted: bool = False) -> dict[str, jax.Array]:
         """Means of loss and metrics over the microbatches; computed once a step."""
         if not live.means:
             names = live.step.metrics
@@ -170,12 +161,13 @@ class Engine:
 
     # ---- instructions
 
-    def obey(self, instruction: Instruction, live: _Live | None) -> None:
+    def obey(self, instruction: Instruction, live: LiveValues | None) -> None:
         """Carries out one instruction of the schedule.
 
         Transfers are gathered until something is computed. A wait dispatches them first if a
         fetch is among them, which it would hold up; offloads alone queue behind earlier ones.
         """
+        # Below 0 are tasks of the step before, which `_begun` has counted.
         task = self._begun + (instruction.task or 0)
         waits = instruction.op in WAITS
         key = instruction.key
@@ -210,7 +202,11 @@ class Engine:
 
     def _wait(self, task: int) -> None:
         token = self._tokens.get(task)
-        if token is not None and not token.is_deleted():
+        if token is not None and token.is_deleted():
+            # A later kernel has taken its memory over: that one's results tell of this one, too.
+            later = (t for i, t in self._tokens.items() if i > task and t is not None)
+            token = next((t for t in later if not t.is_deleted()), None)
+        if token is not None:
             token.block_until_ready()
         # The device works in order: what came before this task is over, too.
         self._tokens = {i: token for i, token in self._tokens.items() if i > task}
@@ -233,7 +229,7 @@ class Engine:
     def _masters(self, bound: BoundStage) -> list[Slabs]:
         return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]
 
-    def _forward(self, live: _Live, number: int, task: int) -> None:
+    def _forward(self, live: LiveValues, number: int, task: int) -> None:
         bound = live.step.stages[number]
         run = self._of_stage(Op.FORWARD, number, live.step)
         keeps, kept = number in live.step.schedule.kept, []
@@ -246,7 +242,7 @@ class Engine:
         if keeps:
             self.store.on_device[Key(Kind.RESIDUALS, number)] = tuple(kept)
 
-    def _backward(self, live: _Live, number: int, task: int) -> None:
+    def _backward(self, live: LiveValues, number: int, task: int) -> None:
         bound = live.step.stages[number]
         stage, mode = bound.stage, bound.mode
         assert mode is not None
@@ -261,17 +257,21 @@ class Engine:
                 [row[i] for i in stage.inputs],
                 *([list(kept[m * each : (m + 1) * each])] if keeps else ()),
                 [cotangents.pop(o) for o in arriving],
+                # Taken out, as the kernel is given their memory.
                 [self._take(Key(Kind.GRADIENT, g))[0] for g in accumulated],
                 [cotangents.pop(i) for i in bound.sent],
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
-            self._tokens[task] = (back or gradients)[0]  # one result tells of all of a kernel's
+            # One result tells of all of a kernel's, as long as no other kernel takes it over.
+            pairs = zip(bound.leaving, back, strict=True)
+            lasting = [c for i, c in pairs if i not in live.step.taken_over]
+            self._tokens[task] = (lasting or back or gradients)[0]
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
 
-    def _keep(self, live: _Live, bound: BoundStage, row, outputs, task: int) -> None:
+    def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
         step = live.step
         kept = step.kept if row is live.rows[0] else step.kept - step.kept_once
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
@@ -294,12 +294,11 @@ class Engine:
         make = self._find((Op.ZEROS, group), lambda: steps.zeros(layout, placement))
         self.store.on_device[Key(Kind.GRADIENT, group)] = (make(),)
 
-    def _reduce(self, live: _Live, group: int, task: int) -> None:
+    def _reduce(self, live: LiveValues, group: int, task: int) -> None:
         store, reads = self.store, self.optimizer.reduce_reads
         (gradient,) = store.on_device[Key(Kind.GRADIENT, group)]
-        masters = state = None
-        if Kind.MASTERS in reads:
-            masters = store.on_device[Key(Kind.MASTERS, group)]
+        masters = store.on_device[Key(Kind.MASTERS, group)] if Kind.MASTERS in reads else None
+        state = None
         if Kind.OPTIMIZER_STATE in reads:
             state = store.on_device.get(Key(Kind.OPTIMIZER_STATE, group), ())
         run = self._of_group(Op.REDUCE, group, gradient.dtype)
@@ -309,13 +308,13 @@ class Engine:
         self._note(live, group, *measured)
         self._tokens[task] = measured[0]
 
-    def _note(self, live: _Live, group: int, square: jax.Array, ok: jax.Array) -> None:
+    def _note(self, live: LiveValues, group: int, square: jax.Array, ok: jax.Array) -> None:
         """Notes the squared norm of a group's gradient, and whether all numbers were finite."""
         self.store.ok = ok
         live.squares.append(square)
         live.group_ok.append((group, ok))
 
-    def _combine(self, live: _Live) -> None:
+    def _combine(self, live: LiveValues) -> None:
         store = self.store
         run = self._find(Op.COMBINE, lambda: updates.combine(self.optimizer, store.placement))
         scalars = [live.scalars.get(g, []) for g in range(len(store.layouts))]
@@ -323,9 +322,10 @@ class Engine:
         self._messages, store.globals, store.ok = run(loss, store.globals, scalars, store.ok)
         self._combined_ok, self._combined_step = store.ok, store.step
 
-    def _update(self, live: _Live | None, group: int, task: int) -> None:
+    def _update(self, live: LiveValues | None, group: int, task: int) -> None:
         cut, store = self.optimizer, self.store
         masters_key, state_key = Key(Kind.MASTERS, group), Key(Kind.OPTIMIZER_STATE, group)
+        # Taken out: the kernel makes the new ones in their memory.
         masters = store.on_device.pop(masters_key)
         state = store.on_device.pop(state_key, ())
         (gradient,) = self._take(Key(Kind.GRADIENT, group))
@@ -340,7 +340,7 @@ class Engine:
         if live is not None and not cut.deferred:
             self._note(live, group, *measured)
         store.on_device[masters_key] = masters
-        self._tokens[task] = masters[0]
+        self._tokens[task] = (measured or masters)[0]
         if state:
             store.on_device[state_key] = state
 

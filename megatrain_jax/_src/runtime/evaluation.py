@@ -38,6 +38,8 @@ def evaluate_batches(
         step = None if batch is _END else bind(batch)
         with deferred_interrupt(), placement.outside_meshes():
             where = f"batch {len(rows) + 1} of an evaluation"
+            # The end is agreed upon, too: who has a batch more would wait for the others in a
+            # collective.
             facts = {_EVALUATED: None if step is None else batch_key(batch)}
             placement.processes.agree(where, facts.copy)
             if step is None:

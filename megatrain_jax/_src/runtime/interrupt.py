@@ -8,7 +8,7 @@ has been told to end ends undisturbed.
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -45,9 +45,10 @@ def deferred_interrupt(*, insist: bool = False) -> Iterator[None]:
     received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if insist and len(received) > 1:
+        if insist and received:
             held_back[signal.Signals(number)](number, frame)
+        else:
+            received.append(number)
 
     for number in held_back:
         signal.signal(number, remember)
@@ -58,10 +59,16 @@ def deferred_interrupt(*, insist: bool = False) -> Iterator[None]:
     finally:
         for number, call in held_back.items():
             signal.signal(number, call)
-        if received:
-            # Sent again rather than raised here: a notebook's or an outer block's handler decides.
-            with suppress(*([KeyboardInterrupt] if failed else [])):
-                signal.raise_signal(received[0])
+        interrupt = None
+        # Sent again rather than raised here: a notebook's or an outer block's handler decides. Each
+        # kind once: who sends one several times means the same by all of them.
+        for number in dict.fromkeys(received):
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt as raised:
+                interrupt = interrupt or raised
+        if interrupt is not None and not failed:
+            raise interrupt
 
 
 class Signals:

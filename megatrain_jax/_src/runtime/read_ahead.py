@@ -27,6 +27,7 @@ class ReadAhead:
             limit_bytes: Bytes to read at most.
         """
         self.read_bytes, self._left, self._ended = 0, limit_bytes, threading.Event()
+        # A daemon: no process has to wait for a disk at its end.
         run = threading.Thread(target=self._read, args=[list(paths)], daemon=True)
         run.name = "files read ahead"
         self._thread = run

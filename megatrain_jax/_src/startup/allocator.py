@@ -26,6 +26,7 @@ def choose() -> None:
     default is 75% of the memory; of 10 GiB, 85% still leave CUDA and a desktop 1.5. Has an effect
     only before JAX's backend starts.
     """
+    # Without CUDA there is nothing to set, and `environ` stays as it is.
     if not any(map(find_spec, _CUDA_PLUGINS)):
         return
     if os.environ.get(PREALLOCATE) not in ("false", "False", "0"):

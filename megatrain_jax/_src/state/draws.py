@@ -3,6 +3,14 @@
 A counter-based generator has no state to keep or to fetch: the same update draws the same bits
 however it is scheduled, and after a resume. This one is a few integer operations an element, which
 a compiler computes where the bits are used, so that no array of them exists.
+
+A worked example, the draws of an update of group 3 by the gradient of step 7::
+
+    draw = draw_of(key, 7, 3)
+    masters, state = part_of(draw, 0), part_of(draw, 1)
+    part_of(state, s)       # of the state's slab number s
+    part_of(masters, n)     # of segment n, where a slab has segments of several codecs
+    random_bits(masters, numbers)    # an integer for each element, by its number in its segment
 """
 
 import jax

@@ -90,6 +90,7 @@ def joined_run(runs: Sequence[Run], start: int, stop: int) -> np.ndarray | None:
 def write_part(layout: Layout, arrays: Sequence[Held], i: int, p: int, runs: Sequence[Run]) -> None:
     """Writes runs of part `p` of leaf `i` into NumPy's arrays, as far as they are in them."""
     for at, own in runs_of(layout, arrays, i, p):
+        # A run of NumPy's arrays is a view of them.
         for start, piece in cut(runs, at, at + own.size):
             own[start - at : start - at + piece.size] = piece
 

@@ -1,4 +1,11 @@
-"""Host memory: how much this process may use, by its control groups and the kernel's table."""
+"""Host memory: how much this process may use, by its control groups and the kernel's table.
+
+A worked example, a container on a machine of 125 GiB, 100 of which the kernel calls available::
+
+    memory.max 64 GiB, memory.current 40 GiB, inactive_file 10 GiB of that
+    total_bytes()        64 GiB
+    available_bytes()    34 GiB: 64 - (40 - 10), less than 100
+"""
 
 import os
 import sys
@@ -38,6 +45,7 @@ def cgroup_memory(
     found = []
     for line in (_read(membership) or "").splitlines():
         _, _, rest = line.partition(":")
+        # A line is `number:controllers:path`; version 2 has one, without controllers.
         controllers, _, path = rest.partition(":")
         if controllers == "":
             base, names = root, ("memory.max", "memory.current", "inactive_file")
@@ -136,6 +144,8 @@ def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> CgroupMem
     if int(limit_text) >= _UNLIMITED_BYTES:
         return None
     stat = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
+    # File cache that nobody has used lately counts as the group's, but the kernel gives it back
+    # before it refuses memory.
     reclaimable = int(stat.get(cache, 0))
     return CgroupMemory(
         limit_bytes=int(limit_text), used_bytes=max(0, int(usage_text) - reclaimable)

@@ -212,6 +212,7 @@ class Layout:
         dtype = jnp.dtype(self.dtype)
         parts = []
         rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
+        # As they lie, which is the order of their codecs and not of their numbers.
         for offset, share, leaf, shape in sorted(rows, key=lambda row: row[:2]):
             # Between leaves lies alignment, filled with zeros: reductions over whole slabs don't
             # see it.
@@ -245,6 +246,7 @@ class Layout:
     def by_segment(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
         """The arrays at rest of each segment."""
         row = iter(arrays)
+        # In the order of `at_rest`: segment by segment, of each its codec's parts.
         return [tuple(islice(row, len(s.codec.parts(self.dtype)))) for s in self.segments]
 
     def segment_of(self, i: int) -> tuple[Segment, int]:

@@ -44,6 +44,7 @@ class MixedLayout:
         return tuple(
             x
             for number, (layout, slab) in enumerate(zip(self.layouts, slabs, strict=True))
+            # Each slab counts its elements from 0, so that each needs a draw of its own.
             for x in layout.encode(slab, None if draw is None else part_of(draw, number))
         )
 

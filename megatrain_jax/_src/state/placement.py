@@ -88,6 +88,7 @@ class Placement:
         if ambient.empty or ambient.size == self.num_devices == 1:
             yield
             return
+        # One without axes, as there is outside of all meshes.
         with jax.set_mesh(Mesh(np.empty((), object), ())):
             yield
 
@@ -162,6 +163,7 @@ class Placement:
             part: This process's part; all have one shape.
             sharding: The whole array's sharding.
         """
+        # What doesn't divide over the devices is whole on each, so every process needs all parts.
         if sharding.is_fully_replicated:
             return self.put(self.processes.concatenated(np.asarray(part)), sharding)
         shape = (part.shape[0] * self.processes.count, *part.shape[1:])
@@ -191,6 +193,7 @@ class Placement:
         """One array of several processes; see `put`."""
         is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            # Of this run, in the same shards already: only its memory may change.
             return x if is_key else self.move([x], sharding)[0]
         if is_key:
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))

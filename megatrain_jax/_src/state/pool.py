@@ -98,6 +98,7 @@ def reserve(
     in_use = _pinned_bytes_in_use(devices)
     pools = {d: _pools.get(d, _Pool()) for d in devices}
     wanting = [d for d in devices if share > pools[d].proven_bytes - in_use[d]]
+    # All ask each other, also those that need nothing: one that didn't would hold up the others.
     if not any(placement.processes.gather("asking for host memory", bool(wanting))):
         return
     rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
@@ -106,6 +107,7 @@ def reserve(
     beside = placement.processes.num_here
     _check(beside * num_bytes, beside * growth, share)
     placement.processes.gather("taking host memory")
+    # JAX doesn't say how far it is; the pages that this process has do.
     before = resident_bytes()
     with ThreadPoolExecutor(max(1, len(wanting))) as threads:
         waited = [threads.submit(_take, d, rooms[d][0], share) for d in wanting]
@@ -200,6 +202,8 @@ def _check(num_bytes: int, growth: int, share: int) -> None:
 def _take(device: Any, pieces: list[int], num_bytes: int) -> None:
     held, target = [], SingleDeviceSharding(device, memory_kind="pinned_host")
     try:
+        # All are held until the last one is there: a piece that was given back would be taken again
+        # in place of new memory.
         for size in pieces:
             # Pages of zeros that were never written cost no memory of their own.
             held.append(jax.device_put(np.zeros(size, np.uint8), target))

@@ -102,7 +102,8 @@ class Processes:
         for i, row in enumerate(rows):
             if "left" in row:
                 raise PeerEndedError(f"process {i} has ended: {row['left']}", row["signal"])
-        if other := next((i for i, row in enumerate(rows) if row["where"] != where), None):
+        other = next((i for i, row in enumerate(rows) if row["where"] != where), None)
+        if other is not None:
             raise RuntimeError(
                 f"processes are at different points of the run: {self.index} at {where}, {other} "
                 f"at {rows[other]['where']}. Each has to run the same script, with the same "
@@ -149,6 +150,8 @@ class Processes:
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         text = json.dumps(message).encode()
+        # The length stands at the beginning, little end first; then as much of the text as there is
+        # room.
         first = np.zeros(_SHORT, np.uint8)
         first[:_PREFIX] = np.frombuffer(len(text).to_bytes(_PREFIX, "little"), np.uint8)
         head = np.frombuffer(text[: _SHORT - _PREFIX], np.uint8)

@@ -1,7 +1,11 @@
 """The training loop: steps in flight, their records, evaluation and checkpoints.
 
 The loop never waits for the step it has just dispatched: a step's metrics are read one step late,
-so that the driver always has the next one ready while the device computes.
+so that the driver always has the next one ready while the device computes:
+
+    step 7 is dispatched    batch 8 is drawn    step 6 is read; its record goes to the callbacks
+    step 8 is dispatched    batch 9 is drawn    step 7 is read; ...
+    step 9, to be saved     batch 10 is drawn   steps 8 and 9 are read, then 9 is saved
 """
 
 import time
@@ -125,6 +129,8 @@ class Loop:
         self.bar = bar
         self.signals = signals
         self.pending: deque[_Pending] = deque()
+        # Complete records that were neither shown nor handed to callbacks yet: what a signal leaves
+        # here, the run's end reports.
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
 
     def begin(self) -> None:
@@ -169,6 +175,7 @@ class Loop:
                 batches.fill()
             every = self.options.eval_every
             due = every is not None and step % every == 0
+            # Exhausted after `fill`: this was the last batch, and a run's end is always evaluated.
             evaluate = self.options.eval_data is not None and (due or batches.exhausted)
             # Both need the numbers of this very step, so none stays in flight then.
             save = self.save.is_due(step)
@@ -206,6 +213,8 @@ class Loop:
             keep: Number of steps that stay in flight.
             evaluate: Whether to evaluate with the last one; then none may stay in flight.
         """
+        # An evaluation belongs to the step that it follows at once: no other may have changed the
+        # state.
         assert not (evaluate and keep)
         self._report()
         while len(self.pending) > keep:

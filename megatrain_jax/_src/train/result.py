@@ -93,6 +93,7 @@ def result_of(
 
 
 def _ending(error: BaseException | None, signals: str, all_steps: bool) -> tuple[Ended, str]:
+    # A signal counts whatever error it became on its way.
     if signals:
         return "interrupted", f"by {signals}"
     if error is None:

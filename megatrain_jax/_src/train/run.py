@@ -75,7 +75,9 @@ class Run:
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()
             except BaseException as raised:
+                # The others learn of it before they wait for this process, and end, too.
                 error = _known_to_all(raised, processes, signals)
+            # From here on signals are only counted: what follows is the save that they ask for.
             signals.ending = True
             insisted: KeyboardInterrupt | None = None
             try:
@@ -88,6 +90,7 @@ class Run:
             if progress or (signals.came and processes.is_first):
                 saved = _is_quiet(error) and insisted is None
                 _say(result, signals.names, save.where if saved else "")
+        # After all else: what SIGTERM would have done by itself.
         if signals.terminates:
             raise SystemExit(_TERMINATED) from error
         if insisted is not None:
@@ -121,6 +124,7 @@ class Run:
             error = self._ran_out(steps, before)
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
         try:
+            # Told last, so that a callback finds the last step saved.
             loop.end(result)
         except Exception as late:
             error = _joined(error, late)

@@ -162,6 +162,7 @@ class Checkpoints:
         by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
         facts = {} if position is None else {"data": position}
         self._saving = trainer.start_saving(path, facts, workspace=self._workspace)
+        # Taken back by `finish` if it could not be written.
         self.saved = trainer.num_steps
 
     def finish(self, trainer: Trainer) -> None:
@@ -179,6 +180,7 @@ class Checkpoints:
                 raise
             self._saving = None
             if isinstance(self._workspace, Workspace):
+                # Only now that the newest is whole: there are never fewer to go back to.
                 self._remove_oldest(self._workspace)
 
     def finish_quietly(self, trainer: Trainer) -> None:

@@ -38,6 +38,7 @@ class Source(Iterator[Any]):
         batch = next(self._iterator)
         self.count += 1
         if hasattr(self._iterator, "get_state"):
+            # After each batch, since nobody knows yet after which step a checkpoint will be saved.
             self._states[self.count] = self._iterator.get_state()
             self._states.pop(self.count - _STATES_KEPT, None)
         return batch
@@ -58,6 +59,7 @@ class Source(Iterator[Any]):
         state = position.get("state")
         if "bytes" in position:
             state = base64.b64decode(position["bytes"])
+        # Skipping serves any data; it draws and drops all that was used before.
         if state is not None and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(state)
             self.count = position["batches"]

@@ -154,6 +154,7 @@ class Gemma4Attention(Attention):
         q = self.q_norm(heads(self.q_proj(x)))
         if self.lent:
             assert lent is not None
+            # Lent keys have been rotated where they were made.
             (q, _), (k, v) = self.rotate(q, q, rotation), lent
         else:
             k = heads(self.k_proj(x))
@@ -207,6 +208,7 @@ class Gemma4Layer(Layer):
             self.per_layer_input_gate = Linear(config.hidden_size, options.inputs_dim, make)
             self.per_layer_projection = Linear(options.inputs_dim, config.hidden_size, make)
             self.post_per_layer_input_norm = norm()
+        # In the files, and not trained: no gradient and no optimizer state.
         self.layer_scalar = Buffer(jnp.ones(1))
         self.sparse = config.experts is not None
         if config.experts is not None:
@@ -232,6 +234,7 @@ class Gemma4Layer(Layer):
         x = x + self.post_attention_layernorm(y)
         y = self.mlp(self.pre_feedforward_layernorm(x))
         if self.sparse:
+            # Beside the MLP, not behind it: both read what attention has left.
             y = self.post_feedforward_layernorm_1(y) + self._mixture(x)
         x = x + self.post_feedforward_layernorm(y)
         if self.has_inputs:

@@ -130,6 +130,8 @@ class GatedDeltaNet(nnx.Module):
             q.reshape(*both, sizes.key_heads, -1),
             k.reshape(*both, sizes.key_heads, -1),
             v.reshape(*both, sizes.value_heads, -1),
+            # Logarithms of how far each token lets the state fade: in fp32, as they are summed up
+            # in chunks.
             -jnp.exp(self.A_log[...].astype(jnp.float32)) * steps,
             jax.nn.sigmoid(b),
             segments,
@@ -176,6 +178,7 @@ class HybridLayer(Layer):
         """Makes the parameters of one layer."""
         experts = config.experts
         self.input_layernorm = make_norm(config.hidden_size, config, make)
+        # Not by `Layer`'s own making: only one of the two is there, under the name that files have.
         self.is_linear = layer in config.options.layers
         if self.is_linear:
             self.linear_attn = self.linear(config, make)

@@ -122,6 +122,8 @@ def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
         for var, (_, positions) in zip(new, slots, strict=True):
             substitute(inner, positions, var)
         body = body.replace(invars=[*body.invars, *new], eqns=inner)
+        # Operands that stand outside are literals of the stage, which `slots` compares next: so
+        # they become inputs of its template.
         changed.append(
             eqn.replace(invars=[*eqn.invars, *literals], params={**eqn.params, "jaxpr": body})
         )

@@ -43,6 +43,8 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
     for p, i in enumerate(main):
         if i in flow.floating:
             uses = [first_use[leaf] for leaf in flow.floating[i] if leaf in first_use]
+            # Where its leaves are on the device anyway. At its own place they would be fetched once
+            # more, as masters of a stage that reads nothing else of that block.
             home = min(uses) if uses else int(np.searchsorted(starts, p, side="right")) - 1
         else:
             home = int(np.searchsorted(starts, p, side="right")) - 1
@@ -50,8 +52,11 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
             stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
             if flow.kind[v] == MAIN
         ]  # fmt: skip
-        # Never before its operands; equations come in order, so theirs are known.
+        # Never before its operands, as values go from stage to stage forwards only; equations come
+        # in order, so the stages of their operands are known.
         stage_of[i] = max([home, *sources])
+    # After all homes are known: a term's first use may be traced long after it. And before effects,
+    # which may print what was moved.
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 

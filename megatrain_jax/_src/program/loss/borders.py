@@ -118,6 +118,8 @@ class _Borders:
             for start, end in self._choices(k, members, limit):
                 found[self.before[k][start], self.after[k][end]].append((k, start, end))
         best: list[_Stage] = []
+        # A class of stages is a candidate with the borders that it asks for, so that the number of
+        # candidates is that of different stages, not of combinations of borders.
         for stages in sorted(found.values(), key=len, reverse=True):
             if len(stages) < max(2, len(best)):
                 break  # sorted by number: the filters below only make it smaller
@@ -134,6 +136,8 @@ class _Borders:
         groups: dict[tuple, list[_Stage]] = defaultdict(list)
         for k, start, end in stages:
             wiring = ((d if p - d >= start else 0 for d in self.back[p]) for p in range(start, end))
+            # Only what is made within the stage counts: an operand from outside is an input
+            # wherever it was made.
             groups[tuple(map(tuple, wiring))].append((k, start, end))
         return max(groups.values(), key=len)
 

@@ -111,6 +111,8 @@ class _Builder:
         self._add_outputs(bodies)
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
         stages = self._activate([b.stage() for b in bodies], outputs)
+        # Last: `ids` now has all values that a stage or the caller asked for, and the prologue
+        # makes those among them that no stage does.
         prologue, consts, ids = self._prologue()
         data = self.flow.data
         return Program(
@@ -212,6 +214,7 @@ class _Builder:
         for body in bodies:
             classes[body.key()].append(body)
         for members in classes.values():
+            # Like bodies number their variables alike, so a number names one value in all of them.
             numbers = [b.numbers() for b in members]
             used = set()
             for body, number in zip(members, numbers, strict=True):

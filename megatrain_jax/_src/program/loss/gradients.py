@@ -50,6 +50,8 @@ def differentiated(
         # Outputs without a cotangent are handed out beside, so that no zeros are made for them.
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
 
+    # What is frozen or passive is closed over, not an argument: JAX then computes no cotangent of
+    # it, and keeps nothing for one.
     _, pull, outputs = jax.vjp(wrap(run), trainable, active, has_aux=True)
     return outputs, pull
 
@@ -125,6 +127,7 @@ def leaves_read(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> t
         give_outputs: Whether the backward computes the outputs, too.
     """
     traced = _traced_pullback(stage, arriving, give_outputs)
+    # Constants and cotangents are the first inputs of the trace, and no leaves.
     used = jx.used_inputs(traced)[len(traced.consts) + sum(arriving) :]
     return tuple(used[: len(stage.leaves)])
 

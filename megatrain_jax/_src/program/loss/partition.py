@@ -205,6 +205,8 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
     for prefix in sorted(prefixes, key=lambda p: (len(p), tuple(map(str, p)))):
         own = under[prefix]
         ids = {i for _, i in own}
+        # One leaf that is read again and again is no module applied in a row: a tied embedding, or
+        # `x @ w + w`, reads so as well.
         if len(ids) < 2 or ids & found.keys() or any(leaves[i].block is not None for i in ids):
             continue
         alone = bisect_left(in_blocks, own[0][0]) == bisect_right(in_blocks, own[-1][0])
@@ -218,6 +220,7 @@ def _passes(stretch: Stretch, reads: list[tuple[int, int]]) -> list[Stretch]:
 
     Reads (position, leaf) of (3, 0) (4, 1) (7, 0) (8, 1) are two passes, 3-4 and 7-8.
     """
+    # Two reads of a single leaf tell nothing: both may be of one pass.
     times = power([i for _, i in reads]) if len({i for _, i in reads}) > 1 else 1
     size = len(reads) // times
     if len(stretch.keys) > 1 or times == 1:
@@ -252,6 +255,8 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
         # A leaf read in this gap alone, or at the ends alone as a tied embedding, makes a stretch.
         # One that is also read elsewhere doesn't: a block beside it may take that read, too.
         own = [p for p, i in reads if gaps[i] <= ({k} | set(ends) if k in ends else {k})]
+        # What is read before the first block or after the last one has a stage in any case: else it
+        # would be that block's, which then is unlike the others.
         if not own and k in ends:
             own = [reads[0 if k == 0 else -1][0]]
         positions[k] = own

@@ -157,6 +157,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
             *parameters,
             *(Value(a, None) for a in data_arrays),
         ]
+        # Outputs leave whole: a stacked result has its slices put together again.
         return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
 
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)

@@ -42,6 +42,8 @@ def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int 
         For each parameter a set of parameters as the bits of a number, or None if no data meets it.
     """
     walk = _Walk(num_parameters)
+    # Bits of Python's numbers of any length: a model of 10,000 parameters joins two sets of them in
+    # one operation.
     sources = [_NOTHING] * num_consts
     sources += [_Source(1 << i, False) for i in range(num_parameters)]
     walk.run(jaxpr, sources + [_Source(0, True)] * (len(jaxpr.invars) - len(sources)))

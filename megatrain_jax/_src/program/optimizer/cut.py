@@ -148,6 +148,8 @@ def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
                 raise
     except Conflict as conflict:
         raise CoupledGroupsError(_message(conflict, leaf_map, update, init)) from None
+    # Outside of the `try`, so that a conflict names inputs of the update that it was found in. A
+    # scalar that is selected is entangled no more, so this ends.
     return _cut(leaf_map, again, init)
 
 
@@ -215,8 +217,7 @@ class _Cutter:
 
     def _parameter_groups(self) -> dict[Any, int]:
         groups = self.leaf_map.group_of
-        return {**dict(zip(self.grads, groups, strict=True)),
-                **dict(zip(self.params, groups, strict=True))}  # fmt: skip
+        return dict(zip([*self.grads, *self.params], [*groups, *groups], strict=True))
 
     def _owners(self) -> list[int | None]:
         """Owner of each token: the one group whose arrays it meets; None if it is shared.

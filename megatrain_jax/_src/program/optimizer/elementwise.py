@@ -137,7 +137,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         flags = [not jx.is_literal(a) and is_wide[a] for a in eqn.invars]
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
-            params, out_flags = _check(_closed(inner), flags, shape)
+            params, out_flags = _check(_opened(inner), flags, shape)
         # Arithmetic on numbers that all leaves share, as a learning rate: any primitive will do.
         elif not any(flags) and all(v.aval.shape == () for v in eqn.outvars):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
@@ -153,7 +153,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
     return (tuple(body), results), [not jx.is_literal(a) and is_wide[a] for a in jaxpr.outvars]
 
 
-def _closed(jaxpr: Any) -> Any:
+def _opened(jaxpr: Any) -> Any:
     """Opens the jaxpr of a call; one with constants of its own is refused."""
     if len(jx.constants(jaxpr)):
         raise _NotElementwise
@@ -190,7 +190,7 @@ def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[
         operands = [read(a) for a in eqn.invars]
         inner = _inner(eqn)
         if inner is not None:
-            results = _run(_closed(inner), operands, leaf, shape)
+            results = _run(_opened(inner), operands, leaf, shape)
         # The one operation among these whose parameters name a leaf's shape.
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
             results = [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]

@@ -26,7 +26,7 @@ from megatrain_jax._src.program.structural_key import structural_key
 
 MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
 LARGE = 65536  # elements: values up to this size may be shared by all groups
-_TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
+TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class Slicer:
             Conflict: Arrays of two groups meet.
         """
         self.jaxpr = traced.jaxpr
+        # Constants are the first inputs; where their values end, the arguments begin.
         self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
         self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
         self.inputs = frozenset(inputs)
@@ -150,10 +151,13 @@ class Slicer:
             group = next(iter(large))
             # Another group's scalar, taken as it is, becomes a message, as if it were mixed.
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
+        # Numbers alone: of one group they stay its own. With those of others they are nobody's,
+        # unless only this group needs the result.
         elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
             group = next(iter(groups))
         else:
             group = MIXED if labelled else NEUTRAL
+        # Late values can't be in *reduce*, which runs before anything of other groups is known.
         late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
         junction = group == MIXED and bool(groups)
         for v in eqn.outvars:
@@ -163,6 +167,7 @@ class Slicer:
                 self.scalar.add(v)
             if late:
                 self.late.add(v)
+            # A junction is sent as a message, and messages are small.
             if junction:
                 self.junctions.add(v)
                 if v not in self.scalar:
@@ -198,7 +203,8 @@ class Slicer:
         if v in self.promoted or v in self.junctions:
             return True
         if self.group[v] == MIXED or v in self.varying:
-            return v in self.inputs or jx.num_elements(v.aval) <= _TINY
+            # Shared state can only be sent: no group computes it.
+            return v in self.inputs or jx.num_elements(v.aval) <= TINY
         return False
 
     def is_reduced(self, v: Any) -> bool:
@@ -304,44 +310,13 @@ def influences(
         if belongs:
             for token in brought:
                 met[token] |= belongs
+            # What is made here is those groups', and says nothing more of the token.
             brought = nothing
         for v in eqn.outvars:
+            # Through a single number, as the norm of all gradients, all would meet all.
             if jx.num_elements(v.aval) > 1:
                 if belongs:
                     owners[v] = belongs
                 if brought:
                     carried[v] = brought
     return {v: (owners.get(v, nothing), met.get(v, nothing)) for v in {*owners, *met}}
-
-
-def without_repeats(traced: jx.Traced) -> jx.Traced:
-    """Computes each tiny value once: Optax repeats, say, the learning rate for every parameter."""
-    same: dict[Any, Any] = {}
-    known: dict[Hashable, Sequence[Any]] = {}
-    eqns = []
-    for eqn in traced.jaxpr.eqns:
-        ins = [a if jx.is_literal(a) else same.get(a, a) for a in eqn.invars]
-        if any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
-            eqn = eqn.replace(invars=ins)
-        key = _repeat_key(eqn)
-        first = eqn.outvars if key is None else known.setdefault(key, eqn.outvars)
-        if first is eqn.outvars:
-            eqns.append(eqn)
-        else:
-            same.update(zip(eqn.outvars, first, strict=True))
-    outs = [a if jx.is_literal(a) else same.get(a, a) for a in traced.jaxpr.outvars]
-    jaxpr = jx.sub_jaxpr(traced.jaxpr, eqns, traced.jaxpr.invars, outs)
-    return dataclasses.replace(traced, jaxpr=jaxpr)
-
-
-def _repeat_key(eqn) -> Hashable | None:
-    small = all(jx.num_elements(v.aval) <= _TINY for v in [*eqn.outvars, *jx.variables(eqn.invars)])
-    if not small or eqn.effects:
-        return None
-    ins = tuple((str(a.val), str(a.aval)) if jx.is_literal(a) else a for a in eqn.invars)
-    key = (eqn.primitive, ins, tuple(sorted(eqn.params.items())))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

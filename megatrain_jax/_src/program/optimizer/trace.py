@@ -35,7 +35,7 @@ from megatrain_jax._src.program.index import (
     sliced_axes,
 )
 from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.optimizer.slicing import without_repeats
+from megatrain_jax._src.program.optimizer.repeats import without_repeats
 from megatrain_jax._src.program.pieces import Pieces, Value, constant, piece, stack, stacked
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -121,6 +121,7 @@ def trace_optimizer(
             "kept where its update is cut by group: take it out, or print from loss_fn"
         )
     state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
+    # Numbers stand in for arrays: only paths are asked for.
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
     # Optax keeps state in trees like the parameters', so a path's end says whose it is.
@@ -156,6 +157,7 @@ def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
 
 
 def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
+    # State goes back to where it came from: of another shape or dtype it would need another slab.
     _, new_def = traced.out_tree.children()
     if new_def != state_def:
         raise ValueError(
@@ -212,6 +214,7 @@ class LeafMap:
                 found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
             own = found or ()
             mirrors = p if p is not None and traced.param_shapes[p] == shape.shape else None
+            # Of no axes there is one position, `()`: the whole leaf is one token.
             for at in np.ndindex(*(shape.shape[a] for a in own)):
                 index = index_of(own, at)
                 name = traced.state_names[j] + shown(index)

@@ -120,6 +120,8 @@ class _Opening:
     def _eqn(self, eqn: Any, reads: list[int]) -> list[int]:
         name = eqn.primitive.name
         if name in CALLS or name in CUSTOM_RULES:
+            # A kernel's jaxpr is differentiated already, so that a custom rule is a call like
+            # others.
             inner = eqn.params[CALLS.get(name, "call_jaxpr")]
             return self.run(jx.opened(inner), jx.constants(inner), reads)
         if name in REMAT:
@@ -130,6 +132,7 @@ class _Opening:
         # A barrier of several values is one of each: which of them have tiles differs.
         if name == BARRIER:
             return self._barriers(eqn, reads)
+        # Loops and conditionals, too: one operation each, on values that are whole.
         makes = [self.value(v.aval) for v in eqn.outvars]
         self.ops.append(Operation(eqn, tuple(reads), tuple(makes)))
         return makes
@@ -139,6 +142,8 @@ class _Opening:
         passed = []
         for atom, value in zip(eqn.invars, values, strict=True):
             if value not in self.constants:
+                # Of an operation's equation only primitive, parameters and context count: any
+                # variables will do.
                 barrier = eqn.replace(
                     primitive=_barrier_primitive(),
                     params={},

@@ -44,7 +44,7 @@ class Labels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Carried:
-    """All that follows from the label of one value.
+    """The divisions and labels that follow from the label of one value.
 
     Attributes:
         ways: The divisions of each operation that has some, by its position.

@@ -3,6 +3,14 @@
 What a loop stores and sums up is its carry, which the compiler writes where it is. A stored array
 has an axis for the number of the tile until the loop ends; so has a whole one that is read in
 tiles.
+
+A worked example, `d = dy * cos(x w)`, `dx = d w.T`, `dw = x.T d` with x f32[64, 6], in 4 tiles of
+16 rows. Of `d`, f32[64, 20], no more than a tile exists::
+
+    before   x as f32[1, 4, 16, 6], dy as f32[1, 4, 16, 20]; zeros f32[1, 4, 16, 6] and f32[6, 20]
+    tile i   x[0, i], dy[0, i], all of w  ->  d, of (16, 20)
+             dx: d w.T is stored in the first zeros at [0, i];  dw: x[0, i].T d is added
+    after    dx as f32[64, 6]; dw
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,6 +2,9 @@
 
 JAX's partitionable Threefry makes the bits of an element of its number in the array alone, 64 bits
 wide: `threefry2x32(key, high and low half of the number)`.
+
+A worked example, bits of shape (4, 6) in 2 tiles along axis 0, hence of shape (2, 6): the elements
+of tile 1 have the numbers 12 to 23 in the whole array, and get the bits of these.
 """
 
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) ->
     if width == 64:
         wide = [lax.convert_element_type(x, jnp.uint64) for x in (high, low)]
         return lax.shift_left(wide[0], jnp.uint64(32)) | wide[1]
+    # As in JAX, both words of an element make its 32 bits, or fewer.
     return lax.convert_element_type(high ^ low, jnp.dtype(f"uint{width}"))
 
 
@@ -52,12 +56,15 @@ def _numbers(shape: Sequence[int], axis: int, at: Any) -> tuple[Any, Any]:
             entry = lax.broadcasted_iota(jnp.uint32, own, d - (d > axis))
         carried, low = _wide_product(low, size)
         low = low + entry
+        # By Horner's rule, digit by digit of a mixed base; a sum below its term has wrapped around.
         high = high * jnp.uint32(size) + carried + (low < entry).astype(jnp.uint32)
     return high, low
 
 
 def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
     """The upper and lower 32 bits of the product of 32-bit numbers and a factor below 2**32."""
+    # In halves of 16 bits, of which no product or sum here exceeds 32: the device has no wider
+    # integers unless JAX is told to use them.
     half, sixteen = jnp.uint32(0xFFFF), jnp.uint32(16)
     x0, x1 = x & half, x >> sixteen
     f0, f1 = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)

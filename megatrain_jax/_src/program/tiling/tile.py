@@ -132,6 +132,7 @@ def _params(eqn: Any, division: Division, label: Label) -> dict[str, Any]:
         key = _SHAPES[name]
         return {**params, key: _shape_of_tile(params[key], label)}
     operand = division.operands[0]
+    # Other primitives, products among them, take their shapes from their operands.
     if name == "gather" and operand is not None:
         if params["slice_sizes"][operand.axis] > 1:  # an axis of windows, not of their numbers
             sizes = _shape_of_tile(params["slice_sizes"], operand)

@@ -1,4 +1,12 @@
-"""A jaxpr that is computed tile by tile, so that most of its values never exist whole."""
+"""A jaxpr that is computed tile by tile, so that most of its values never exist whole.
+
+A worked example, `tanh(x w) v` with x f32[4096, 8], w f32[8, 32] and v f32[32, 8]::
+
+    tile_counts(jaxpr)   # (2, 4, 8, ..., 4096): the powers of 2 that divide the rows of x
+    tiled(jaxpr, 4)      # 4,096 rows, 1,024 in each tile; one step, a loop over
+                         # both products and tanh: 256 KiB beside x and the result, not 1 MiB
+    tiled(jaxpr, 3)      # None: neither 4096 nor 32 can be divided by 3
+"""
 
 import dataclasses
 import math

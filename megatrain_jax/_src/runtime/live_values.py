@@ -1,0 +1,36 @@
+"""The values of a step while it is dispatched: all that its stages hand to stages.
+
+Nothing in here is state of the run: a step begins with new ones, and nobody keeps them but for
+their metrics. A value is dropped after the last stage that reads it, a cotangent is popped by the
+one that takes it.
+"""
+
+import dataclasses
+
+import jax
+
+from megatrain_jax._src.build.bound_step import BoundStep
+
+
+@dataclasses.dataclass(kw_only=True)
+class LiveValues:
+    """Live values of a step; rows and cotangents have one entry a microbatch.
+
+    Attributes:
+        step: The step.
+        rows: Values between stages by their ids, those of the prologue first; activations that
+            wait in the host are not among them meanwhile.
+        cotangents: Cotangents, by the ids of the values that they are of.
+        means: Loss and metrics, once they are known: means over the microbatches.
+        scalars: For each group whose *reduce* was dispatched, what that gave.
+        squares: Squared norms of the groups' gradients.
+        group_ok: Groups in the order of their gradients, each with `ok` after its own.
+    """
+
+    step: BoundStep
+    rows: list[dict[int, jax.Array]]
+    cotangents: list[dict[int, jax.Array]]
+    means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    squares: list[jax.Array] = dataclasses.field(default_factory=list)
+    group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
