@@ -22,9 +22,8 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
-from megatrain_jax._src.planning import plan_with
+from megatrain_jax._src.common.remembering import remembering
 
 PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
 GPUS = {"RTX 4090": mt.RTX_4090, "H100": mt.H100}
@@ -47,12 +46,11 @@ MODELS = (
 
 @functools.lru_cache(maxsize=1)
 def planned(model: str) -> Callable[..., mt.Plan]:
-    """Returns a function that plans a model, which is traced once for all machines and forms."""
+    """Returns a function that plans a model: the same parts for all machines and forms."""
     config = models.DecoderConfig.from_hf(KNOWN_MODELS[model].config())
     tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
     return functools.partial(
-        plan_with,
-        Cuts(),
+        mt.plan,
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         models.next_token_loss,
         optax.adamw(1e-5),
@@ -78,6 +76,7 @@ def fits(of: mt.Plan, host: str, model: str, gpu: mt.Hardware, form: str) -> boo
     return bool(smaller.fits_host and smaller.fits_device)
 
 
+@remembering()
 def row(gpu: str, model: str) -> str:
     """Returns a model's row in the table of a GPU, as Markdown."""
     largest = dataclasses.replace(GPUS[gpu], host_bytes=max(HOSTS.values()))

@@ -1,43 +1,51 @@
-"""Train any Flax model whose state does not fit the GPU, from pinned host memory."""
+"""Train any Flax model whose state does not fit the GPU, from pinned host memory.
+
+What has to be set before JAX starts is set at once. The public names are imported when they are
+first asked for, so that the command line answers what needs no JAX without waiting for it.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 from megatrain_jax._src.startup import allocator as _allocator
 from megatrain_jax._src.startup import compilation_cache as _compilation_cache
-from megatrain_jax._src.state import pool as _pool
+from megatrain_jax._src.state import pool_limit as _pool_limit
+
+if TYPE_CHECKING:
+    from megatrain_jax._src.build.precision import Precision
+    from megatrain_jax._src.checkpoint.folder import CheckpointError
+    from megatrain_jax._src.comparing import compare_plans
+    from megatrain_jax._src.fit import fit, train
+    from megatrain_jax._src.history import History
+    from megatrain_jax._src.planning import plan
+    from megatrain_jax._src.report.comparison import PlanComparison, PlanRow
+    from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
+    from megatrain_jax._src.report.warnings import PlanWarning
+    from megatrain_jax._src.runtime.training import StepMetrics
+    from megatrain_jax._src.state.cards import (
+        A100_80GB,
+        B200,
+        GH200,
+        H100,
+        H200,
+        HGX_H100,
+        HGX_H200,
+        L40S,
+        RTX_3080,
+        RTX_3090,
+        RTX_4090,
+        RTX_5090,
+        card,
+        this_machine,
+    )
+    from megatrain_jax._src.state.hardware import Hardware
+    from megatrain_jax._src.train.result import DataRanOutError, FitResult, StopTraining
+    from megatrain_jax._src.trainer import Trainer
 
 # All before anything starts JAX's backend or compiles.
 _allocator.choose()
-_pool.set_limit()
+_pool_limit.set_limit()
 _compilation_cache.enable()
-
-from megatrain_jax._src.build.precision import Precision  # noqa: E402
-from megatrain_jax._src.checkpoint.folder import CheckpointError  # noqa: E402
-from megatrain_jax._src.comparing import compare_plans  # noqa: E402
-from megatrain_jax._src.fit import fit, train  # noqa: E402
-from megatrain_jax._src.history import History  # noqa: E402
-from megatrain_jax._src.planning import plan  # noqa: E402
-from megatrain_jax._src.report.comparison import PlanComparison, PlanRow  # noqa: E402
-from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow  # noqa: E402
-from megatrain_jax._src.report.warnings import PlanWarning  # noqa: E402
-from megatrain_jax._src.runtime.training import StepMetrics  # noqa: E402
-from megatrain_jax._src.state.cards import (  # noqa: E402
-    A100_80GB,
-    B200,
-    GH200,
-    H100,
-    H200,
-    HGX_H100,
-    HGX_H200,
-    L40S,
-    RTX_3080,
-    RTX_3090,
-    RTX_4090,
-    RTX_5090,
-    card,
-    this_machine,
-)
-from megatrain_jax._src.state.hardware import Hardware  # noqa: E402
-from megatrain_jax._src.train.result import DataRanOutError, FitResult, StopTraining  # noqa: E402
-from megatrain_jax._src.trainer import Trainer  # noqa: E402
 
 # Its only place: the package is built with it, and a tree that isn't installed has it, too.
 __version__ = "0.1.0"
@@ -77,3 +85,64 @@ __all__ = [
     "this_machine",
     "train",
 ]
+
+_NAMES = {
+    "build.precision": ("Precision",),
+    "checkpoint.folder": ("CheckpointError",),
+    "comparing": ("compare_plans",),
+    "fit": (
+        "fit",
+        "train",
+    ),
+    "history": ("History",),
+    "planning": ("plan",),
+    "report.comparison": (
+        "PlanComparison",
+        "PlanRow",
+    ),
+    "report.plan": (
+        "GroupRow",
+        "Plan",
+        "TileRow",
+    ),
+    "report.warnings": ("PlanWarning",),
+    "runtime.training": ("StepMetrics",),
+    "state.cards": (
+        "A100_80GB",
+        "B200",
+        "GH200",
+        "H100",
+        "H200",
+        "HGX_H100",
+        "HGX_H200",
+        "L40S",
+        "RTX_3080",
+        "RTX_3090",
+        "RTX_4090",
+        "RTX_5090",
+        "card",
+        "this_machine",
+    ),
+    "state.hardware": ("Hardware",),
+    "train.result": (
+        "DataRanOutError",
+        "FitResult",
+        "StopTraining",
+    ),
+    "trainer": ("Trainer",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f"megatrain_jax._src.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -31,6 +31,9 @@ class Slots:
     def __init__(self):
         self.saved: int | None = None
 
+    def check_writable(self) -> None:
+        pass
+
     def is_due(self, step: int) -> bool:
         return step % 3 == 0
 

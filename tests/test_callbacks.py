@@ -217,6 +217,11 @@ def test_weights_and_biases_reads_what_was_logged(tmp_path: Path, monkeypatch: A
     messages: Any = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
     monkeypatch.setenv("WANDB_SILENT", "true")
+    with pytest.raises(TypeError, match="no argument `projct`; did you mean `project`"):
+        callbacks.WandB(projct="tests")
+    for given in ({"mode": "ofline"}, {"tags": 3}, {"resume": "always"}, {"name": 1.5}):
+        with pytest.raises(ValueError, match=rf"`wandb.init` can't take `{next(iter(given))}`="):
+            callbacks.WandB(**given)
     log = callbacks.WandB(project="tests", mode="offline", dir=str(tmp_path))
     result = small.fit(None, 4, callbacks=[sample, log], **EVALUATED)
     wandb.teardown()  # its own process writes the file
@@ -266,6 +271,14 @@ def test_mlflow_reads_what_was_logged(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     where = (tmp_path / "runs").as_uri()
+    for given, error in (
+        ({"tracking_uri": "nosuch://place"}, ValueError),
+        ({"tracking_uri": where, "run_id": "0" * 32}, ValueError),
+        ({"run_name": 3}, TypeError),
+    ):
+        options: Any = given
+        with pytest.raises(error, match=f"`{[*given][-1]}`"):
+            callbacks.MLflow(**options)
     log = callbacks.MLflow("tests", tracking_uri=where, run_name="one")
     folder = tmp_path / "run"
     small.fit(folder, 4, callbacks=[sample, log], **EVALUATED)

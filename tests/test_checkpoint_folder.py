@@ -1,12 +1,15 @@
 """A folder of checkpoints belongs to one run at a time, which deletes nothing but its own."""
 
+import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import optax
@@ -16,6 +19,7 @@ import megatrain_jax as mt
 import small
 from inside import count_steps
 from megatrain_jax._src.checkpoint import orbax
+from megatrain_jax._src.checkpoint import workspace as workspaces
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
 from megatrain_jax._src.state.processes import Processes
@@ -265,6 +269,20 @@ def test_a_checkpoint_saved_by_hand_is_gone_on_from(tmp_path):
     assert small.losses(result) == small.expected(4)
 
 
+def test_a_finished_run_in_a_folder_that_cannot_be_written_returns(tmp_path, monkeypatch):
+    result = small.fit(tmp_path, 2)
+
+    def read_only(path, what):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(workspaces, "_take", read_only)
+    again = small.fit(tmp_path, 2)
+    assert small.losses(again) == small.losses(result) and again.trainer.num_steps == 2
+    for steps in (3, None):
+        with pytest.raises(mt.CheckpointError, match="can't be written: .*Read-only file system"):
+            small.fit(tmp_path, steps)
+
+
 def test_a_step_that_a_callback_saved_is_saved_again(tmp_path):
     def by_hand(trainer, record):
         trainer.save(tmp_path / str(record["step"]))
@@ -280,7 +298,15 @@ def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(orbax, "join", full)
-        with pytest.raises(mt.CheckpointError, match="No space left"):
+        with pytest.raises(mt.CheckpointError, match="No space left") as caught:
+            trainer.save(tmp_path / "1")
+        # First where, and how much; the system's own words are behind that, and chained.
+        text = (
+            rf"{tmp_path} had no room for the [\d.]+ .* that a checkpoint takes, .* are free: the "
+        )
+        assert re.match(text, str(caught.value)) and isinstance(caught.value.__cause__, OSError)
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        with pytest.raises(mt.CheckpointError, match=rf"^{tmp_path} lacks [\d.]+ .* of the [\d.]+"):
             trainer.save(tmp_path / "1")
         saving = trainer.start_saving(tmp_path / "2")
         saving.join()

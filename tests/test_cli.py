@@ -27,8 +27,9 @@ from megatrain_jax._src.cli.largest import (
     shallow,
 )
 from megatrain_jax._src.cli.main import main
-from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
-from megatrain_jax._src.cli.sizes import batch_shapes
+from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.planner import Planner, config_of
+from megatrain_jax._src.cli.shapes import batch_shapes
 from published import num_parameters
 
 TINY = {
@@ -148,6 +149,7 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
         (["plan", "--gpuss", "H100"], "unrecognized arguments: --gpuss H100"),
         (["plan", "--device-budget", "most", "--gpu=H100"], "`device_budget` must be bytes"),
         (["plan", "--config", "there/is/none.yaml"], "none.yaml"),
+        (["plan", "--gpu=H100", "Phi-2", "Phi-4"], "Phi-2 and Phi-4 are given without an option, "),
     ],
 )
 def test_what_is_asked_wrongly_is_told_in_a_line(arguments, message, capsys):
@@ -163,7 +165,7 @@ def test_a_printed_configuration_is_read_again(tiny, tmp_path, capsys):
     assert "# Tokens of a row." in written and "length: 256\n" in written
     file = tmp_path / "plan.yaml"
     file.write_text(written)
-    assert main(["plan", "--config", str(file), "--length", "512"]) == 0
+    assert main(["plan", "--config", str(file), "--length", "512", str(tiny)]) == 0
     assert "1 row of 512 tokens a step, on NVIDIA L40S" in capsys.readouterr().out
     file.write_text("lenght: 256\n")
     assert main(["plan", "--config", str(file)]) == 2
@@ -183,7 +185,7 @@ def test_the_largest_number_is_found_with_few_probes(of_tokens: float):
             tiled = min(1.0, 4 * n / most) if 0 < n <= most else 2 * n / max(most, 0.1)
             return 1 - of_tokens + of_tokens * tiled
 
-        found = largest(share)
+        found = largest(share, 16)
         expected = [n for n in map(round_number, range(90)) if n <= exact]
         assert found == (len(expected) - 1 if expected else None), exact
         assert len(probes) <= 20 and len(set(probes)) == len(probes) and min(probes) > 0
@@ -207,6 +209,80 @@ def test_few_layers_stand_for_all_kinds_of_layers():
     assert sparse.experts and sparse.experts.layers == tuple(range(4))
     assert shallow(config_of("SmolLM3-3B")).unrotated == (3,)
     assert shallow(config_of("Granite-3.1-2B")).num_layers == 7  # they have options of their own
+
+
+def variants(folder):
+    """Models whose sizes bound a step in different ways."""
+    wide = {"num_hidden_layers": 6, "vocab_size": 32768, "tie_word_embeddings": True}
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    changes = {"tiny": {}, "wide": wide, "experts": experts | {"moe_intermediate_size": 64}}
+    for name, change in changes.items():
+        (folder / f"{name}.json").write_text(json.dumps(TINY | change))
+    return {name: config_of(str(folder / f"{name}.json")) for name in changes}
+
+
+class Formula:
+    """A planner by a formula: a fixed part, and tokens in up to 64 tiles, each with a rest."""
+
+    def __init__(self, rng, tiles=64):
+        self.settings = PlanSettings(gpu="H100", length=512)
+        self.machine = SimpleNamespace(usable_bytes=10**9)
+        self._fixed, self._each = rng.uniform(0, 1e9), 10 ** rng.uniform(1, 6)
+        self._rest, self._deep, self._tiles = rng.random(), 1 + rng.random() / 2, tiles
+
+    def plan(self, config, rows, length, least=False):
+        if rows * length > 2**31:
+            raise ValueError("more elements than a kernel counts")
+        whole = rows * length * self._each
+        counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= self._tiles]
+        needs = [self._fixed + whole * (self._rest + (1 - self._rest) / n) for n in counts]
+        needed = next((need for need in needs if need <= 10**9), needs[-1])
+        needed *= 1 if config.num_layers == 4 else self._deep
+        return SimpleNamespace(
+            device_bytes=needed,
+            fits_device=needed <= 10**9,
+            fits_host=None,
+            hardware=self.machine,
+            of=(rows, length, least),
+        )
+
+
+@pytest.mark.parametrize("what", ["batch", "context"])
+def test_the_search_finds_what_trying_all_sizes_finds(tmp_path, what):
+    rng, config = random.Random(0), variants(tmp_path)["wide"]
+    for _ in range(300):
+        planner: Any = Formula(rng, tiles=rng.choice([1, 4, 64]))
+        found = largest_size(planner, what, "wide", config)
+        expected = None
+        for number in map(round_number, range(80)):
+            shape = (number, 512) if what == "batch" else (1, 1024 * number)
+            if math.prod(shape) <= 2**31 and fits(plan := planner.plan(config, *shape)):
+                expected = plan
+        assert (found and found.plan) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["batch", "context"])
+@pytest.mark.parametrize("gpu", ["RTX3080", "H100"])
+@pytest.mark.parametrize("name", ["tiny", "wide", "experts"])
+def test_the_search_finds_what_planning_all_sizes_finds(tmp_path, name, gpu, what):
+    config = variants(tmp_path)[name]
+    planner = Planner(PlanSettings(gpu=gpu, host="24GiB", length=512))
+    found = largest_size(planner, what, name, config)
+    assert found is not None
+    rows, length = (found.rows, 1) if what == "batch" else (1, found.length // 1024)
+    place = [round_number(at) for at in range(90)].index(rows * length)
+    # Fresh plans, of all sizes from far above down to the first that fits.
+    for number in (round_number(at) for at in range(place + 2, -1, -1)):
+        other = Planner(planner.settings)
+        shape = (number, 512) if what == "batch" else (1, 1024 * number)
+        try:
+            plan = other.plan(config, *shape)
+        except ValueError:  # more elements than a kernel counts
+            continue
+        if fits(plan):
+            assert (shape, plan) == ((found.rows, found.length), found.plan)
+            break
 
 
 @pytest.mark.long
@@ -241,14 +317,18 @@ def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
     assert "Nothing fits: host memory is what lacks. " in capsys.readouterr().out
 
 
-def test_importing_the_library_imports_no_command_line():
+def test_the_library_needs_no_command_line_and_what_is_asked_wrongly_no_jax():
     code = (
         "import sys, megatrain_jax;"
         "assert not [m for m in sys.modules if 'jsonargparse' in m or '_src.cli' in m];"
-        "from megatrain_jax._src.cli.main import main; sys.exit(main(['--version']))"
+        "from megatrain_jax._src.cli.main import main;"
+        "assert main(['--help']) == main(['plan', '--help']) == main(['finetune', '--help']) == 0;"
+        "assert main(['pretrain']) == main(['plan', '--gpus', 'two']) == main(['plan', 'Qw']) == 2;"
+        "assert not {'jax', 'flax', 'optax', 'transformers'} & {*sys.modules};"
+        "print(); sys.exit(main(['--version']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{mt.__version__}\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith(f"\n{mt.__version__}\n"), done.stderr
 
 
 def test_the_package_is_the_command(monkeypatch, capsys):

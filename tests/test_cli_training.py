@@ -1,16 +1,24 @@
 """Runs of `finetune` and `pretrain` to their ends: adapters, preferences, early stops, exports."""
 
 import csv
+import itertools
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import transformers
+from flax import nnx
 
-from megatrain_jax import callbacks
+from megatrain_jax import callbacks, models
 from megatrain_jax._src.cli import training
+from megatrain_jax._src.cli.finetune import dataset
+from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.main import main
+from megatrain_jax._src.cli.reference import Reference
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
@@ -83,6 +91,8 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
         "lora_targets": "self_attn/(q|v)_proj",
         "export_as": "both",
         "logs": ["csv", "jsonl"],
+        "samples": ["count from 3", "please"],
+        "sample_tokens": 5,
     }
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert trained("finetune", given, whole, **settings) == 0
@@ -98,7 +108,8 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     printed = capsys.readouterr().out
     assert "interrupted after step" in printed and not (parted / "adapter").exists()
     assert trained("finetune", given, parted, **settings) == 0
-    assert "went on after step" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "went on after step" in printed
 
     # What was interrupted is what wasn't, to the bit.
     one, other = (report_of(out)["history"] for out in (whole, parted))
@@ -116,6 +127,20 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     assert loss_of(adapted, tokens) == pytest.approx(loss_of(merged, tokens), rel=1e-5)
     with adapted.disable_adapter():
         assert loss_of(adapted, tokens) != pytest.approx(loss_of(merged, tokens), rel=1e-3)
+
+    # What prompts were continued with is what Transformers continues them with.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
+    last = report_of(whole)["history"][-1]["samples"]
+    for sample, prompt in zip(last, settings["samples"], strict=True):
+        asked = [{"role": "user", "content": prompt}]
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        given_ids = tokenizer.apply_chat_template(asked, **options)
+        out = merged.generate(**given_ids, max_new_tokens=5, do_sample=False)[0]
+        text = tokenizer.decode(out[given_ids["input_ids"].shape[1] :])
+        expected = text.removesuffix(tokenizer.eos_token).strip()
+        assert sample == {"prompt": prompt, "temperature": 0.0, "text": expected}
+        assert f"    {prompt}▸{expected}\n" in printed
+        assert f"  prompt: {prompt}\n" in (parted / "log.csv.txt").read_text()
 
     # Both logs have what the report has; that of the run in two parts is one.
     for out in (whole, parted):
@@ -202,10 +227,108 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
     ]
 
 
+def plain_losses(settings, out):
+    """The losses of preferences in plain JAX, with a model and the one before training beside."""
+    given = FinetuneSettings(**settings, out=str(out), length=32, batch=4, epochs=None)
+    pretrained = models.load_pretrained(given.model)
+    graph, own = nnx.split(pretrained.model())
+    before = nnx.state(nnx.merge(graph, own), nnx.Param)
+    nnx.replace_by_pure_dict(before, jax.tree.map(jnp.asarray, pretrained.params))
+
+    def logs(params, batch):
+        logits = nnx.merge(graph, params)(
+            batch["tokens"], batch["positions"], segments=batch["segments"]
+        )
+        each = jax.nn.log_softmax(logits.astype(jnp.float32))
+        each = jnp.take_along_axis(each, batch["labels"][..., None], -1)[..., 0] * batch["mask"]
+        numbers = range(1, 1 + 2 * batch["pairs"].shape[1])
+        return jnp.stack([jnp.where(batch["segments"] == n, each, 0).sum(1) for n in numbers], 1)
+
+    def loss(params, reference, batch):
+        gained = logs(params, batch) - reference
+        each = jax.nn.log_sigmoid(given.beta * (gained[:, 0::2] - gained[:, 1::2]))
+        return -jnp.where(batch["pairs"], each, 0).sum() / batch["pairs"].sum()
+
+    rate = optax.constant_schedule(given.learning_rate)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
+
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, logs(before, batch), batch)
+        updates, state = optimizer.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    params, state, found = before, optimizer.init(before), []
+    train, _ = dataset(given, given.data, None).split(given.held_out)
+    for batch in itertools.islice(train, given.steps):
+        value, params, state = step(params, state, batch)
+        found.append(float(value))
+    return found
+
+
+@pytest.mark.slow
+def test_preferences_are_learned_by_all_parameters(given, tmp_path, monkeypatch, capsys):
+    model, out = tmp_path / "tiny", tmp_path / "out"
+    shutil.copytree(given / "tiny", model)
+    settings = {
+        "model": str(model),
+        "data": [str(given / "pairs.jsonl")],
+        "objective": "dpo",
+        "beta": 0.5,
+        "steps": 4,
+        "learning_rate": 1e-3,
+        "warmup": 0.0,
+        "decay": "constant",
+        "held_out": 0.2,
+        "microbatches": 2,
+        "checkpoint_every": 1,
+    }
+
+    def interrupts(trainer, record):
+        if record["step"] == 2:
+            raise KeyboardInterrupt
+
+    own = training._callbacks
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_callbacks", lambda *given: [*own(*given), interrupts])
+        assert trained("finetune", given, out, **settings) == 130
+    assert "reference: 48 answers, " in capsys.readouterr().out
+    # Of another checkpoint it is refused; else it is found again, unless it is damaged.
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert trained("finetune", given, out, **settings) == 2
+    assert "is not what it was when " in capsys.readouterr().err
+    (model / "model.safetensors").write_bytes(weights)
+    assert trained("finetune", given, out, **settings) == 0
+    printed = capsys.readouterr().out
+    assert "reference: " not in printed and "went on after step" in printed
+    stored = (out / "reference.npz").read_bytes()
+    (out / "damaged.npz").write_bytes(stored[:-300] + bytes(8) + stored[-292:])
+    key = json.loads((out / "notes.json").read_text())["reference"]
+    for name, other, count in (
+        ("reference", key, 48),
+        ("reference", f"{key} ", 0),
+        ("damaged", key, 0),
+        ("missing", key, 0),
+    ):
+        reference = Reference(out / f"{name}.npz", other)
+        reference.load()
+        assert len(reference.values) == count
+
+    history = report_of(out)["history"]
+    assert history[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert [r["loss"] for r in history] == pytest.approx(plain_losses(settings, out), rel=1e-5)
+    assert history[-1]["loss"] < 0.9 * history[0]["loss"]
+    assert (out / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"objective": "dpo"}, "which is the one without its adapters: say `lora_rank`"),
+        (
+            {"objective": "dpo", "lora_rank": 2, "trainable": "norm", "export_as": "model"},
+            "leave `trainable` out, or `lora_rank`",
+        ),
         ({"objective": "dpo", "lora_rank": 2, "too_long": "cut"}, "would part pairs"),
         ({"export_as": "adapter"}, "`export_as`=adapter needs adapters: say `lora_rank`"),
         ({"lora_rank": 2, "trainable": "norm"}, "say `export_as`=model"),
@@ -217,6 +340,14 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
         ({"keep_best": True, "eval_every": 1, "checkpoints": False}, "needs `checkpoints`"),
         ({"logs": "csv", "wandb": {"project": "mine"}}, "`logs` has no wandb"),
         ({"logs": "mlflow", "mlflow": {"project": "mine"}}, "unexpected keyword argument"),
+        (
+            {"logs": "mlflow", "mlflow": {"tracking_uri": "nosuch://x"}},
+            "MLflow can't use `tracking_ur",
+        ),
+        (
+            {"logs": "wandb", "wandb": {"projct": "mine"}},
+            "no argument `projct`; did you mean `proj",
+        ),
         ({"format": "text", "merge": " "}, "`merge`=  counts only with conversations"),
         ({"format": "text", "train_on": "all"}, "`train_on`=all counts only with conversations"),
         ({"lora_alpha": 8}, "`lora_alpha`=8.0 counts only with adapters: say `lora_rank`"),
@@ -228,6 +359,11 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
         ({"final_rate": 0.2, "decay": "constant"}, "`final_rate`=0.2 counts only with a rate that"),
         ({"held_out": 0.3, "eval_data": "x"}, "`held_out`=0.3 counts only with documents of"),
         ({"data": []}, "`data` is empty"),
+        ({"sample_tokens": 4}, "`sample_tokens`=4 counts only with prompts: say `samples`"),
+        ({"sample_temperatures": [1.0]}, "`sample_temperatures`=[1.0] counts only with prompts"),
+        ({"samples": "count", "held_out": 0}, "`samples` are of evaluations: say `held_out`"),
+        ({"samples": []}, "`samples` must be prompts that are not empty"),
+        ({"samples": "x", "chat_template": "{{ 1 // 0 }}"}, "makes no question of `samples`: "),
     ],
 )
 def test_what_does_not_go_together_is_told(given, tmp_path, settings, message, capsys):
@@ -263,4 +399,6 @@ def test_sizes_and_tokenizers_are_checked_first(
 def test_a_flag_needs_no_value(tmp_path, capsys):
     words = ["finetune", "--model", "m", "--data", "d", "--out", str(tmp_path), "--keep-best"]
     assert main([*words, "--eval-every", "2", "--print-config"]) == 0
-    assert "\nkeep_best: true\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nkeep_best: true\n" in printed
+    assert "# Prompts that are continued at each evaluation, one or several" in printed

@@ -362,6 +362,12 @@ def test_what_exceeds_the_device_is_refused_with_figures():
     check_device(plan, plan.device_bytes)
     with pytest.raises(MemoryError, match=r"needs 20\.00 GiB of .* 19\.00 GiB .*microbatches"):
         check_device(plan, 19 * GIB)
+    values = [jax.ShapeDtypeStruct((2, length, 64), "bfloat16") for length in (64, 8191)]
+    hint = r"a length of 8,191, which none of 2, 3, 5, 7 divides: .* 128, such as 8,192\.$"
+    with pytest.raises(MemoryError, match=hint):
+        check_device(plan, 19 * GIB, values)
+    with pytest.raises(MemoryError, match=r"`losses\.next_token`\)\.$"):
+        check_device(plan, 19 * GIB, [jax.ShapeDtypeStruct((7, 8190, 11), "float32"), values[0]])
 
 
 def test_many_different_groups_are_shortened():

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh
 
 from inside import on_one_device
-from megatrain_jax._src.state import pool
+from megatrain_jax._src.state import pool, pool_limit
 from megatrain_jax._src.state.placement import placed_on
 
 GIB = 2**30
@@ -29,12 +29,12 @@ RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
 
 @pytest.mark.parametrize(("total_gib", "limit"), [(125, "115"), (3, "1")])
 def test_limit_is_set_once(monkeypatch, total_gib, limit):
-    monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB + 5)
+    monkeypatch.setattr(pool_limit, "total_bytes", lambda: total_gib * GIB + 5)
     monkeypatch.delenv(pool.LIMIT_VARIABLE, raising=False)
-    pool.set_limit()
+    pool_limit.set_limit()
     assert os.environ[pool.LIMIT_VARIABLE] == limit
     monkeypatch.setenv(pool.LIMIT_VARIABLE, "7")
-    pool.set_limit()
+    pool_limit.set_limit()
     assert os.environ[pool.LIMIT_VARIABLE] == "7"
 
 
@@ -42,8 +42,8 @@ def test_import_starts_no_backend():
     code = (
         "import jax\n"
         "jax.devices = lambda *args: exit('the backend was started')\n"
-        "from megatrain_jax._src.state import pool\n"
-        "pool.set_limit(); pool.total_bytes(); pool.available_bytes()\n"
+        "from megatrain_jax._src.state import pool, pool_limit\n"
+        "pool_limit.set_limit(); pool.total_bytes(); pool.available_bytes()\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

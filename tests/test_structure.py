@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import megatrain_jax
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "megatrain_jax" / "_src"
 # From the ground up: a room imports from those in the lines above its own, and from itself.
@@ -135,3 +137,20 @@ def test_docstrings_begin_with_the_noun():
         and (ast.get_docstring(node) or "").startswith(riddles)
     ]
     assert not found
+
+
+def test_public_names_are_imported_when_they_are_asked_for_from_where_types_are():
+    tree = ast.parse((SOURCES.parent / "__init__.py").read_text(encoding="utf-8"))
+    typed = [
+        (alias.name, node.module)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    known = {name: f"megatrain_jax._src.{place}" for name, place in megatrain_jax._MODULES.items()}
+    assert dict(typed) == known and set(known) == set(megatrain_jax.__all__) <= set(
+        dir(megatrain_jax)
+    )
+    assert all(getattr(megatrain_jax, name) is not None for name in known)

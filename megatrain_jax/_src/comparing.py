@@ -6,10 +6,10 @@ from typing import Any, Unpack
 
 import optax
 
-from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.build.options import MachineOptions, Options, PlanArguments, shows
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.planning import plan, plan_with
+from megatrain_jax._src.common.remembering import remembering
+from megatrain_jax._src.planning import plan
 from megatrain_jax._src.report.comparison import PlanComparison, compare
 from megatrain_jax._src.state.hardware import Hardware
 
@@ -88,8 +88,8 @@ def compare_plans(
     for name in parts:
         if name not in fixed and name not in axes:
             raise TypeError(f"compare_plans() needs `{name}`, as an argument or in `over`")
-    cuts = Cuts()
-    return compare(axes, lambda **given: plan_with(cuts, **{**fixed, **given}))
+    with remembering():
+        return compare(axes, lambda **given: plan(**{**fixed, **given}))
 
 
 def _axes(over: Any) -> dict[str, dict[str, Any]]:

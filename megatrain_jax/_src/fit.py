@@ -120,7 +120,7 @@ def fit(
     run = replace(run, mesh=run.mesh or default_mesh())
     assert run.mesh is not None
     processes = placed_on(run.mesh).processes
-    with _series(loop, processes) as series:
+    with _series(loop, processes, loop.steps if resume else None) as series:
         source = Source(data)
         # Drawn before anything is made: its shapes decide on all that follows, and it is trained
         # on.
@@ -189,11 +189,13 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
 
 
 def _series(
-    options: LoopOptions, processes: Processes
+    options: LoopOptions, processes: Processes, last: int | None = None
 ) -> AbstractContextManager[Checkpoints | None]:
     if options.checkpoint_dir is None:
         return nullcontext()
-    return Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep, processes)
+    return Checkpoints(
+        options.checkpoint_dir, options.checkpoint_every, options.keep, processes, last
+    )
 
 
 def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:

@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.budget import fit_to_device
-from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
 from megatrain_jax._src.build.options import (
@@ -21,6 +20,7 @@ from megatrain_jax._src.build.options import (
 )
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.attention_kernel import planned_for
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
 from megatrain_jax._src.report.plan import Plan
@@ -80,18 +80,6 @@ def plan(
         >>> result.num_parameters, result.host_bytes // result.num_parameters
         (6291456, 12)
     """
-    return plan_with(Cuts(), model, loss_fn, optimizer, sample_batch, **options)
-
-
-def plan_with(
-    cuts: Cuts,
-    model: Any,
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    sample_batch: Any,
-    **options: Unpack[PlanArguments],
-) -> Plan:
-    """Plans as `plan` does, with what other plans have cut of the same model and optimizer."""
     run = options_of(plan, Options, options)
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
@@ -103,8 +91,12 @@ def plan_with(
     if machine is not None and default_device().platform != "gpu":
         widest_heads = machine.widest_heads
     with planned_for(widest_heads):
-        given = model, loss_fn, sample_batch, run.seed, widest_heads
-        adapted = cuts.adapted(given, lambda: adapt(model, loss_fn, sample_batch, run.seed)[0])
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run, cuts)
+        given = Same(model), Same(loss_fn), Same(sample_batch), run.seed, widest_heads
+        adapted = remembered(
+            "adapted model",
+            lambda: given,
+            lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
+        )
+        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
         usable = machine and machine.usable_bytes
         return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))

@@ -135,7 +135,8 @@ def _started(
             if has_gpu:
                 spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
             # Refused here at the latest, before minutes of pinning.
-            check_device(make_plan(spec, *processes.spread), free)
+            values = spec.first.program.values
+            check_device(make_plan(spec, *processes.spread), free, values)
         # After compiling: only then is it known what waits in the host, and so how much to pin.
         with phases.phase("pinning"), _pinning_bar(placement, progress, phases) as show:
             num_bytes = peak_bytes(spec.first) // processes.count

@@ -42,7 +42,7 @@ from megatrain_jax._src.adapt.model_kinds import (
     linen_parts,
     parts_of,
 )
-from megatrain_jax._src.common import checks
+from megatrain_jax._src.common import checks, trees
 from megatrain_jax._src.common.model_path import ModelPath, path_name
 from megatrain_jax._src.program.jaxpr import short_errors
 
@@ -126,7 +126,7 @@ def check_model(model: Any) -> None:
             f"model is the class {model.__qualname__}; pass an instance of it, or a function of "
             "no arguments that builds one."
         )
-    checks.leaves("model", model)
+    trees.leaves("model", model)
     if is_pytree_model(model):
         return
     if not callable(model):

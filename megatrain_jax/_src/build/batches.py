@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax._src.common import checks
+from megatrain_jax._src.common import trees
 
 _ARRAYS = (np.ndarray, jax.Array)
 _SCALAR = "write np.full(n, x) for a number x of n examples, or have loss_fn close over a constant"
@@ -36,7 +36,7 @@ def check_batch(
         ValueError: If there are no leaves, or the leading axes are missing, empty, unequal or not
             divisible by `microbatches` and the number of devices.
     """
-    leaves = checks.leaves(name, batch)
+    leaves = trees.leaves(name, batch)
     if not leaves:
         raise ValueError(f"`{name}` holds no arrays")
     for path, leaf in leaves:

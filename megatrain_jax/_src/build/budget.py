@@ -106,6 +106,7 @@ class _Fitting:
         self._spec, self._kernels = spec, kernels
         self._device_bytes, self._placement = device_bytes, placement
         self.tiles = TileFinder(kernels, placement)
+        self._budgets: dict[int, tuple[int | None, Schedule]] = {}
 
     def whole(self) -> RunSpec:
         """The run with no function in tiles."""
@@ -137,7 +138,7 @@ class _Fitting:
             return dataclasses.replace(spec, first=self.tiles.within(spec.first, room))
 
         def with_budget(spec: RunSpec, needed: int) -> RunSpec:
-            return with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
+            return self._with_budget(spec, needed, estimated=estimated)
 
         fitted = divided(self._spec)
         needed, known = self._needs(fitted.first, estimated), [fitted.first.schedule]
@@ -153,6 +154,22 @@ class _Fitting:
             needed = more
             fitted = with_budget(fitted, needed)
         return divided(fitted)
+
+    def _with_budget(self, spec: RunSpec, needed: int, *, estimated: bool) -> RunSpec:
+        """The run, whose functions need so many bytes, with the budget that these leave."""
+        # Tiles change no workload: the same need leaves the same budget and takes the same
+        # schedule, which is what takes long to find.
+        if needed not in self._budgets:
+            found = with_temporaries(spec, needed, self._device_bytes, estimated=estimated)
+            self._budgets[needed] = found.budget_bytes, found.first.schedule
+        budget, schedule = self._budgets[needed]
+        return dataclasses.replace(
+            spec,
+            budget_bytes=budget,
+            temporary_bytes=needed,
+            temporary_estimated=estimated,
+            first=dataclasses.replace(spec.first, schedule=schedule),
+        )
 
     def _needs(self, step: BoundStep, estimated: bool) -> int:
         ahead = estimate_ahead if estimated else compile_ahead

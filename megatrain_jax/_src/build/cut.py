@@ -1,7 +1,7 @@
 """Loss and optimizer, cut by the same groups of parameters: the ones that travel together."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from megatrain_jax._src.adapt.model_kinds import trainable_mask
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common.model_path import path_name
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
@@ -111,15 +112,21 @@ def _cut_optimizer(
     rows = [
         (leaf, g) for leaf, g in zip(leaves, grouping.group_of, strict=True) if leaf.is_trainable
     ]
+    shapes = [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters]
     # Numbered anew without frozen parameters, which the optimizer never sees.
-    return cut_optimizer(
-        optimizer,
-        params_tree,
-        [jax.ShapeDtypeStruct(adapted.shapes[p].shape, precision.update) for p in parameters],
-        [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows],
-        [g for _, g in rows],
-        len(grouping.names),
-    )
+    of_optax = [dataclasses.replace(leaf, parameter=number[leaf.parameter]) for leaf, _ in rows]
+    group_of, num_groups = [g for _, g in rows], len(grouping.names)
+
+    def key() -> Hashable:
+        tree = jax.tree.structure(params_tree(list(range(len(shapes)))))
+        sizes = tuple((x.shape, x.dtype) for x in shapes)
+        return Same(optimizer), tree, sizes, tuple(of_optax), tuple(group_of), num_groups
+
+    def cut() -> OptimizerCut:
+        return cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+
+    # No batch changes it, so that plans for many of them have it in common.
+    return remembered("cut optimizer", key, cut)
 
 
 def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:

@@ -16,7 +16,7 @@ from megatrain_jax._src.adapt.loss_function import takes_rng
 from megatrain_jax._src.adapt.model_kinds import flatten
 from megatrain_jax._src.build.machine import mesh_of
 from megatrain_jax._src.build.options import EvalData, are_batches
-from megatrain_jax._src.common import checks
+from megatrain_jax._src.common import checks, trees
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.common.model_path import path_name
 
@@ -146,7 +146,7 @@ def _check_optimizer(value: Any) -> None:
 
 
 def _check_params(params: Any) -> None:
-    checks.leaves("params", params)
+    trees.leaves("params", params)
     paths, arrays, _ = flatten(params)
     for path, leaf in zip(paths, arrays, strict=True):
         if not all(hasattr(leaf, attribute) for attribute in ("shape", "dtype", "__array__")):

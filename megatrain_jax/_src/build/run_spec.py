@@ -23,9 +23,9 @@ from megatrain_jax._src.build.codecs import (
     state_codecs,
 )
 from megatrain_jax._src.build.cut import Cut, cut_run
-from megatrain_jax._src.build.cuts import Cuts
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -133,7 +133,6 @@ def make_run_spec(
     optimizer: optax.GradientTransformation,
     sample_batch: Any,
     options: Options,
-    cuts: Cuts | None = None,
 ) -> RunSpec:
     """Cuts model and optimizer and lays everything out, on shapes alone.
 
@@ -144,7 +143,6 @@ def make_run_spec(
         sample_batch: See `Trainer`.
         options: Options of the run. An automatic budget is the least here, since what the device
             has left is known only once there are functions; see `fit_to_device`.
-        cuts: What other runs, which share it, have cut already; None for no others.
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
@@ -153,12 +151,19 @@ def make_run_spec(
     # "least" is the only word.
     budget = None if isinstance(options.device_budget, str) else options.device_budget
 
+    def key() -> Hashable:
+        # Of the options only these matter here: what the host holds, and in which form, is laid out
+        # later.
+        objects = adapted, loss_fn, optimizer, sample_batch, options.trainable
+        dtypes = str(options.precision.compute), str(options.precision.update)
+        numbers = microbatches, options.num_devices, options.on_nonfinite
+        return *map(Same, objects), *dtypes, *numbers
+
     def anew() -> tuple[TracedLoss, Cut]:
         traced = _trace(adapted, loss_fn, options, sample_batch, microbatches, True)
         return traced, cut_run(adapted, traced, optimizer, options)
 
-    given = adapted, loss_fn, optimizer, sample_batch
-    traced, cut = (cuts or Cuts()).cut(given, options, anew)
+    traced, cut = remembered("cut", key, anew)
     layouts = _layouts(cut, options)
     first = _bind(
         (batch_key(sample_batch), True, loss_fn),

@@ -11,7 +11,7 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.tiles import in_tiles
 from megatrain_jax._src.kernels.wide_attention import with_narrow_attention
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.program.wide_attention import is_wide
+from megatrain_jax._src.program.wide_attention import are_wide
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.placement import Placement
@@ -33,7 +33,7 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
     else:
         make = stages.backward_of_kept if keeps else stages.backward
         kernel = make(bound, program, placement, step.microbatches)
-    if is_wide(bound.stage.jaxpr, placement.num_devices):
+    if are_wide(bound.stage.attention_shapes, placement.num_devices):
         kernel = with_narrow_attention(kernel, placement.num_devices)
     # By name, since a stage's kernels with residuals and without may differ in their tiles.
     tiling = bound.tiles.get(kernel.name)

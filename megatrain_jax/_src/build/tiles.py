@@ -35,12 +35,10 @@ class TileFinder:
         """Finds tiles for kernels of a placement.
 
         Args:
-            cache: Cache that traces whole kernels; it gets none in tiles.
+            cache: Cache that estimates kernels; it keeps no functions of those in tiles.
             placement: Placement of the run.
         """
         self._cache, self._placement = cache, placement
-        self._trials = KernelCache()  # most of which are thrown away
-        self._whole: dict[Hashable, int] = {}
         self._divisible: dict[Hashable, Divisible] = {}
         self._divided: dict[Hashable, tuple[Tiling, int] | None] = {}
 
@@ -50,7 +48,7 @@ class TileFinder:
         for number, kernel in self._kernels(step):
             tiling = step.stages[number].tiles.get(kernel.name)
             divided = tiling and self._in_tiles(kernel, tiling.num_tiles)
-            needs.append(divided[1] if divided else self._estimate(kernel))
+            needs.append(divided[1] if divided else self._cache.estimate([kernel]))
         return max(needs)
 
     def within(self, step: BoundStep, room: float, *, training: bool = True) -> BoundStep:
@@ -84,12 +82,11 @@ class TileFinder:
 
     def _fewest(self, kernel: Kernel, room: float) -> Tiling | None:
         """The fewest tiles with which a kernel fits; None if it does whole, or can't be divided."""
-        least, best = self._estimate(kernel), None
+        least, best = self._cache.estimate([kernel]), None
         if least <= room:
             return None
-        for count in self._of(kernel).counts:
-            if count > _MOST_TILES:
-                break
+        counts = [count for count in self._of(kernel).counts if count <= _MOST_TILES]
+        for count in counts:
             found = self._in_tiles(kernel, count)
             # The first number that fits is taken; until then each has to need far less than the
             # best so far.
@@ -97,13 +94,12 @@ class TileFinder:
                 best, least = found
                 if least <= room:
                     break
+            # More tiles need no more: what the most of them need, which is of what isn't divided,
+            # tells whether numbers between are worth estimating.
+            smallest = self._in_tiles(kernel, counts[-1])
+            if smallest is not None and smallest[1] > room and smallest[1] >= _WORTH * least:
+                break
         return best
-
-    def _estimate(self, kernel: Kernel) -> int:
-        like = kernel.name, kernel.key
-        if like not in self._whole:
-            self._whole[like] = self._cache.estimate([kernel])
-        return self._whole[like]
 
     def _of(self, kernel: Kernel) -> Divisible:
         like = kernel.name, kernel.key
@@ -115,5 +111,5 @@ class TileFinder:
         like = kernel.name, kernel.key, count
         if like not in self._divided:
             found = self._of(kernel).into(count)
-            self._divided[like] = found and (found[1], self._trials.estimate([found[0]]))
+            self._divided[like] = found and (found[1], self._cache.estimate_trial(found[0]))
         return self._divided[like]

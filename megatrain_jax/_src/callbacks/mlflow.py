@@ -41,16 +41,28 @@ class MLflow(Log):
 
         Raises:
             ImportError: If MLflow is not installed.
-            TypeError: If `experiment` is no string.
+            TypeError: If an argument is no string.
+            ValueError: If MLflow can't use `tracking_uri`, or has no run `run_id` there.
         """
-        if not isinstance(experiment, str):
-            raise TypeError(checks.refused("experiment", "a str", experiment))
+        given = {"tracking_uri": tracking_uri, "run_name": run_name, "run_id": run_id}
+        for name, value in {"experiment": experiment, **given}.items():
+            if not isinstance(value, str) and (value is not None or name == "experiment"):
+                raise TypeError(checks.refused(name, "a str", value))
         try:
             from mlflow import MlflowClient
             from mlflow.entities import Metric
+            from mlflow.exceptions import MlflowException
         except ImportError as error:
             raise missing("mlflow", "mlflow") from error
-        self._metric, self._client = Metric, MlflowClient(tracking_uri)
+        try:
+            self._metric, self._client = Metric, MlflowClient(tracking_uri)
+        except MlflowException as error:
+            raise ValueError(f"MLflow can't use `tracking_uri`={tracking_uri}: {error}") from error
+        if run_id is not None:
+            try:
+                self._client.get_run(run_id)
+            except MlflowException as error:
+                raise ValueError(f"MLflow can't go on with `run_id`={run_id}: {error}") from error
         self._experiment, self._run_name, self.run_id = experiment, run_name, run_id
 
     def _open(self, num_steps: int) -> None:

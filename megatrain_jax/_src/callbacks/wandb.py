@@ -1,5 +1,8 @@
 """A log at Weights & Biases, online or offline."""
 
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from megatrain_jax import FitResult
@@ -22,11 +25,14 @@ class WandB(Log):
 
         Raises:
             ImportError: If wandb is not installed.
+            TypeError: If `wandb.init` has no such argument.
+            ValueError: If it can't take the value of one.
         """
         try:
             import wandb
         except ImportError as error:
             raise missing("wandb", "wandb") from error
+        _check(wandb, init)
         self._start, self._init = wandb.init, init
         self._table: Any = wandb.Table
         self._run: Any = None
@@ -44,3 +50,26 @@ class WandB(Log):
     def _close(self, result: FitResult) -> None:
         self._run.summary["ended"] = f"{result.ended}: {result.reason}"
         self._run.finish(exit_code=int(result.ended == "failed"))
+
+
+def _check(wandb: Any, init: Mapping[str, Any]) -> None:
+    """Checks arguments of `wandb.init`, which would come to light when the run begins."""
+    known = inspect.signature(wandb.init).parameters
+    is_open = any(row.kind is inspect.Parameter.VAR_KEYWORD for row in known.values())
+    for name, value in init.items():
+        if name not in known and not is_open:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"`wandb.init` has no argument `{name}`; {hint}")
+        # Its own settings are checked, and call some of these by other names.
+        settings = wandb.Settings.model_fields
+        field = next((field for field in (name, f"run_{name}") if field in settings), None)
+        if field is None:
+            continue
+        try:
+            wandb.Settings(**{field: value})
+        except (TypeError, ValueError) as error:
+            # A check of pydantic's lists what is wrong; its own text is of settings.
+            listed: Any = getattr(error, "errors", list)()
+            why = listed[0]["msg"] if listed else error
+            raise ValueError(f"`wandb.init` can't take `{name}`={value!r}: {why}") from error

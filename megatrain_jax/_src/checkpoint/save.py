@@ -16,13 +16,18 @@ other whether they are done; once all are, the first one makes a checkpoint of w
     wait(): how did it end?                     wait(): how did it end?
 """
 
+import errno
+import math
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint import manifest, orbax
@@ -31,6 +36,7 @@ from megatrain_jax._src.checkpoint.folder import CheckpointError, sync, sync_tre
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
 from megatrain_jax._src.checkpoint.writing import Writer
 from megatrain_jax._src.common.keys import LASTING
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.runtime.interrupt import SECONDS_AT_A_TIME, deferred_interrupt
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.schedule.instructions import Op
@@ -41,6 +47,9 @@ from megatrain_jax._src.state.processes import PeerEndedError
 PART_BYTES = 8 << 30
 # Name of the unfinished checkpoint in the workspace, where only one is written at a time.
 _WRITTEN = "checkpoint"
+
+# Parts of errors of the system, and of TensorStore, where a disk is full.
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 
 _Part = tuple[tuple[int, ...], list[Row]]
 
@@ -179,9 +188,23 @@ class Saving:
         error, self._error = self._error, None
         if error is not None:
             raise CheckpointError(
-                f"the checkpoint {self.path} could not be written: {_words(error)}. Older "
-                "checkpoints and the training state are as they were."
+                f"{self._lack(error)}the checkpoint {self.path} could not be written: "
+                f"{_words(error)}. Older checkpoints and the training state are as they were."
             ) from error
+
+    def _lack(self, error: BaseException) -> str:
+        """The space that lacks, as a sentence, if that is what an error is about."""
+        if not any(text in str(error) for text in _FULL):
+            return ""
+        needed = sum(
+            math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize for entry in self._entries
+        )
+        free = shutil.disk_usage(self.path.parent).free
+        lacks = f"lacks {sized(needed - free)} of" if needed > free else "had no room for"
+        return (
+            f"{self.path.parent} {lacks} the {sized(needed)} that a checkpoint takes, beside those "
+            f"that are kept; {sized(free)} are free: "
+        )
 
     def _write(self, facts: dict[str, Any]) -> None:
         # On the thread of its own, as all that it calls. The other methods are the main thread's,

@@ -13,6 +13,7 @@ A worked example, a run's folder while step 8 is saved and step 5 is the oldest 
     6, 7                                 whole
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -37,15 +38,16 @@ _changed = threading.Condition()
 
 
 class Guest:
-    """A workspace that the first process of a run holds, for the others, which leave it alone.
+    """A workspace that this process leaves alone: the first process of a run holds it, or nobody.
 
     Attributes:
         path: The folder.
+        unwritable: The reason for which nobody can write there; None if the first process holds it.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, unwritable: str | None = None):
         """Makes the guest of a folder."""
-        self.path = path
+        self.path, self.unwritable = path, unwritable
 
     def share(self) -> None:
         """Does nothing: the process that holds the folder does it."""
@@ -165,23 +167,35 @@ class Workspace:
             os.close(self._lock)
 
 
-def claimed(path: Path, what: Path, processes: Processes) -> "Workspace | Guest":
+def claimed(
+    path: Path, what: Path, processes: Processes, *, only_read: bool = False
+) -> "Workspace | Guest":
     """The workspace of a run, which its first process takes for all of them.
 
     Args:
         path: See `Workspace`.
         what: See `Workspace`.
         processes: The processes that share the run.
+        only_read: Whether all may be done, so that a folder which can't be written does as well.
 
     Raises:
         CheckpointError: See `Workspace`; also if a process doesn't see the folder.
     """
     found: list[Workspace | Guest] = [Guest(path)]
 
-    def claim() -> None:
-        found[0] = Workspace(path, what)
+    def claim() -> str | None:
+        try:
+            found[0] = Workspace(path, what)
+        except CheckpointError as error:
+            reason = getattr(error.__cause__, "errno", None)
+            if not only_read or reason not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            return str(error)
+        return None
 
-    by_first(processes, f"the claim of {what.name}", claim)
+    unwritable = by_first(processes, f"the claim of {what.name}", claim)
+    if unwritable is not None:
+        return Guest(path, unwritable)
     sees = processes.gather(f"a look at {what.name}", path.is_dir())
     if not all(sees):
         found[0].release(run=True)

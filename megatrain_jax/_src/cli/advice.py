@@ -1,7 +1,7 @@
 """Advice on a plan that doesn't fit, by the memory that lacks."""
 
 import megatrain_jax as mt
-from megatrain_jax._src.cli.planner import PlanSettings
+from megatrain_jax._src.cli.plan_settings import PlanSettings
 
 
 def advice(plan: mt.Plan, settings: PlanSettings) -> str:

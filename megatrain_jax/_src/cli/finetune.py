@@ -1,17 +1,19 @@
 """`megatrain-jax finetune`: from a checkpoint and files to a checkpoint or adapters."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives, training
+from megatrain_jax._src.cli.choices import Frozen
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.recipe import Frozen
 from megatrain_jax._src.cli.run_data import common_options, summarised
-from megatrain_jax._src.cli.sizes import batch_shapes
+from megatrain_jax._src.cli.shapes import batch_shapes
+from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
 
 # Pairs of answers of a row that a plan counts on before the data is read. Nothing large has them.
 _PAIRS = 8
@@ -46,14 +48,20 @@ def prepare(settings: FinetuneSettings) -> Job:
         )
         model, params = adapted.model, adapted.params
         trainable = "|".join([adapted.trainable, *([trainable] if trainable else [])])
-    is_dpo = settings.objective == "dpo"
+    is_dpo, is_stored = settings.objective == "dpo", settings.stores_reference
     return Job(
         model=model,
         params=params,
         trainable=trainable,
         frozen=_frozen(settings, pretrained.config),
-        loss_fn=objectives.preferred(settings.beta) if is_dpo else objectives.next_token,
-        shapes=batch_shapes(settings.batch, settings.length, _PAIRS if is_dpo else 0),
+        loss_fn=objectives.preferred(settings.beta, is_stored=is_stored)
+        if is_dpo
+        else objectives.next_token,
+        shapes=batch_shapes(
+            settings.batch, settings.length, _PAIRS if is_dpo else 0, has_reference=is_stored
+        ),
+        reference=settings.model if is_stored else None,
+        prompting=lambda: _prompting(settings),
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
@@ -80,6 +88,16 @@ def dataset(
     if settings.objective == "dpo":
         return summarised(data.preferences(files, settings.model, **common))
     return summarised(data.chat(files, settings.model, train_on=settings.train_on, **common))
+
+
+def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
+    """The tokenizer, and prompts as they are in plain text, or as questions in conversations."""
+    tokenizer = load_tokenizer("model", settings.model)
+    if settings.format == "text":
+        return tokenizer, str
+    template, variables = _template(settings.chat_template), settings.template_variables or {}
+    asking = Asking(tokenizer, template, variables)
+    return asking, lambda prompt: [{"role": "user", "content": prompt}]
 
 
 def _template(given: str | None) -> str | None:

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatrain_jax._src.cli.choices import Frozen
 from megatrain_jax._src.cli.needs import check_needed
-from megatrain_jax._src.cli.recipe import Frozen
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 from megatrain_jax._src.common import checks
 
@@ -18,7 +18,7 @@ class FinetuneSettings(TrainingSettings):
         model: Folder of the checkpoint, in the format of Hugging Face, with its tokenizer.
         ignore: Fields of its config.json that are known not to matter.
         objective: What is learned, the next token (sft), or which of two answers is preferred
-            (dpo), which needs adapters.
+            (dpo).
         beta: How much dpo holds the model to what it was before.
         format: Whether rows are conversations (chat) or plain text; preferences with dpo.
         train_on: Tokens that the loss counts in conversations.
@@ -115,20 +115,20 @@ class FinetuneSettings(TrainingSettings):
         )
 
     def _check_preferences(self) -> None:
-        if self.lora_rank is None:
-            raise ValueError(
-                "`objective`=dpo compares with the model before training, which is the one without "
-                "its adapters: say `lora_rank`"
-            )
         if self.too_long in ("cut", "split"):
             raise ValueError(f"`too_long`={self.too_long} would part pairs: say error or drop")
         if self.format != "chat" or self.train_on != "assistant":
             raise ValueError("`objective`=dpo learns answers: leave `format` and `train_on` out")
-        if self.trainable:
+        if self.trainable and self.lora_rank is not None:
             raise ValueError(
                 "`objective`=dpo compares with the model without its adapters, which has to stay "
-                "as it is: leave `trainable` out"
+                "as it is: leave `trainable` out, or `lora_rank`"
             )
+
+    @property
+    def stores_reference(self) -> bool:
+        """Whether preferences are compared with numbers that are computed before training."""
+        return self.objective == "dpo" and self.lora_rank is None
 
     @property
     def exports(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import jax
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
-from megatrain_jax._src.cli.recipe import Frozen
+from megatrain_jax._src.cli.choices import Frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,10 @@ class Job:
         frozen: Form of the other parameters at rest.
         loss_fn: The loss. One of its metrics is `tokens`, the tokens that are no padding.
         shapes: Shapes of a batch.
+        reference: Folder of the checkpoint by which a reference's numbers are computed before
+            training; None where the loss needs none.
+        prompting: Function that gives the tokenizer by which prompts are continued, and turns a
+            prompt into what it continues.
         dataset: Function from files, and how often they are seen, to their batches.
         export: Function that writes a trained model: the trainer, the name of one of the settings'
             `exports`, the folder to write and the chat template of the data.
@@ -34,5 +38,7 @@ class Job:
     frozen: Frozen | None = None
     loss_fn: Callable[..., Any]
     shapes: Mapping[str, jax.ShapeDtypeStruct]
+    reference: str | None = None
+    prompting: Callable[[], tuple[Any, Callable[[str], Any]]]
     dataset: Callable[[Sequence[str] | str, int | None], data.Dataset]
     export: Callable[[mt.Trainer, str, Path, str | None], Path]

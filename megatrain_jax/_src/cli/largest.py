@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from megatrain_jax import Plan
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
-from megatrain_jax._src.cli.planner import Planner, config_of, rows_of
+from megatrain_jax._src.cli.plan_settings import rows_of
+from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax.models import DecoderConfig
 
@@ -21,9 +22,14 @@ from megatrain_jax.models import DecoderConfig
 _LAYERS = 4
 # More than the longest period of layers that differ in what only their family knows.
 _UNKNOWN_LAYERS = 7
-# Where a search begins, and by how much more than in proportion it then goes up: what a step takes
-# beside its tokens is there once, and functions that don't fit are computed in tiles.
-_FIRST, _FIRST_CONTEXT, _STEP = 16, 64, 2.5
+# A search begins with so many tokens that each takes about so many bytes of the device for each
+# number of its queries: where functions are in small tiles, what attention mixes is left whole.
+_BYTES = 36
+# Of what is tried next: what a step takes beside its tokens is there once, and functions that don't
+# fit are computed in tiles, so that of half of the room four times as much fits.
+_POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
+# Places by which a search goes on at the least, before the first doubling.
+_STRIDE = 0.25
 # A model may need so much less of the host for each parameter than the small one of the guess.
 _SLACK = 1.15
 # Contexts are multiples of this.
@@ -84,7 +90,10 @@ def largest_size(
     def shape(n: int) -> tuple[int, int]:
         return (n * rows, length) if what == "batch" else (rows, n * _TOKENS)
 
-    best = _largest_of(planner, config, shape, _FIRST if what == "batch" else _FIRST_CONTEXT)
+    width = config.num_heads * config.head_dim
+    tokens = planner.settings.gpus * (planner.machine.usable_bytes or 0) / (_BYTES * width)
+    first = tokens / math.prod(shape(1))
+    best = _largest_of(planner, config, shape, first)
     if best is None:
         return None
     of_rows, of_length = shape(best[0])
@@ -92,16 +101,23 @@ def largest_size(
 
 
 def _largest_of(
-    planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]], first: int
+    planner: Planner, config: DecoderConfig, shape: Callable[[int], tuple[int, int]], first: float
 ) -> tuple[int, Plan] | None:
     few = shallow(config)
 
+    def planned(config: DecoderConfig, n: int, *, least: bool) -> Plan | None:
+        try:
+            return planner.plan(config, *shape(n), least=least)
+        except ValueError:  # a refusal, such as of more elements than a kernel counts
+            return None
+
     def share(n: int) -> float:
-        plan = planner.plan(few, *shape(n), least=True)
+        if (plan := planned(few, n, least=True)) is None:
+            return math.inf
         room = plan.hardware and plan.hardware.usable_bytes
         return plan.device_bytes / room if room else float(not plan.fits_device) * math.inf
 
-    return confirmed(lambda n: planner.plan(config, *shape(n)), largest(share, first))
+    return confirmed(lambda n: planned(config, n, least=False), largest(share, first))
 
 
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
@@ -165,25 +181,31 @@ def round_number(place: int) -> int:
     return place + 1 if place < 3 else (4 + quarter) << octave
 
 
-def largest(share: Callable[[int], float], first: int = _FIRST) -> int | None:
+def largest(share: Callable[[int], float], first: float) -> int | None:
     """The place of the largest round number that fits; None if 1 doesn't.
 
-    An example, where a number n takes n / 300 of what there is: 16 takes 0.05 of it, so that 640 is
-    tried, which takes 2.1 and is too much; in a straight line between the two 256 is the largest,
-    which fits; 320, the next one, doesn't.
+    An example, where a number n takes n / 300 of what there is: 16 takes 0.05 of it, so that 96 is
+    tried, which takes 0.32, then 512, which takes 1.7 and is too much; in a straight line between
+    the two 256 is the largest, which fits; 320, the next one, doesn't.
 
     Args:
         share: Part of the room that a number takes, more for larger ones; expensive. Up to 1 fits.
         first: Number to try first.
     """
     low, high = (-1, 0.0), (len(_NUMBERS), math.inf)
-    place = _place_of(first)
+    place, stride = _place_of(first), _STRIDE
     while True:
         takes = share(_NUMBERS[place])
         low, high = ((place, takes), high) if takes <= 1 else (low, (place, takes))
         if high[0] - low[0] == 1:
             return None if low[0] < 0 else low[0]
         place = min(max(_place_of(_guess(low, high)), low[0] + 1), high[0] - 1)
+        # Where the share says little, as all of it is there once, strides double.
+        stride *= 2
+        if math.isinf(high[1]):
+            place = min(max(place, low[0] + int(stride)), high[0] - 1)
+        elif low[0] < 0:
+            place = max(min(place, high[0] - int(stride)), 0)
 
 
 def _place_of(number: float) -> int:
@@ -200,23 +222,23 @@ def _guess(low: tuple[int, float], high: tuple[int, float]) -> float:
     """
     fits = _NUMBERS[low[0]] if low[0] >= 0 else 0
     if math.isinf(high[1]):
-        return _STEP * fits / max(low[1], 1 / _STEP)
+        return fits / max(low[1], _LEAST_SHARE) ** _POWER
     if not fits:
-        return _NUMBERS[high[0]] / max(_STEP, high[1])
+        return _NUMBERS[high[0]] / max(high[1], _LEAST_EXCESS) ** _POWER
     return fits + (_NUMBERS[high[0]] - fits) * (1 - low[1]) / (high[1] - low[1])
 
 
-def confirmed(planned: Callable[[int], Plan], place: int | None) -> tuple[int, Plan] | None:
+def confirmed(planned: Callable[[int], Plan | None], place: int | None) -> tuple[int, Plan] | None:
     """The largest round number up to the one at a place whose plan fits; None for none.
 
     Args:
-        planned: The plan of a number.
+        planned: The plan of a number; None if it is refused.
         place: Place of a number that may be too large; None for none.
     """
     # Downwards from what fits with a few layers: all of them take more, of the host above all.
     for at in range(-1 if place is None else place, -1, -1):
         plan = planned(_NUMBERS[at])
-        if fits(plan):
+        if plan is not None and fits(plan):
             return _NUMBERS[at], plan
     return None
 

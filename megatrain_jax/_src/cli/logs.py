@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatrain_jax import Trainer, callbacks
+from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
@@ -30,6 +31,26 @@ def make_logs(
         "mlflow": lambda: _MLflow(folder, settings.mlflow or {}),
     }
     return [makers[name]() for name in dict.fromkeys(settings.log_names)]
+
+
+def make_samples(settings: TrainingSettings, job: Job) -> list[callbacks.Callback]:
+    """Makes the callback that continues the prompts of the settings, before the logs that show it.
+
+    Raises:
+        ValueError: If there is no tokenizer, or its template can't make a question of a prompt.
+    """
+    if settings.samples is None:
+        return []
+    tokenizer, as_prompt = job.prompting()
+    return [
+        callbacks.Samples(
+            list(map(as_prompt, settings.prompts)),
+            tokenizer,
+            num_tokens=settings.sample_tokens,
+            temperatures=settings.sample_temperatures,
+            seed=settings.seed,
+        )
+    ]
 
 
 def _wandb(folder: RunFolder, identity: str, given: dict[str, Any]) -> callbacks.WandB:

@@ -2,11 +2,11 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatrain_jax import CheckpointError, __version__
+from megatrain_jax import __version__
 from megatrain_jax._src.cli.errors import AskedWronglyError, checking, told
 
 _USAGE = """usage: megatrain-jax COMMAND [options]
@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return commands[name](arguments)
     except AskedWronglyError as error:
         return _told(f"megatrain-jax {name}: error: {error}")
-    except (CheckpointError, FloatingPointError, MemoryError) as error:
-        _told(f"megatrain-jax {name}: {told(error)}")
-        return _FAILED
+    except (FloatingPointError, MemoryError) as error:
+        return _failed(name, error)
     except SystemExit as end:  # of the parser, which has said why, or after SIGTERM
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
@@ -57,36 +56,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-# Each command imports what only it needs, which takes seconds or is not installed for the other.
+# Each command imports what only it needs, which takes seconds or is not installed for the other:
+# most of it once its options are known to be right.
 
 
 def _plan(arguments: Sequence[str]) -> int:
     with checking():
-        from megatrain_jax._src.cli import plan
+        from megatrain_jax._src.cli.config_files import config_values
         from megatrain_jax._src.cli.parsing import parsed
-        from megatrain_jax._src.cli.planner import PlanSettings
+        from megatrain_jax._src.cli.plan_settings import PlanSettings
 
-        return plan.run(parsed("plan", PlanSettings, arguments, "model"))
+        settings = parsed("plan", PlanSettings, arguments, "model")
+        if settings.model is not None:
+            config_values(settings.model)
+
+        from megatrain_jax._src.cli import plan
+
+        return plan.run(settings)
 
 
 def _finetune(arguments: Sequence[str]) -> int:
     with checking():
-        from megatrain_jax._src.cli import finetune
         from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
         from megatrain_jax._src.cli.parsing import parsed
 
         settings = parsed("finetune", FinetuneSettings, arguments, "config")
-    return finetune.run(settings)
+
+        from megatrain_jax._src.cli import finetune
+    return _trained("finetune", lambda: finetune.run(settings))
 
 
 def _pretrain(arguments: Sequence[str]) -> int:
     with checking():
-        from megatrain_jax._src.cli import pretrain
         from megatrain_jax._src.cli.parsing import parsed
         from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 
         settings = parsed("pretrain", PretrainSettings, arguments, "config")
-    return pretrain.run(settings)
+
+        from megatrain_jax._src.cli import pretrain
+    return _trained("pretrain", lambda: pretrain.run(settings))
+
+
+def _trained(name: str, run: Callable[[], int]) -> int:
+    from megatrain_jax import CheckpointError
+
+    try:
+        return run()
+    except CheckpointError as error:
+        return _failed(name, error)
+
+
+def _failed(name: str, error: Exception) -> int:
+    _told(f"megatrain-jax {name}: {told(error)}")
+    return _FAILED
 
 
 def _told(error: str) -> int:

@@ -1,7 +1,7 @@
 """Options that count only with another one, which are refused without it."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 
@@ -19,7 +19,10 @@ def check_needed(settings: Any, names: Sequence[str], *, is_there: bool, needed:
     """
     if is_there:
         return
-    defaults = {field.name: field.default for field in fields(settings)}
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(settings)
+    }
     for name in names:
         if (value := getattr(settings, name)) != defaults[name]:
             raise ValueError(f"`{name}`={value} counts only with {needed}")

@@ -17,20 +17,25 @@ def next_token(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, 
     return loss, {**metrics, "tokens": _num_tokens(batch)}
 
 
-def preferred(beta: float) -> Loss:
-    """The loss of direct preference optimisation of a model with adapters.
+def preferred(beta: float, *, is_stored: bool) -> Loss:
+    """The loss of direct preference optimisation.
 
-    The reference is the model without them. A metric `accuracy` says of how many pairs the chosen
-    answer has become more likely than the rejected one, compared with the reference.
+    A metric `accuracy` says of how many pairs the chosen answer has become more likely than the
+    rejected one, compared with the reference.
 
     Args:
         beta: See `losses.dpo`.
+        is_stored: Whether the batch has the reference's logarithms, as `reference`; if not, it is
+            the model without its adapters.
     """
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
-        before = models.without_lora(model)
-        assert isinstance(before, models.Decoder)
-        reference = _answers(before, batch)
+        if is_stored:
+            reference = batch["reference"]
+        else:
+            before = models.without_lora(model)
+            assert isinstance(before, models.Decoder)
+            reference = _answers(before, batch)
         ours = _answers(model, batch)
         pairs, count = batch["pairs"], batch["pairs_per_row"].sum()
         columns = ours[:, 0::2], ours[:, 1::2], reference[:, 0::2], reference[:, 1::2]
@@ -39,6 +44,28 @@ def preferred(beta: float) -> Loss:
         right = (gained[:, 0::2] > gained[:, 1::2]) & pairs
         accuracy = right.sum() / jnp.maximum(count, 1)
         return loss, {"weight": count, "accuracy": accuracy, "tokens": _num_tokens(batch)}
+
+    return loss_fn
+
+
+def answers_as_metrics(rows: int, pairs: int) -> Loss:
+    """A loss for evaluations whose metrics are the logarithms of all answers of a batch.
+
+    The one in column i of row r is `f"{r} {i}"`, and 0 in the parts of the batch without the row.
+
+    Args:
+        rows: Rows of the batch, whose numbers are `row`.
+        pairs: The most pairs of a row.
+    """
+
+    def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
+        found = _answers(model, batch)
+        each = {
+            f"{r} {i}": jnp.where(batch["row"] == r, found[:, i], 0).sum()
+            for r in range(rows)
+            for i in range(2 * pairs)
+        }
+        return found.mean(), each | {"weight": jnp.float32(1)}
 
     return loss_fn
 

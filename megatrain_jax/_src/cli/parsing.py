@@ -14,6 +14,8 @@ except ImportError as caught:
     ) from caught
 
 _Settings = TypeVar("_Settings")
+# The values that a flag may have.
+_TRUTHS = ("true", "false", "yes", "no")
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -38,7 +40,7 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
         command: Name of the command.
         kind: Dataclass of the settings. Its docstring describes the command and each option.
         arguments: The arguments behind the command's name.
-        first: Option that an argument without one is for, if it comes first.
+        first: Option that an argument without one is for.
 
     Raises:
         SystemExit: With status 2 if they are wrong, 0 after `--help` and `--print-config`.
@@ -51,7 +53,11 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
     parser.add_class_arguments(kind)
     known = fields(kind)  # type: ignore[arg-type]
     flags = {field.name for field in known if field.type is bool}
-    read = parser.parse_args(_spelled(arguments, first, flags))
+    try:
+        spelled = _spelled(arguments, first, flags)
+    except ValueError as error:
+        parser.error(str(error))
+    read = parser.parse_args(spelled)
     return kind(**{field.name: read[field.name] for field in known})
 
 
@@ -62,17 +68,36 @@ def _option(name: str) -> str:
 def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> list[str]:
     """The arguments as the parser knows them.
 
-    A leading one gets its name, options have underscores, and a flag without a value is true.
+    The one without an option gets its own, wherever it is; options have underscores; and a flag
+    without a value is true.
+
+    Raises:
+        ValueError: If there are two arguments without an option.
+
+    Examples:
+        >>> _spelled(["--gpu-name", "H100", "--quiet", "Qwen3-8B"], "model", {"quiet"})
+        ['--model', 'Qwen3-8B', '--gpu_name', 'H100', '--quiet=true']
     """
-    given = list(arguments)
-    if given and not given[0].startswith("-"):
-        given.insert(0, f"--{first}")
-    words = [_underscored(word) if word.startswith("--") else word for word in given]
-    following = [*words[1:], "--"]
-    return [
-        f"{word}=true" if word[2:] in flags and after.startswith("--") else word
-        for word, after in zip(words, following, strict=True)
-    ]
+    bare: list[str] = []
+    words: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            bare.append(word)
+            continue
+        words.append(_underscored(word) if word.startswith("--") else word)
+        name, has_value = words[-1].removeprefix("--"), rest and not rest[0].startswith("--")
+        if name in flags:
+            words[-1] += f"={rest.pop(0) if has_value and rest[0].lower() in _TRUTHS else 'true'}"
+        elif has_value and "=" not in name and name not in ("help", "-h"):
+            words.append(rest.pop(0))
+    if len(bare) > 1:
+        raise ValueError(
+            f"{bare[0]} and {bare[1]} are given without an option, of which one can be "
+            f"{_option(first)}: say what the other is"
+        )
+    return [*(word for one in bare for word in (_option(first), one)), *words]
 
 
 def _underscored(word: str) -> str:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import get_context
 
@@ -15,12 +15,14 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.advice import advice
 from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
 from megatrain_jax._src.cli.largest import fits, largest_size
-from megatrain_jax._src.cli.planner import Planner, PlanSettings, config_of
+from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.planner import Planner, config_of
+from megatrain_jax._src.common.remembering import remembering
 
 
 def run(settings: PlanSettings) -> int:
     """Prints a plan, or the largest sizes that fit; returns 1 if nothing does, and else 0."""
-    with _no_collections():
+    with _many_plans():
         if settings.model is None or settings.tokens is None:
             return _print_largest(settings)
         return _print_plan(settings, settings.model, settings.tokens)
@@ -46,7 +48,7 @@ def _print_largest(settings: PlanSettings) -> int:
     print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
     found = 0
     # Each size is printed as soon as it and those before it are found.
-    for line in filter(None, _lines(settings, planner.machine)):
+    for line in filter(None, _lines(settings, planner)):
         print(line, flush=True)
         found += 1
     if not found:
@@ -61,18 +63,24 @@ def _smallest(planner: Planner) -> mt.Plan:
     return planner.plan(config, planner.settings.least_rows, planner.settings.length, least=True)
 
 
-def _lines(settings: PlanSettings, machine: mt.Hardware) -> Iterator[str | None]:
-    """The lines of all sizes; searches take seconds of Python, so each has a process of its own."""
-    line = partial(_line, settings, machine)
+def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:
+    """The lines of all sizes; searches take seconds of Python: where they can, in processes."""
+    line = partial(_line, settings, planner.machine)
     kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
-    workers = min(len(kinds), len(os.sched_getaffinity(0)))
-    if workers == 1:
-        yield from map(line, kinds)
-        return
-    # Not forked: JAX has threads. And no plan needs the GPU, which one process may have for itself.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_use_cpu) as pool:
-        yield from pool.map(line, kinds)
+    others = min(len(kinds), len(os.sched_getaffinity(0))) - 1
+    # Those that stay here share what doesn't depend on the batch.
+    here, elsewhere = kinds[: len(kinds) - others], kinds[len(kinds) - others :]
+    with ExitStack() as stack:
+        found: Iterator[str | None] = iter(())
+        if elsewhere:
+            # Not forked: JAX has threads. And no plan needs the GPU, which one process may have for
+            # itself.
+            context = get_context("spawn")
+            pool = ProcessPoolExecutor(others, mp_context=context, initializer=_use_cpu)
+            found = stack.enter_context(pool).map(line, elsewhere)
+        for kind in here:
+            yield _found(planner, kind)
+        yield from found
 
 
 def _use_cpu() -> None:
@@ -80,19 +88,27 @@ def _use_cpu() -> None:
 
 
 def _line(settings: PlanSettings, machine: mt.Hardware, kind: str) -> str | None:
-    config = None if settings.model is None else config_of(settings.model)
-    with _no_collections():
-        size = largest_size(Planner(settings, machine), kind, settings.model, config)
+    with _many_plans():
+        return _found(Planner(settings, machine), kind)
+
+
+def _found(planner: Planner, kind: str) -> str | None:
+    name = planner.settings.model
+    size = largest_size(planner, kind, name, None if name is None else config_of(name))
     return size and str(size)
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Leaves cyclic garbage, half a GiB at most: to look for it takes a sixth of the time."""
+def _many_plans() -> Iterator[None]:
+    """Has plans share what they have in common, and leaves cyclic garbage.
+
+    That is half a GiB at most, and to look for it takes a sixth of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with remembering():
+            yield
     finally:
         if enabled:
             gc.enable()

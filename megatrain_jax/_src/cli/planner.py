@@ -1,8 +1,6 @@
-"""The settings of plans on the command line, and plans of decoders by these."""
+"""Plans of decoders by the settings of the command line."""
 
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,103 +8,15 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
-from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, known_model
-from megatrain_jax._src.cli.needs import check_needed
-from megatrain_jax._src.cli.recipe import (
-    Frozen,
-    Master,
-    OptimizerName,
-    State,
-    optimizer_of,
-    precision_of,
-)
-from megatrain_jax._src.cli.sizes import batch_shapes, budget_of, bytes_of
-from megatrain_jax._src.common import checks
-from megatrain_jax._src.common.hf_folder import read_json, regular_file
+from megatrain_jax._src.cli.config_files import config_values
+from megatrain_jax._src.cli.plan_settings import PlanSettings
+from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
+from megatrain_jax._src.cli.shapes import batch_shapes
+from megatrain_jax._src.cli.sizes import budget_of, bytes_of
 from megatrain_jax._src.common.sizes import sized
 
-_NAMES = ", ".join(KNOWN_MODELS)
 # No host with a GPU has less; a number without a unit is bytes.
 _LEAST_HOST = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    """Plans a training run, on any machine; without --tokens, the largest one that fits.
-
-    Attributes:
-        model: A checkpoint's folder, its config.json, or the name of a known model.
-        gpu: Name of the GPU, such as H100; without it, this machine's.
-        gpus: Number of GPUs, which share the state and the batch.
-        host: Host memory, such as 512GiB; without it, this machine's or a typical host's.
-        tokens: Tokens of a step, of all GPUs together; without it, the largest sizes that fit.
-        length: Tokens of a row.
-        microbatches: Equal parts that each batch is cut into.
-        state: Form of optimizer state; compact is int8 beside masters in bfloat16.
-        master: Form of the masters at rest; without it float32, or what compact says.
-        optimizer: Name of the optimizer.
-        clip: Largest global norm of the gradients; null for no clipping.
-        trainable: Regular expression on paths of the parameters that are trained; all without it.
-        frozen: Form of the other parameters at rest.
-        device_budget: GPU memory for state and activations, in bytes, or least.
-    """
-
-    model: str | None = None
-    gpu: str | None = None
-    gpus: int = 1
-    host: str | None = None
-    tokens: int | None = None
-    length: int = 4096
-    microbatches: int = 1
-    state: State = "float32"
-    master: Master | None = None
-    optimizer: OptimizerName = "adamw"
-    clip: float | None = 1.0
-    trainable: str | None = None
-    frozen: Frozen | None = None
-    device_budget: str | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the sizes.
-
-        Raises:
-            ValueError: If one is out of its range, or they don't fit together.
-        """
-        for name in ("gpus", "length", "microbatches"):
-            checks.integer(name, getattr(self, name))
-        if self.clip is not None:
-            checks.number("clip", self.clip, above=0)
-        check_needed(
-            self,
-            ("frozen",),
-            is_there=self.trainable is not None,
-            needed="parameters that are not trained: say `trainable`",
-        )
-        if self.tokens is None:
-            return
-        rows, rest = divmod(checks.integer("tokens", self.tokens), self.length)
-        if rest or not rows:
-            raise ValueError(f"`tokens`={self.tokens} is no multiple of `length`={self.length}")
-        if rows % self.least_rows:
-            raise ValueError(
-                f"`tokens`={self.tokens} are {rows} rows of `length`={self.length}, which "
-                f"{self.gpus} GPUs with `microbatches`={self.microbatches} can't share evenly: "
-                f"{self.least_rows} must divide them"
-            )
-        if self.model is None:
-            raise ValueError("`tokens` needs a model: a folder, a config.json or a known name")
-
-    @property
-    def least_rows(self) -> int:
-        """Rows of the smallest batch that GPUs and microbatches can share."""
-        return self.gpus * self.microbatches
-
-    @property
-    def batch(self) -> str:
-        """The batch in words."""
-        assert self.tokens is not None
-        parts = "" if self.microbatches == 1 else f" in {self.microbatches} microbatches"
-        return f"{rows_of(self.tokens // self.length, self.length)} a step{parts}"
 
 
 class Planner:
@@ -178,11 +88,6 @@ class Planner:
         return f"{number}{self.machine.name}{memory}"
 
 
-def rows_of(rows: int, length: int) -> str:
-    """A number of rows in words."""
-    return f"{rows:,} row{'s' * (rows > 1)} of {length:,} tokens"
-
-
 def config_of(model: str) -> models.DecoderConfig:
     """Reads the sizes of a model.
 
@@ -194,32 +99,6 @@ def config_of(model: str) -> models.DecoderConfig:
         ValueError: If the architecture or an option of it isn't supported.
     """
     return models.DecoderConfig.from_hf(config_values(model))
-
-
-def config_values(model: str) -> dict[str, Any]:
-    """The fields of the `config.json` of a model.
-
-    Args:
-        model: See `config_of`.
-
-    Raises:
-        FileNotFoundError: If there is no such file, folder or name.
-        ValueError: If the file is damaged.
-    """
-    path = Path(model).expanduser()
-    if path.exists():
-        # A configuration may have any name, as one that was copied from elsewhere.
-        folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
-        if (file := regular_file(folder, name)) is None:
-            raise FileNotFoundError(f"there is no config.json in {path}")
-        return read_json(file)
-    if (known := known_model(model)) is None:
-        near = get_close_matches(model, KNOWN_MODELS, n=3)
-        hint = f"did you mean {' or '.join(near)}" if near else f"known are {_NAMES}"
-        raise FileNotFoundError(
-            f"`model` = {model!r} is no folder, no file and no known name; {hint}"
-        )
-    return known.config()
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:

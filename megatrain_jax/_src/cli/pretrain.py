@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import transformers
 from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives, training
+from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.planner import config_values
 from megatrain_jax._src.cli.pretrain_settings import PretrainSettings
 from megatrain_jax._src.cli.run_data import common_options, summarised
-from megatrain_jax._src.cli.sizes import batch_shapes
+from megatrain_jax._src.cli.shapes import batch_shapes
+from megatrain_jax._src.cli.tokenizers import load_tokenizer
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -35,6 +34,7 @@ def prepare(settings: PretrainSettings) -> Job:
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
         loss_fn=objectives.next_token,
         shapes=batch_shapes(settings.batch, settings.length),
+        prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),
         export=lambda *given: _export(settings, *given),
     )
@@ -53,7 +53,7 @@ def sizes_of(settings: PretrainSettings) -> models.DecoderConfig:
             f"`model` = {settings.model} has parts beside its decoder, which can't be trained: "
             "write its `text_config` alone into a config.json"
         )
-    tokenizer = _tokenizer(settings.tokenizer)
+    tokenizer = load_tokenizer("tokenizer", settings.tokenizer)
     special = {name: getattr(tokenizer, name) for name in _SPECIAL}
     config = models.DecoderConfig.from_hf({**values, **special})
     most = max(tokenizer.get_vocab().values())
@@ -75,19 +75,6 @@ def dataset(
     """
     options = common_options(settings, epochs, "split")
     return summarised(data.text(files, settings.tokenizer, **options))
-
-
-def _tokenizer(given: str) -> Any:
-    folder = Path(given).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"`tokenizer` = {given} must be the folder of a tokenizer")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # what Transformers raises for damaged files has no common type
-        why = " ".join(str(error).split())[:500]
-        raise ValueError(f"`tokenizer` = {given}: Transformers can't load it: {why}") from error
 
 
 def _export(

@@ -1,19 +1,13 @@
 """The parts of a training recipe that are made from names: precision, schedule, optimizer."""
 
 import math
-from typing import Literal
 
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 import megatrain_jax as mt
-
-State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
-Master = Literal["float32", "bfloat16"]
-Frozen = Literal["float32", "bfloat16", "int8"]
-Decay = Literal["cosine", "linear", "constant"]
-OptimizerName = Literal["adamw", "lion"]
+from megatrain_jax._src.cli.choices import Decay, Frozen, Master, OptimizerName, State
 
 
 def precision_of(

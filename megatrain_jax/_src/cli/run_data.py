@@ -30,6 +30,12 @@ class RunData:
     steps: int
 
     @property
+    def datasets(self) -> list[data.Dataset]:
+        """All datasets, those held out last."""
+        held = [] if self.held_out is None else _parts(self.held_out)
+        return [*_parts(self.train), *held]
+
+    @property
     def chat_template(self) -> str | None:
         """The Jinja template that rendered conversations, the same for all of them."""
         return _parts(self.train)[0].chat_template

@@ -35,6 +35,16 @@ class RunFolder:
         """The folder of the checkpoint with the best evaluation."""
         return self.path / "best"
 
+    @property
+    def reference(self) -> Path:
+        """The file of the numbers of a reference."""
+        return self.path / "reference.npz"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is a step to go on from."""
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
     def check(self, settings: TrainingSettings) -> None:
         """Checks that the folder is new or of a run with these settings.
 
@@ -88,8 +98,7 @@ class RunFolder:
         """Makes the folder and writes down whose it is."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(_SETTINGS, _as_json(settings))
-        has_some = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        if self.best.exists() and not has_some:
+        if self.best.exists() and not self.has_checkpoints:
             shutil.rmtree(self.best)  # of a process that ended before its first own checkpoint
 
     def end(self, how: Mapping[str, Any]) -> None:

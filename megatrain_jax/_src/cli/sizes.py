@@ -1,10 +1,7 @@
-"""Numbers of bytes as people write them, and the shapes of a batch before there is one."""
+"""Numbers of bytes as people write them."""
 
 import re
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 _UNITS = {"": 1} | {
     f"{prefix}{unit}": base**power
@@ -38,22 +35,3 @@ def bytes_of(name: str, given: str) -> int:
 def budget_of(given: str | None) -> Any:
     """Reads a device budget: bytes, "least", or None for what the device has left."""
     return given if given in (None, "least") else bytes_of("device_budget", given)
-
-
-def batch_shapes(rows: int, length: int, pairs: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a packed batch of `megatrain_jax.data`: rows of so many tokens.
-
-    Args:
-        rows: Number of rows.
-        length: Tokens of a row.
-        pairs: Pairs of answers that a row has at most, of preferences; 0 for other data.
-    """
-    kinds = dict.fromkeys(("tokens", "labels", "segments", "positions"), jnp.int32)
-    shapes: dict[str, jax.ShapeDtypeStruct] = {
-        name: jax.ShapeDtypeStruct((rows, length), dtype)
-        for name, dtype in (kinds | {"mask": jnp.bool_}).items()
-    }
-    if pairs:
-        shapes["pairs"] = jax.ShapeDtypeStruct((rows, pairs), jnp.bool_)
-        shapes["pairs_per_row"] = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    return shapes | {"learned_per_row": jax.ShapeDtypeStruct((rows,), jnp.float32)}

@@ -17,9 +17,10 @@ from megatrain_jax._src.cli.devices import num_gpus
 from megatrain_jax._src.cli.errors import checking
 from megatrain_jax._src.cli.figures import Laps, figures
 from megatrain_jax._src.cli.job import Job
-from megatrain_jax._src.cli.logs import make_logs
+from megatrain_jax._src.cli.logs import make_logs, make_samples
 from megatrain_jax._src.cli.progress import Lines
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_of
+from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
 from megatrain_jax._src.cli.run_data import RunData, check_files, read
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.sizes import budget_of
@@ -53,7 +54,7 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         check_files(settings)
         job = prepare()
         identity = folder.note("identity") or uuid.uuid4().hex
-        logs = make_logs(settings, folder, identity)
+        logs = [*make_samples(settings, job), *make_logs(settings, folder, identity)]
         options = _options(settings, job)
         print(_plan(settings, job, options), flush=True)
         laps.lap("plan")
@@ -63,7 +64,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         # For logs elsewhere: a run that goes on in another process is the same one there.
         folder.take_note("identity", identity)
     laps.lap("data")
-    result = _train(settings, folder, job, options, batches, logs)
+    with checking():
+        reference = find_reference(folder, batches.datasets, job, options)
+    if reference is not None:
+        laps.lap("reference")
+    result = _train(settings, folder, job, options, batches, logs, reference)
     laps.lap("training")
     steps = result.trainer.num_steps
     if result.interrupted:
@@ -145,6 +150,7 @@ def _train(
     options: Mapping[str, Any],
     batches: RunData,
     logs: list[callbacks.Callback],
+    reference: Reference | None,
 ) -> mt.FitResult:
     schedule = _schedule(settings, batches.steps)
     every = settings.log_every
@@ -161,17 +167,22 @@ def _train(
     return mt.fit(
         job.model,
         job.loss_fn,
-        batches.train,
+        _with(reference, batches.train),
         _optimizer(settings, schedule),
         steps=ended["steps"] if ended else batches.steps,
         params=job.params,
-        eval_data=batches.held_out,
+        eval_data=_with(reference, batches.held_out),
         eval_every=settings.eval_every,
         callbacks=_callbacks(settings, folder, lines, logs),
         progress=sys.stderr.isatty(),
         **saving,
         **options,
     )
+
+
+def _with(reference: Reference | None, batches: Any) -> Any:
+    """Batches with the numbers of the reference, if there is one."""
+    return batches if reference is None or batches is None else Joined(batches, reference)
 
 
 def _callbacks(

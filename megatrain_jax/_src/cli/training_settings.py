@@ -1,11 +1,11 @@
 """The settings that `finetune` and `pretrain` share: every option, its default and its check."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatrain_jax._src.cli.choices import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.needs import check_needed
-from megatrain_jax._src.cli.recipe import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.sizes import budget_of
 from megatrain_jax._src.common import checks
 
@@ -14,9 +14,9 @@ LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 # Options that may be changed while a run goes on: no batch and no update follows from them.
 FREE = frozenset(
     "checkpoint_every checkpoints device_budget eval_data eval_every export export_as export_dtype "
-    "keep log_every logs mlflow wandb workers".split()
+    "keep log_every logs mlflow sample_temperatures sample_tokens samples wandb workers".split()
 )
-_POSITIVE = ("length", "batch", "microbatches", "keep", "log_every")
+_POSITIVE = ("length", "batch", "microbatches", "keep", "log_every", "sample_tokens")
 _POSITIVE_OR_NONE = ("epochs", "steps", "eval_every", "checkpoint_every", "stop_after")
 _SHARES = ("warmup", "final_rate", "held_out", "b1", "b2")
 
@@ -68,6 +68,12 @@ class TrainingSettings:
         logs: Where records go beside the terminal, one or several.
         wandb: Arguments of wandb.init, such as {project: mine, mode: offline}.
         mlflow: Arguments of the callback MLflow, such as {experiment: mine}.
+        samples: Prompts that are continued at each evaluation, one or several, for the terminal,
+            the logs and the report.
+        sample_tokens: Number of tokens at which a continuation ends; each costs a pass through
+            the model.
+        sample_temperatures: Temperatures at which each prompt is continued; 0 takes the most likely
+            token.
         log_every: Print a line after each step whose number this divides.
         seed: Seed of the order of documents, of what is held out, of rounding and of fresh
             parameters.
@@ -114,6 +120,9 @@ class TrainingSettings:
     logs: list[LogName] | LogName | None = None
     wandb: dict[str, Any] | None = None
     mlflow: dict[str, Any] | None = None
+    samples: list[str] | str | None = None
+    sample_tokens: int = 32
+    sample_temperatures: list[float] = field(default_factory=lambda: [0.0])
     log_every: int = 1
     seed: int = 0
 
@@ -143,6 +152,7 @@ class TrainingSettings:
         self._check_data()
         self._check_evaluation()
         self._check_logs()
+        self._check_samples()
 
     def _check_data(self) -> None:
         if not self.sources:
@@ -200,6 +210,30 @@ class TrainingSettings:
         for name in ("wandb", "mlflow"):
             if getattr(self, name) is not None and name not in self.log_names:
                 raise ValueError(f"`{name}` says how to log there, but `logs` has no {name}")
+
+    def _check_samples(self) -> None:
+        evaluates = self.held_out > 0 or self.eval_data is not None
+        if self.samples is not None and not evaluates:
+            raise ValueError("`samples` are of evaluations: say `held_out` or `eval_data`")
+        if self.samples is not None and not (self.prompts and all(self.prompts)):
+            raise ValueError("`samples` must be prompts that are not empty")
+        for temperature in self.sample_temperatures:
+            checks.number("sample_temperatures", temperature, least=0)
+        if not self.sample_temperatures:
+            raise ValueError("`sample_temperatures` must not be empty")
+        check_needed(
+            self,
+            ("sample_tokens", "sample_temperatures"),
+            is_there=self.samples is not None,
+            needed="prompts: say `samples`",
+        )
+
+    @property
+    def prompts(self) -> list[str]:
+        """The entries of `samples`."""
+        if self.samples is None:
+            return []
+        return [self.samples] if isinstance(self.samples, str) else list(self.samples)
 
     @property
     def exports(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-import jax
 import numpy as np
 
 # Integers to Python, but never meant as numbers of steps or bytes.
@@ -155,16 +154,3 @@ def can_be_called(function: Callable[..., Any], num_arguments: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def leaves(name: str, tree: Any) -> list[tuple[Any, Any]]:
-    """Returns the leaves of a pytree with their paths, as JAX does.
-
-    Raises:
-        TypeError: If JAX can't take it apart: keys of a dict that can't be ordered, a list that
-            contains itself.
-    """
-    try:
-        return jax.tree_util.tree_leaves_with_path(tree)
-    except Exception as error:  # a SystemError where it is too deep
-        raise TypeError(f"`{name}` is no pytree that JAX can take apart: {error}") from error

@@ -25,20 +25,24 @@ class KernelCache:
         """
         self._options = dict(compiler_options or {})
         self._functions: dict[tuple[str, Hashable], Callable] = {}
+        self._estimates: dict[tuple[str, Hashable], int] = {}
 
     def get(self, kernel: Kernel) -> Any:
         """The jitted function of a kernel, built if it is new."""
         key = kernel.name, kernel.key
         if key not in self._functions:
-            # Said where callers count on shardings that XLA need not choose by itself.
-            placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
-            self._functions[key] = jax.jit(
-                kernel.build(),
-                donate_argnums=kernel.donated,
-                compiler_options=self._options or None,
-                **placed,
-            )
+            self._functions[key] = self._built(kernel)
         return self._functions[key]
+
+    def _built(self, kernel: Kernel) -> Any:
+        # Said where callers count on shardings that XLA need not choose by itself.
+        placed = {} if kernel.gives is None else {"out_shardings": kernel.gives}
+        return jax.jit(
+            kernel.build(),
+            donate_argnums=kernel.donated,
+            compiler_options=self._options or None,
+            **placed,
+        )
 
     def __len__(self) -> int:
         """The number of different functions."""
@@ -62,7 +66,17 @@ class KernelCache:
 
     def estimate(self, kernels: Iterable[Kernel]) -> int:
         """Estimates what `compile` would return, on shapes alone: for a device not here."""
-        return max(_estimated_bytes(self.get(k), k) for k in _different(kernels))
+        return max(self._estimate(k, self.get) for k in _different(kernels))
+
+    def estimate_trial(self, kernel: Kernel) -> int:
+        """Estimates what one kernel would need that is only tried: its function isn't kept."""
+        return self._estimate(kernel, self._built)
+
+    def _estimate(self, kernel: Kernel, function: Callable[[Kernel], Any]) -> int:
+        key = kernel.name, kernel.key
+        if key not in self._estimates:
+            self._estimates[key] = _estimated_bytes(function(kernel), kernel)
+        return self._estimates[key]
 
 
 def _estimated_bytes(function: Any, kernel: Kernel) -> int:

@@ -22,6 +22,7 @@ import jax
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.effects import fires
+from megatrain_jax._src.program.tiling.flow import Flow, flow_of
 from megatrain_jax._src.program.tiling.tiled import tile_counts, tiled
 
 
@@ -55,11 +56,19 @@ class Divisible:
         # What a callback is shown would come in pieces.
         if fires(self._traced.jaxpr):
             return ()
-        return tile_counts(jx.closed(self._traced.jaxpr), num_devices=self._num_devices)
+        return tile_counts(self._jaxpr, num_devices=self._num_devices, flow=self._flow)
+
+    @functools.cached_property
+    def _jaxpr(self) -> Any:
+        return jx.closed(self._traced.jaxpr)
+
+    @functools.cached_property
+    def _flow(self) -> Flow:
+        return flow_of(self._jaxpr)
 
     def into(self, num_tiles: int) -> tuple[Kernel, Tiling] | None:
         """The kernel in so many tiles; None if it can't be divided into them."""
-        found = tiled(jx.closed(self._traced.jaxpr), num_tiles, num_devices=self._num_devices)
+        found = tiled(self._jaxpr, num_tiles, num_devices=self._num_devices, flow=self._flow)
         if found is None:
             return None
         consts, out_tree = self._traced.consts, self._traced.out_tree

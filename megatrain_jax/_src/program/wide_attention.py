@@ -16,7 +16,7 @@ A worked example, the forward of 1,048,576 queries of 28 heads and as many keys 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -35,11 +35,28 @@ def is_wide(jaxpr: Any, num_devices: int = 1) -> bool:
         jaxpr: An open jaxpr.
         num_devices: Number of devices that divide its rows.
     """
-    return any(
-        _is_wide(eqn, num_devices)
-        or any(is_wide(inner, num_devices) for inner in jx.inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return are_wide(attention_shapes(jaxpr), num_devices)
+
+
+def attention_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
+    """The shapes of queries, keys and values of a jaxpr's attention, also within equations."""
+    found: set[tuple[int, ...]] = set()
+    for eqn in jaxpr.eqns:
+        if is_attention(eqn):
+            found.update(v.aval.shape for v in eqn.invars[:3])
+        for inner in jx.inner_jaxprs(eqn):
+            found |= attention_shapes(inner)
+    return frozenset(found)
+
+
+def are_wide(shapes: Iterable[tuple[int, ...]], num_devices: int = 1) -> bool:
+    """Whether one of queries, keys and values has more elements than their kernel counts.
+
+    Args:
+        shapes: Their shapes.
+        num_devices: Number of devices that divide their rows.
+    """
+    return any(_num_elements(shape, num_devices) > _MOST_ELEMENTS for shape in shapes)
 
 
 def in_pieces(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], num_devices: int) -> list:
@@ -93,12 +110,12 @@ def _with_pieces_within(eqn: Any, num_devices: int) -> Any:
 
 
 def _is_wide(eqn: Any, num_devices: int) -> bool:
-    return is_attention(eqn) and _num_elements(eqn, num_devices) > _MOST_ELEMENTS
+    return is_attention(eqn) and are_wide((v.aval.shape for v in eqn.invars[:3]), num_devices)
 
 
-def _num_elements(eqn: Any, num_devices: int) -> int:
-    """Elements of the largest of queries, keys and values, on each device."""
-    rows, *others = max((v.aval.shape for v in eqn.invars[:3]), key=math.prod)
+def _num_elements(shape: tuple[int, ...], num_devices: int) -> int:
+    """Elements of queries, keys or values on each device."""
+    rows, *others = shape
     return -(-rows // num_devices) * math.prod(others)
 
 
@@ -110,7 +127,7 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     query = eqn.invars[0].aval
     rows = query.shape[0]
     num_queries, num_keys = (v.aval.shape[heads_axis(eqn)] for v in eqn.invars[:2])
-    size = _num_elements(eqn, num_devices)
+    size = max(_num_elements(v.aval.shape, num_devices) for v in eqn.invars[:3])
     # Heads first: rows are what devices divide, and a slice of some of all rows would have to
     # travel between them. So several devices divide heads or nothing.
     by_heads = size <= num_keys * _MOST_ELEMENTS

@@ -1,15 +1,27 @@
 """Refusing what can't fit the device, in words with numbers, before anything is allocated."""
 
+import math
+from collections.abc import Sequence
+
+import jax
+
 from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.program.tiling.tiled import FACTORS
 from megatrain_jax._src.report.plan import Plan
 
+# Along a shorter axis tiles would spare little.
+_LONG = 128
 
-def check_device(plan: Plan, free_bytes: int | None) -> None:
+
+def check_device(
+    plan: Plan, free_bytes: int | None, values: Sequence[jax.ShapeDtypeStruct] = ()
+) -> None:
     """Refuses what can't fit the device, before anything is allocated.
 
     Args:
         plan: A plan whose functions have been compiled for the device.
         free_bytes: Device memory that there is; None if unknown.
+        values: The values that stages hand on, along whose axes they may be computed in tiles.
 
     Raises:
         MemoryError: If the plan needs more.
@@ -22,4 +34,20 @@ def check_device(plan: Plan, free_bytes: int | None) -> None:
         f'device_budget="least"), {sized(plan.device_temporary_bytes or 0)} for what one '
         "compiled function needs. Nothing was allocated. Use more `microbatches`, smaller batches "
         "or a loss that makes fewer logits at a time (a smaller `chunk` of `losses.next_token`)."
+        f"{_undivided(values)}"
+    )
+
+
+def _undivided(values: Sequence[jax.ShapeDtypeStruct]) -> str:
+    """The length along which nothing is computed in tiles for its factors, and the remedy."""
+    largest = max(values, key=lambda value: math.prod(value.shape), default=None)
+    if largest is None:
+        return ""
+    lengths = [n for n in largest.shape if n >= _LONG and all(n % k for k in FACTORS)]
+    if not lengths:
+        return ""
+    length, factors = max(lengths), ", ".join(map(str, FACTORS))
+    return (
+        f" Nothing is computed in tiles along a length of {length:,}, which none of {factors} "
+        f"divides: pad it to a multiple of {_LONG}, such as {-(-length // _LONG) * _LONG:,}."
     )

@@ -18,6 +18,7 @@ bytes at least, and with 332 nothing moves. A budget of 208 gives
 and 9 don't fit, beside what the others need to come and go.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -108,38 +109,63 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
-    candidates = [_with_residents(lists, budget, smallest)]
+    candidates = [_with_residents(lists, budget)]
     sizes = enumerate(workload.residuals)
     num_keeping = sum(size > 0 and stage not in workload.again for stage, size in sizes)
     for kinds in (workload, lean) if budget > smallest else ():
-        if kinds is None or any(len(c.kept) == num_keeping for c in candidates):
+        if kinds is None or any(c.num_kept == num_keeping for c in candidates):
             continue
         for kept in _kept_choices(kinds, budget):
-            candidates.append(_with_residents(build_task_lists(kept), budget, smallest))
-    all_kept = any(len(c.kept) == num_keeping for c in candidates)
+            candidates.append(_with_residents(kept, budget))
+    all_kept = any(c.num_kept == num_keeping for c in candidates)
     # All residuals would fill the host for the little that each byte of them saves.
     if workload.residuals_travel and lean is not None and budget > smallest and not all_kept:
         lists = build_task_lists(_keeping_all(lean))
         if least_bytes(lists, frozenset()) <= budget:
-            candidates.append(_with_residents(lists, budget, smallest, travels=True))
-    return _best(workload, candidates)
+            candidates.append(_with_residents(lists, budget, travels=True))
+    return _finished(_best(workload, candidates), smallest)
 
 
-def _with_residents(
-    lists: TaskLists, budget: int, smallest: int, *, travels: bool = False
-) -> Schedule:
-    """The fastest schedule of some with more or fewer parts that stay on the device.
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """The steps of a choice of residents and residuals, laid down to see how long they take.
+
+    Attributes:
+        lists: The tasks.
+        limit: Bytes that may be on the device.
+        resident: Parts that stay.
+        cold: The state after a step that started at rest, with its instructions.
+        steady: The same after a step that followed another one.
+        end: A state from which instructions serve after either.
+        seconds: Estimate of a steady step's time.
+    """
+
+    lists: TaskLists
+    limit: int
+    resident: frozenset[Key]
+    cold: Residency
+    steady: Residency
+    end: Residency
+    seconds: float
+
+    @property
+    def num_kept(self) -> int:
+        """Number of the stages that keep residuals."""
+        return len(self.lists.workload.kept)
+
+
+def _with_residents(lists: TaskLists, budget: int, *, travels: bool = False) -> _Steps:
+    """The fastest steps of some with more or fewer parts that stay on the device.
 
     Args:
         lists: The tasks.
         budget: Bytes that may be on the device.
-        smallest: The least budget of all.
         travels: Whether residuals may wait in the host, as activations may.
     """
     everything = _everything(lists)
     # Nothing moves then, so that more room would be of no use.
     if budget >= (needed := least_bytes(lists, everything)):
-        return _lay_down(lists, needed, everything, smallest)
+        return _lay_down(lists, needed, everything)
     always, units = _residuals(lists), _resident_units(lists)
     if travels:  # those of the last stages would wait for the shortest time
         always, units = frozenset(), [*units, *((key,) for key in sorted(always, reverse=True))]
@@ -151,25 +177,25 @@ def _with_residents(
 
     most = most_that_fit(len(units), lambda count: least_bytes(lists, residents(count)) <= budget)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    candidates = [_lay_down(lists, budget, residents(count), smallest) for count in sorted(counts)]
+    candidates = [_lay_down(lists, budget, residents(count)) for count in sorted(counts)]
     return _best(lists.workload, candidates)
 
 
-def _best(workload: Workload, candidates: Sequence[Schedule]) -> Schedule:
+def _best(workload: Workload, candidates: Sequence[_Steps]) -> _Steps:
     """The fastest; of those that are as fast by all that can be foretold, what moves least."""
-    enough = (1 + _UNCERTAINTY) * min(schedule.seconds for schedule in candidates)
-    good = [schedule for schedule in candidates if schedule.seconds <= enough]
-    return min(good, key=lambda schedule: (_moved(workload, schedule), schedule.seconds))
+    enough = (1 + _UNCERTAINTY) * min(steps.seconds for steps in candidates)
+    good = [steps for steps in candidates if steps.seconds <= enough]
+    return min(good, key=lambda steps: (_moved(workload, steps), steps.seconds))
 
 
-def _moved(workload: Workload, schedule: Schedule) -> int:
+def _moved(workload: Workload, steps: _Steps) -> int:
     """Bytes that a steady step copies, both ways."""
-    copies = (r.key for r in schedule.steady if r.op in (Op.FETCH, Op.OFFLOAD))
+    copies = (r.key for r in steps.steady.instructions if r.op in (Op.FETCH, Op.OFFLOAD))
     return sum(workload.size(key) for key in copies if key is not None)
 
 
-def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
-    """Workloads that keep some stages' residuals: few, as many as fit, as many as all state leaves.
+def _kept_choices(workload: Workload, budget: int) -> Iterator[TaskLists]:
+    """The tasks if some stages keep residuals: few, as many as fit, as many as all state leaves.
 
     Stages that save the most time for their bytes come first, and of equal ones the last stages,
     whose residuals are needed for the shortest time.
@@ -179,11 +205,12 @@ def _kept_choices(workload: Workload, budget: int) -> Iterator[Workload]:
     stages = [s for s, size in enumerate(workload.residuals) if size and s not in again]
     stages.sort(key=lambda s: (-seconds[s] / workload.residuals[s], -s))
 
-    def keeping(count: int) -> Workload:
-        return replace(workload, kept=frozenset(stages[:count]))
+    @functools.cache
+    def keeping(count: int) -> TaskLists:
+        return build_task_lists(replace(workload, kept=frozenset(stages[:count])))
 
     def fits(count: int, resident: Callable[[TaskLists], frozenset[Key]]) -> bool:
-        lists = build_task_lists(keeping(count))
+        lists = keeping(count)
         return least_bytes(lists, resident(lists)) <= budget
 
     # More residuals leave room for fewer residents: which of the two saves more, the clock tells.
@@ -231,22 +258,11 @@ def _resident_units(lists: TaskLists) -> list[tuple[Key, ...]]:
     return [unit for unit in sized if unit]
 
 
-def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: int) -> Schedule:
-    """The schedule of one limit and one set of resident parts."""
+def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:
+    """The steps of one limit and one set of resident parts."""
     num_tasks = len(lists.steady)
     boundary = next_uses_that_fit(lists, limit, resident)
-
-    def start(resident: frozenset[Key]) -> Residency:
-        clock = Clock(costs=lists.workload.costs)
-        device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
-        # Their room is theirs from the start, though they come when they are first used; the other
-        # residents are made, and get theirs then.
-        for key in resident:
-            if key.kind in LASTING:
-                device.reserve(key)
-        return device
-
-    cold = start(resident)
+    cold = _at_rest(lists, limit, resident)
     cold.run(lists.cold, lists.steady, boundary)
     # The parts that a step leaves dirty or on their way may depend on the step before. The
     # instructions have to serve after any, so steps are repeated until one that starts from the
@@ -260,22 +276,47 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key], smallest: 
         most = begin.joined(end)
         covered, num_steps = most.holds_no_more_than(begin), num_steps + 1
         begin = most
-    flush = begin
+    return _Steps(
+        lists=lists,
+        limit=limit,
+        resident=resident,
+        cold=cold,
+        steady=steady,
+        end=begin,
+        seconds=seconds,
+    )
+
+
+def _at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:
+    """The state of a device that has nothing yet."""
+    clock = Clock(costs=lists.workload.costs)
+    device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
+    # Their room is theirs from the start, though they come when they are first used; the other
+    # residents are made, and get theirs then.
+    for key in resident:
+        if key.kind in LASTING:
+            device.reserve(key)
+    return device
+
+
+def _finished(steps: _Steps, smallest: int) -> Schedule:
+    """The schedule of the steps that were chosen, with what comes after them."""
+    lists, flush = steps.lists, steps.end
     flush.run_to_rest(lists.flush)
-    evaluation = start(frozenset())
+    evaluation = _at_rest(lists, steps.limit, frozenset())
     evaluation.run_to_rest(lists.evaluation)
-    runs = {"cold": cold, "steady": steady, "flush": flush, "evaluation": evaluation}
+    runs = {"cold": steps.cold, "steady": steps.steady, "flush": flush, "evaluation": evaluation}
     return Schedule(
-        cold=tuple(cold.instructions),
-        steady=tuple(steady.instructions),
+        cold=tuple(steps.cold.instructions),
+        steady=tuple(steps.steady.instructions),
         flush=tuple(flush.instructions),
         evaluation=tuple(evaluation.instructions),
-        num_tasks=num_tasks,
+        num_tasks=len(lists.steady),
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
-        resident=resident,
+        resident=steps.resident,
         kept=lists.workload.kept,
         lean=lists.workload.lean,
-        seconds=seconds,
+        seconds=steps.seconds,
         smallest_bytes=smallest,
     )

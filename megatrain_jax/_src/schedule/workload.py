@@ -1,5 +1,6 @@
 """The workload of a schedule, as plain data: what a step computes, on which bytes, how fast."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -124,12 +125,16 @@ class Workload:
 
     def size(self, key: Key) -> int:
         """Bytes of one part."""
-        kind, owner = key
-        if kind is Kind.RESIDUALS:
-            return self.residuals[owner]
-        if kind is Kind.ACTIVATION:
-            return self.activations[owner]
-        return self.sizes[owner].get(kind, 0)
+        return self._bytes[key]
+
+    @functools.cached_property
+    def _bytes(self) -> dict[Key, int]:
+        """The bytes of each part, since schedules ask for them all the time."""
+        of_groups = (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
+        sizes = {Key(k, g): row.get(k, 0) for g, row in enumerate(self.sizes) for k in of_groups}
+        sizes.update((Key(Kind.ACTIVATION, i), size) for i, size in self.activations.items())
+        sizes.update((Key(Kind.RESIDUALS, s), size) for s, size in enumerate(self.residuals))
+        return sizes
 
     def seconds_inward(self, keys: Iterable[Key]) -> float:
         """Seconds that parts take to the device; links work side by side."""

@@ -1,9 +1,8 @@
 """JAX's persistent compilation cache, on by default: a second run starts without compiling."""
 
 import os
+import sys
 from pathlib import Path
-
-import jax
 
 _DIRECTORY = "jax_compilation_cache_dir"
 _MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
@@ -13,13 +12,20 @@ def enable() -> None:
     """Points JAX's cache at the user's cache folder, unless one was chosen or it can't be written.
 
     Programs that compile in less than JAX's usual second are kept too: a step has many small ones.
+    JAX is told by its variables, which it reads when it is imported, unless it has been already.
     """
-    folder = _default_folder()
-    if jax.config.values[_DIRECTORY] is not None or not _can_write(folder):
+    folder, jax = _default_folder(), sys.modules.get("jax")
+    chosen = os.environ.get(_DIRECTORY.upper()) if jax is None else jax.config.values[_DIRECTORY]
+    if chosen is not None or not _can_write(folder):
         return
-    jax.config.update(_DIRECTORY, str(folder))
+    settings = {_DIRECTORY: str(folder)}
     if _MIN_SECONDS.upper() not in os.environ:
-        jax.config.update(_MIN_SECONDS, 0.0)
+        settings[_MIN_SECONDS] = "0.0"
+    for name, value in settings.items():
+        if jax is None:
+            os.environ[name.upper()] = value
+        else:
+            jax.config.update(name, float(value) if name == _MIN_SECONDS else value)
 
 
 def _default_folder() -> Path:

@@ -7,8 +7,6 @@ allocated.
 """
 
 import gc
-import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -21,13 +19,11 @@ from jax.sharding import SingleDeviceSharding
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.state.placement import Placement
-
-LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+from megatrain_jax._src.state.pool_limit import LIMIT_VARIABLE, limit_bytes
 
 # What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine with
 # CUDA's memory pool; 3.8 GiB more with JAX's own allocator, and its kernel 2.5 GiB more.
 _PROCESS_BYTES = 29 * 2**30 // 10
-_HEAD_ROOM_BYTES = 10 * 2**30
 
 _GIB = 2**30
 # How often what was taken is shown.
@@ -67,15 +63,6 @@ def free_device_bytes(placement: Placement) -> int | None:
             return None
         free.append(limit - stats["bytes_in_use"])
     return min(free)
-
-
-def set_limit() -> None:
-    """Lets JAX's pinned-host pool grow to this machine's memory less head room.
-
-    Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
-    """
-    if (total := total_bytes()) is not None:
-        os.environ.setdefault(LIMIT_VARIABLE, str(_limit_bytes(total) // _GIB))
 
 
 def reserve(
@@ -136,7 +123,7 @@ def reserve(
 
 def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[list[int], int]:
     """Returns the sizes to take from a pool for so many bytes more, and by how much it grows."""
-    limit = _limit_bytes(total_bytes())
+    limit = limit_bytes(total_bytes())
     if num_bytes <= pool.likely_bytes - in_use:
         return [num_bytes], 0
     if pool.likely_bytes:
@@ -157,7 +144,7 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
         num_devices: Number of the process's devices.
     """
     share = -(-num_bytes // num_devices)
-    _, growth = _fresh(share, array_bytes, _limit_bytes(total))
+    _, growth = _fresh(share, array_bytes, limit_bytes(total))
     return num_devices * growth + _PROCESS_BYTES
 
 
@@ -184,11 +171,6 @@ def _pieces(num_bytes: int, limit: int) -> list[int]:
         if rounded <= limit:
             return [1 << bit for bit in range(rounded.bit_length()) if rounded >> bit & 1]
     return []
-
-
-def _limit_bytes(total: int | None) -> int:
-    """Returns the bytes that `set_limit` allows the pool on a machine with so much memory."""
-    return sys.maxsize if total is None else max(1, (total - _HEAD_ROOM_BYTES) // _GIB) * _GIB
 
 
 def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:

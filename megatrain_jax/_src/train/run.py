@@ -60,6 +60,8 @@ class Run:
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
             return result_of(trainer, None, all_steps=True)
+        if series is not None:
+            series.check_writable()
         error: BaseException | None = None
         shown = {"desc": _doing(trainer, progress), "unit": "step", "disable": not progress}
         with Signals() as signals, tqdm(total=left, **shown) as bar:

@@ -11,7 +11,7 @@ from typing import Any
 from megatrain_jax._src.checkpoint import folder, manifest
 from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
 from megatrain_jax._src.checkpoint.save import Saving
-from megatrain_jax._src.checkpoint.workspace import NAME, Workspace, claimed
+from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
 
@@ -28,7 +28,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self, path: str | PathLike[str], every: int | None, keep: int, processes: Processes
+        self,
+        path: str | PathLike[str],
+        every: int | None,
+        keep: int,
+        processes: Processes,
+        last: int | None = None,
     ):
         """Makes the folder and removes what a process that died has left unfinished there.
 
@@ -37,6 +42,8 @@ class Checkpoints:
             every: Save after each step whose number this divides; None for the end only.
             keep: Number of checkpoints to keep, the newest ones.
             processes: The processes that share the run; the first one looks after the folder.
+            last: The last step of the run, if it goes on from what is here: a folder that has it
+                need not be written. None for any.
 
         Raises:
             TypeError: If `path` is no path.
@@ -46,7 +53,9 @@ class Checkpoints:
         self.folder = folder.local_path(path, "checkpoint_dir")
         self.every, self._keep = every, keep
         self._processes = processes
-        self._workspace = claimed(self.folder / NAME, self.folder, processes)
+        has_last = last is not None and last in folder.steps(self.folder)
+        path = self.folder / NAME
+        self._workspace = claimed(path, self.folder, processes, only_read=has_last)
         self.saved: int | None = None
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
@@ -63,6 +72,15 @@ class Checkpoints:
     ) -> None:
         """Releases the folder, once the checkpoint still being written is whole."""
         self._workspace.release(run=True)
+
+    def check_writable(self) -> None:
+        """Checks that steps can be saved.
+
+        Raises:
+            CheckpointError: If the folder can't be written.
+        """
+        if isinstance(self._workspace, Guest) and self._workspace.unwritable is not None:
+            raise CheckpointError(self._workspace.unwritable)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
         """Restores the newest checkpoint that is whole; newer ones are set aside.

@@ -5,6 +5,7 @@ Values have ids, which say where a stage's inputs come from: of two layers the f
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.examples import Examples
 from megatrain_jax._src.program.loss.state import StateUse
+from megatrain_jax._src.program.wide_attention import attention_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class Stage:
     def has_backward(self) -> bool:
         """Whether the loss depends on it, and on something trainable in it or before it."""
         return any(self.has_cotangent)
+
+    @functools.cached_property
+    def attention_shapes(self) -> frozenset[tuple[int, ...]]:
+        """The shapes of its queries, keys and values, where kernels compute attention."""
+        return attention_shapes(self.jaxpr)
 
     @property
     def leaf_dtypes(self) -> tuple[Any, ...]:

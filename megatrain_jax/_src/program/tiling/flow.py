@@ -12,7 +12,7 @@ A worked example, `jit(lambda x: 2 * sin(x))(y) + y` with y an input::
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class Flow:
         constants: Literals and constants, by number.
         inputs: Numbers of the inputs.
         outputs: Numbers of the outputs.
+        levels: Levels of its operations that were found, by what was asked; see `order.py`.
     """
 
     ops: tuple[Operation, ...]
@@ -54,6 +55,7 @@ class Flow:
     constants: Mapping[int, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    levels: dict[Hashable, list[int]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:

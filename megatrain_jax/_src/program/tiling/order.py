@@ -118,6 +118,10 @@ def _least_waiting(
     highest: int,
 ) -> list[int]:
     """Solves for levels: minimal bytes, each times the levels from its making to its last use."""
+    # Other numbers of tiles mostly ask the same of the same flow.
+    asked = tuple(edges.items()), tuple((v, *sorted(lasts[v])) for v in sorted(lasts)), highest
+    if asked in flow.levels:
+        return flow.levels[asked]
     count = len(flow.ops)
     values = sorted(lasts)
     # Variables: a level for each operation, then for each value the level of its last use. A value
@@ -140,7 +144,8 @@ def _least_waiting(
     matrix = csr_array((signs, places), shape=(len(rows), len(cost)))
     found = linprog(cost, A_ub=matrix, b_ub=-step, bounds=(0, highest), method="highs-ds")
     assert found.success, found.message
-    return [int(level) for level in np.rint(found.x[:count])]
+    flow.levels[asked] = [int(level) for level in np.rint(found.x[:count])]
+    return flow.levels[asked]
 
 
 def _stored(flow: Flow, labels: Labels, reads: _Reads, levels: Sequence[int]) -> set[int]:

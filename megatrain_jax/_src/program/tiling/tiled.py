@@ -25,6 +25,8 @@ _TRIED = 3  # ways to divide that are compared by the memory they need
 _COMPARED = 64  # tiles in which they are compared, or in as many as they can have
 _FAR_LESS = 0.8  # share of another one's memory below which a way that reaches less is taken
 _MANY = 2**20  # tiles of which one takes next to nothing
+# The smallest numbers of tiles: a number of rows without one of these factors is not divided.
+FACTORS = (2, 3, 5, 7)
 _WORTH = 0.9  # share of the whole's memory above which tiles are not worth their time
 _SMALL = 64  # a loop within which less than this part of the whole's memory lives is no loop
 
@@ -68,7 +70,9 @@ class Tiled:
         return [values[v] for v in flow.outputs]
 
 
-def tiled(jaxpr: Any, num_tiles: int, *, num_devices: int = 1) -> Tiled | None:
+def tiled(
+    jaxpr: Any, num_tiles: int, *, num_devices: int = 1, flow: Flow | None = None
+) -> Tiled | None:
     """Divides a jaxpr into tiles along the axis along which that spares the most memory.
 
     Args:
@@ -76,20 +80,22 @@ def tiled(jaxpr: Any, num_tiles: int, *, num_devices: int = 1) -> Tiled | None:
         num_tiles: Number of tiles, above 1.
         num_devices: Number of devices that may divide the same axis: each tile takes as many rows
             from the part of each.
+        flow: Its flow, if it is known.
 
     Returns:
         The division; None if no axis can be divided so, or less than a tenth would be spared.
     """
-    return _best(jaxpr, flow_of(jaxpr), num_tiles, num_devices, at_least=num_tiles)
+    flow = flow or flow_of(jaxpr)
+    return _best(jaxpr, flow, num_tiles, num_devices, at_least=num_tiles)
 
 
-def tile_counts(jaxpr: Any, *, num_devices: int = 1) -> tuple[int, ...]:
+def tile_counts(jaxpr: Any, *, num_devices: int = 1, flow: Flow | None = None) -> tuple[int, ...]:
     """Numbers of tiles worth trying for a closed jaxpr, ascending; empty if it can't be divided.
 
     They are the divisors of the number of rows that are multiples of its first prime factor.
     """
-    flow = flow_of(jaxpr)
-    for prime in (2, 3, 5, 7):
+    flow = flow or flow_of(jaxpr)
+    for prime in FACTORS:
         found = _best(jaxpr, flow, prime, num_devices, at_least=_MANY)
         if found is not None:
             most = found.num_rows // num_devices

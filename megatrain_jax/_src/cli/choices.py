@@ -1,0 +1,9 @@
+"""The names that settings choose from."""
+
+from typing import Literal
+
+State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
+Master = Literal["float32", "bfloat16"]
+Frozen = Literal["float32", "bfloat16", "int8"]
+Decay = Literal["cosine", "linear", "constant"]
+OptimizerName = Literal["adamw", "lion"]

@@ -1,0 +1,36 @@
+"""The `config.json` of a model, from a file or the table of known ones."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megatrain_jax._src.cli.catalogue import KNOWN_MODELS, known_model
+from megatrain_jax._src.common.hf_folder import read_json, regular_file
+
+_NAMES = ", ".join(KNOWN_MODELS)
+
+
+def config_values(model: str) -> dict[str, Any]:
+    """The fields of the `config.json` of a model.
+
+    Args:
+        model: A checkpoint's folder, its `config.json`, or a known name.
+
+    Raises:
+        FileNotFoundError: If there is no such file, folder or name.
+        ValueError: If the file is damaged.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        # A configuration may have any name, as one that was copied from elsewhere.
+        folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
+        if (file := regular_file(folder, name)) is None:
+            raise FileNotFoundError(f"there is no config.json in {path}")
+        return read_json(file)
+    if (known := known_model(model)) is None:
+        near = get_close_matches(model, KNOWN_MODELS, n=3)
+        hint = f"did you mean {' or '.join(near)}" if near else f"known are {_NAMES}"
+        raise FileNotFoundError(
+            f"`model` = {model!r} is no folder, no file and no known name; {hint}"
+        )
+    return known.config()

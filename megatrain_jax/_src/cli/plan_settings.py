@@ -1,0 +1,91 @@
+"""The settings of `megatrain-jax plan`."""
+
+from dataclasses import dataclass
+
+from megatrain_jax._src.cli.choices import Frozen, Master, OptimizerName, State
+from megatrain_jax._src.cli.needs import check_needed
+from megatrain_jax._src.common import checks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """Plans a training run, on any machine; without --tokens, the largest one that fits.
+
+    Attributes:
+        model: A checkpoint's folder, its config.json, or the name of a known model.
+        gpu: Name of the GPU, such as H100; without it, this machine's.
+        gpus: Number of GPUs, which share the state and the batch.
+        host: Host memory, such as 512GiB; without it, this machine's or a typical host's.
+        tokens: Tokens of a step, of all GPUs together; without it, the largest sizes that fit.
+        length: Tokens of a row.
+        microbatches: Equal parts that each batch is cut into.
+        state: Form of optimizer state; compact is int8 beside masters in bfloat16.
+        master: Form of the masters at rest; without it float32, or what compact says.
+        optimizer: Name of the optimizer.
+        clip: Largest global norm of the gradients; null for no clipping.
+        trainable: Regular expression on paths of the parameters that are trained; all without it.
+        frozen: Form of the other parameters at rest.
+        device_budget: GPU memory for state and activations, in bytes, or least.
+    """
+
+    model: str | None = None
+    gpu: str | None = None
+    gpus: int = 1
+    host: str | None = None
+    tokens: int | None = None
+    length: int = 4096
+    microbatches: int = 1
+    state: State = "float32"
+    master: Master | None = None
+    optimizer: OptimizerName = "adamw"
+    clip: float | None = 1.0
+    trainable: str | None = None
+    frozen: Frozen | None = None
+    device_budget: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the sizes.
+
+        Raises:
+            ValueError: If one is out of its range, or they don't fit together.
+        """
+        for name in ("gpus", "length", "microbatches"):
+            checks.integer(name, getattr(self, name))
+        if self.clip is not None:
+            checks.number("clip", self.clip, above=0)
+        check_needed(
+            self,
+            ("frozen",),
+            is_there=self.trainable is not None,
+            needed="parameters that are not trained: say `trainable`",
+        )
+        if self.tokens is None:
+            return
+        rows, rest = divmod(checks.integer("tokens", self.tokens), self.length)
+        if rest or not rows:
+            raise ValueError(f"`tokens`={self.tokens} is no multiple of `length`={self.length}")
+        if rows % self.least_rows:
+            raise ValueError(
+                f"`tokens`={self.tokens} are {rows} rows of `length`={self.length}, which "
+                f"{self.gpus} GPUs with `microbatches`={self.microbatches} can't share evenly: "
+                f"{self.least_rows} must divide them"
+            )
+        if self.model is None:
+            raise ValueError("`tokens` needs a model: a folder, a config.json or a known name")
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the smallest batch that GPUs and microbatches can share."""
+        return self.gpus * self.microbatches
+
+    @property
+    def batch(self) -> str:
+        """The batch in words."""
+        assert self.tokens is not None
+        parts = "" if self.microbatches == 1 else f" in {self.microbatches} microbatches"
+        return f"{rows_of(self.tokens // self.length, self.length)} a step{parts}"
+
+
+def rows_of(rows: int, length: int) -> str:
+    """A number of rows in words."""
+    return f"{rows:,} row{'s' * (rows > 1)} of {length:,} tokens"

@@ -1,0 +1,225 @@
+"""The reference of preferences where all parameters are trained: its numbers, computed once.
+
+The model before training is gone after the first step, so the logarithms of all answers'
+probabilities are computed by it before that, and stored in the run's folder. Each is found again by
+the answer itself, its tokens and which of them count, in whatever row of whatever epoch it comes;
+and all belong to one checkpoint, by its content, and one arithmetic.
+"""
+
+import gc
+import hashlib
+import itertools
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from tqdm.auto import tqdm
+
+import megatrain_jax as mt
+from megatrain_jax import data
+from megatrain_jax._src.cli import objectives
+from megatrain_jax._src.cli.job import Job
+from megatrain_jax._src.cli.run_folder import RunFolder
+from megatrain_jax._src.common.hf_folder import regular_file
+
+_SIZE = 16
+_Batch = Mapping[str, np.ndarray]
+
+
+@dataclass
+class Reference:
+    """The logarithms of answers' probabilities by the model before training.
+
+    Attributes:
+        path: File of a run that has them.
+        key: The checkpoint and the arithmetic that they belong to.
+        values: The logarithm of each answer, by its digest.
+    """
+
+    path: Path
+    key: str
+    values: dict[bytes, float] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Takes what the file has, if it is of the same checkpoint and undamaged."""
+        try:
+            with np.load(self.path) as file:
+                key, digests, values = str(file["key"]), file["digests"], file["values"]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return  # missing or damaged: all is computed again
+        if key == self.key:
+            self.values = dict(zip(map(bytes, digests), map(float, values), strict=True))
+
+    def save(self) -> None:
+        """Writes the file, or leaves the one that is there as it was."""
+        unfinished = self.path.with_suffix(".unfinished")
+        digests = np.frombuffer(b"".join(self.values), np.uint8).reshape(-1, _SIZE)
+        values = np.array(list(self.values.values()), np.float32)
+        with unfinished.open("wb") as file:
+            np.savez(file, key=self.key, digests=digests, values=values)
+        os.replace(unfinished, self.path)
+
+    def missing(self, batch: _Batch) -> bool:
+        """Whether it lacks an answer of a batch."""
+        return any(digest not in self.values for _, _, digest in answers_of(batch))
+
+    def take(self, batch: _Batch, found: np.ndarray) -> None:
+        """Takes the logarithms of a batch's answers, (rows, twice the pairs)."""
+        self.values |= {digest: float(found[r, i]) for r, i, digest in answers_of(batch)}
+
+    def joined(self, batch: _Batch) -> dict[str, np.ndarray]:
+        """A batch with its answers' logarithms, `reference`, 0 where a row has no such pair."""
+        rows, pairs = batch["pairs"].shape
+        reference = np.zeros((rows, 2 * pairs), np.float32)
+        for r, i, digest in answers_of(batch):
+            reference[r, i] = self.values[digest]
+        return {**batch, "reference": reference}
+
+
+def answers_of(batch: _Batch) -> Iterator[tuple[int, int, bytes]]:
+    """The answers of a batch: row, column (chosen, rejected, chosen, ...) and digest of each."""
+    for r, segments in enumerate(batch["segments"]):
+        # From 1 on, one behind the other, and 0 for what is left of the row.
+        ends = [*np.flatnonzero(np.diff(segments)) + 1, len(segments)]
+        start = 0
+        for i in range(2 * int(batch["pairs"][r].sum())):
+            here, start = slice(start, ends[i]), ends[i]
+            content = batch["tokens"][r, here].tobytes() + batch["mask"][r, here].tobytes()
+            yield r, i, hashlib.blake2b(content, digest_size=_SIZE).digest()
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Batches with their answers' logarithms, iterated over as the dataset is.
+
+    Attributes:
+        batches: The dataset.
+        reference: The logarithms of all its answers.
+    """
+
+    batches: data.Dataset | data.Mixture
+    reference: Reference
+
+    def __iter__(self) -> "_JoinedIterator":
+        """Starts with the first batch."""
+        return _JoinedIterator(iter(self.batches), self.reference)
+
+
+class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
+    """An iterator of such batches, whose state is that of the dataset's."""
+
+    def __init__(self, iterator: Any, reference: Reference):
+        self._iterator, self._reference = iterator, reference
+        self.get_state, self.set_state = iterator.get_state, iterator.set_state
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Gives the next batch."""
+        return self._reference.joined(next(self._iterator))
+
+
+def find_reference(
+    folder: RunFolder, datasets: Sequence[data.Dataset], job: Job, options: Mapping[str, Any]
+) -> Reference | None:
+    """Finds the logarithms of all answers, in the run's folder or by computing what it lacks.
+
+    Args:
+        folder: The folder of the run.
+        datasets: The datasets that have the answers.
+        job: The model, its parameters and the loss.
+        options: Options of the run.
+
+    Returns:
+        The reference; None if the loss needs none.
+
+    Raises:
+        ValueError: If the run has made steps with another checkpoint as reference.
+    """
+    if job.reference is None:
+        return None
+    precision = options["precision"]
+    arithmetic = f"{precision.compute} {precision.master} {precision.frozen} {job.trainable}"
+    reference = Reference(folder.reference, f"{_digest(job.reference)} {arithmetic}")
+    if folder.has_checkpoints and folder.note("reference") != reference.key:
+        raise ValueError(
+            f"`model` = {job.reference} is not what it was when {folder.path} began: its numbers "
+            "are the reference of all steps. Bring that checkpoint back, or choose another `out`"
+        )
+    reference.load()
+    batches = (batch for dataset in datasets for batch in _epoch(dataset))
+    lacking = filter(reference.missing, batches)
+    if (first := next(lacking, None)) is not None:
+        try:
+            for batch, found in _computed(itertools.chain([first], lacking), first, job, options):
+                reference.take(batch, found)
+        finally:  # also what an interrupted process has computed
+            reference.save()
+        print(f"reference: {len(reference.values):,} answers, {reference.path}", flush=True)
+    folder.take_note("reference", reference.key)
+    return reference
+
+
+def _epoch(dataset: data.Dataset) -> Iterable[_Batch]:
+    """The batches that have each document of a dataset."""
+    return itertools.islice(dataset, -(-dataset.num_rows // dataset.options.batch_size))
+
+
+def _computed(
+    batches: Iterable[_Batch], sample: _Batch, job: Job, options: Mapping[str, Any]
+) -> Iterator[tuple[_Batch, np.ndarray]]:
+    """Batches with the logarithms of their answers, by the model as it is before training."""
+    nothing = Reference(Path(), "", _Zeros())
+    # An optimizer without state: the model is evaluated alone.
+    trainer = mt.Trainer(
+        job.model,
+        job.loss_fn,
+        optax.sgd(0.0),
+        nothing.joined(sample),
+        params=job.params,
+        progress=_has_bar(),
+        **options,
+    )
+    losses: dict[tuple[int, ...], Callable[..., Any]] = {}
+    try:
+        for batch in tqdm(batches, "reference", unit="batch", disable=not _has_bar()):
+            shape = batch["pairs"].shape
+            loss_fn = losses.setdefault(shape, objectives.answers_as_metrics(*shape))
+            rows = np.arange(shape[0], dtype=np.int32)
+            means = trainer.evaluate([{**batch, "row": rows}], loss_fn)
+            # Each row is in one part of the batch, and counts 0 in the others.
+            found = [means[f"{r} {i}"] for r in rows for i in range(2 * shape[1])]
+            yield batch, np.reshape(found, (shape[0], -1)) * means["weight"]
+    finally:
+        del trainer
+        gc.collect()  # its host memory is for the run
+
+
+class _Zeros(dict[bytes, float]):
+    """Logarithms of which none is known."""
+
+    def __missing__(self, digest: bytes) -> float:
+        return 0.0
+
+
+def _has_bar() -> bool:
+    return sys.stderr.isatty()
+
+
+def _digest(model: str) -> str:
+    """A hash of a checkpoint's content: every number of it counts."""
+    folder = Path(model).expanduser()
+    names = sorted(path.name for path in (*folder.glob("*.safetensors"), folder / "config.json"))
+    files = [file for name in names if (file := regular_file(folder, name)) is not None]
+
+    def of_file(path: Path) -> bytes:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256(b"".join(pool.map(of_file, files))).hexdigest()
