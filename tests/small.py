@@ -45,7 +45,7 @@ def trainer(**options: Any) -> mt.Trainer:
     )
 
 
-def fit(folder: Path | str | None, steps: int, **options: Any) -> mt.FitResult:
+def fit(folder: Path | str | None, steps: int | None, **options: Any) -> mt.FitResult:
     data = options.pop("data", None) or (batch(seed) for seed in itertools.count())
     return mt.fit(
         params(),
@@ -61,7 +61,7 @@ def fit(folder: Path | str | None, steps: int, **options: Any) -> mt.FitResult:
 
 
 @functools.cache
-def expected(steps: int) -> list[float]:
+def expected(steps: int | None) -> list[float]:
     """The losses of an undisturbed run."""
     return losses(fit(None, 8))[:steps]
 

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ def test_adapters_are_gone_on_with_and_exported_for_peft(given, tmp_path, monkey
     make = transformers.AutoModelForCausalLM.from_pretrained
     base = make(given / "tiny", dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, str(whole / "adapter"))
-    merged = make(whole / "model", dtype=torch.float32)
+    merged: Any = make(whole / "model", dtype=torch.float32)
     tokens = [list(range(8, 20))]
     assert loss_of(adapted, tokens) == pytest.approx(loss_of(merged, tokens), rel=1e-5)
     with adapted.disable_adapter():

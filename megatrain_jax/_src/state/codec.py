@@ -22,7 +22,7 @@ from megatrain_jax._src.state.draws import Draw, random_bits
 Array = Any
 """An array of numpy's or JAX's, traced or not."""
 
-Draws = tuple[Draw, jax.Array]
+Draws = tuple[Draw, Array]
 """A draw, and the number of each element that bits are drawn for: uint32 of shape (n,)."""
 
 
