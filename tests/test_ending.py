@@ -1,6 +1,8 @@
 """Runs that end before their time: what they save, hand over, and what goes on from it."""
 
+import csv
 import functools
+import json
 import os
 import random
 import signal
@@ -21,6 +23,7 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
+from megatrain_jax import callbacks
 from megatrain_jax._src.checkpoint import folder, manifest
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.runtime.engine import Engine
@@ -389,6 +392,37 @@ def test_an_evaluation_that_stalls_gives_way_to_the_second_signal(tmp_path):
     assert result.interrupted
     assert folder.steps(tmp_path) == [3]
     assert len(result.history) == 3 and "eval_loss" not in result.history[-1]
+
+
+def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(tmp_path):
+    def go(folder, cut_off):
+        def evaluated():
+            yield BATCHES[0]
+            if cut_off:
+                signal.raise_signal(signal.SIGINT)
+            yield BATCHES[1]
+
+        seen = []
+        logs = [callbacks.CSVLog(folder / "log.csv"), callbacks.JSONLog(folder / "log.jsonl")]
+        records = [*logs, lambda trainer, record: seen.append((record["step"], *record))]
+        options = {"eval_data": evaluated, "eval_every": 2, "checkpoint_dir": folder}
+        return run(OPTIMIZERS["deferred"], callbacks=records, **options), seen
+
+    whole, _ = go(tmp_path / "whole", False)
+    cut, _ = go(tmp_path / "cut", True)
+    assert cut.interrupted and cut.trainer.num_steps == 2 and "eval_loss" not in cut.history[-1]
+    resumed, seen = go(tmp_path / "cut", False)
+    values = [[r.get("eval_loss") for r in result.history] for result in (whole, resumed)]
+    assert values[0] == values[1] and values[0][1] is not None
+    assert seen[0][0] == 2 and "eval_loss" in seen[0] and seen[1][0] == 3
+    table, lines = (
+        (tmp_path / "cut" / name).read_text(encoding="utf-8").splitlines()
+        for name in ("log.csv", "log.jsonl")
+    )
+    logged = [list(csv.DictReader(table)), [json.loads(line) for line in lines]]
+    for found in logged:
+        assert [int(row["step"]) for row in found] == list(range(1, STEPS + 1))
+        assert float(found[1]["eval_loss"]) == pytest.approx(values[0][1])
 
 
 def test_an_evaluation_is_cut_short_by_one_signal():

@@ -43,6 +43,7 @@ class CSVLog(Log):
         self._path = Path(checks.path("path", path))
         self._texts = TextFile(self._path)
         self._columns: list[str] = []
+        self._last_step = 0
 
     def _open(self, num_steps: int) -> None:
         self._texts.go_on(num_steps)
@@ -53,10 +54,15 @@ class CSVLog(Log):
         # A row that a kill has cut off is no row.
         whole = [row for row in rows[1:] if len(row) == len(self._columns)]
         kept = [row for row in whole if row[0].isdecimal() and int(row[0]) <= num_steps]
+        self._last_step = int(kept[-1][0]) if kept else 0
         if len(kept) < len(rows) - 1 or not kept:
             self._rewrite(kept)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
+        # The last step of a run that goes on comes again, with the evaluation that was cut off.
+        if step <= self._last_step:
+            self._rewrite([row for row in self._rows()[1:] if int(row[0]) < step])
+        self._last_step = step
         # A header says what columns there are, so a new one means that the file is written anew.
         if new := [name for name in ("step", *values) if name not in self._columns]:
             rows = self._rows()[1:]
@@ -101,15 +107,25 @@ class JSONLog(Log):
         """
         self._path = Path(checks.path("path", path))
         self._texts = TextFile(self._path)
+        self._last_step = 0
 
     def _open(self, num_steps: int) -> None:
         self._texts.go_on(num_steps)
+        self._keep(num_steps)
+
+    def _keep(self, num_steps: int) -> None:
+        """Removes the lines of later steps."""
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         kept = [line for line in lines if _step_of(line, self._path) <= num_steps]
         if len(kept) < len(lines) or not kept:
             replace_file(self._path, (line + "\n" for line in kept))
+        self._last_step = _step_of(kept[-1], self._path) if kept else 0
 
     def _write(self, step: int, values: dict[str, float]) -> None:
+        # The last step of a run that goes on comes again, with the evaluation that was cut off.
+        if step <= self._last_step:
+            self._keep(step - 1)
+        self._last_step = step
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finite_or_none(values)}) + "\n")
 

@@ -187,6 +187,19 @@ class Loop:
                 raise KeyboardInterrupt
         self.complete(keep=0)
 
+    def evaluate_cut_off(self) -> None:
+        """Makes the evaluation of the last step of a run that goes on, if a signal cut it off.
+
+        Callbacks get the record again, now with the evaluation: the best checkpoint may be this.
+        """
+        every, history = self.options.eval_every, self.trainer.history
+        if every is None or not is_unevaluated(history, self.options):
+            return
+        if (record := history[-1])["step"] % every == 0:
+            record.update(self._evaluate())
+            for callback in self.callbacks:
+                self._call(callback, self.trainer, record)
+
     def evaluate_finished(self) -> None:
         """Evaluates the last step of a run that was finished before, unless that run has done so.
 
