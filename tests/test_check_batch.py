@@ -221,3 +221,13 @@ def test_on_the_device_ids_out_of_range_make_the_loss_nan():
         metrics = trainer.step(jax.device_put(spoiled))
         with pytest.raises(FloatingPointError, match=r"the loss of step \d is nan"):
             trainer.read(metrics)
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
+def test_integers_of_64_bits_do_not_become_others(number):
+    batch = {name: rows.astype(np.int64) for name, rows in make_batch().items()}
+    trainer = mt.Trainer(build, next_token_loss, optax.sgd(0.1), batch)
+    assert np.isfinite(trainer.read(trainer.step(batch))["loss"])
+    batch["labels"][0, 0] = number
+    with pytest.raises(ValueError, match=rf"batch\['labels'\] of dtype int64 .*{number}.* int32"):
+        trainer.step(batch)

@@ -167,6 +167,9 @@ def test_codes_are_for_matrices_by_default():
     }  # fmt: skip
     _, coded = codes(mt.Precision.compact(), optax.rmsprop(1e-3, centered=True))
     assert not coded  # rounded apart, the difference of its moments may fall below zero
+    for narrow in ({"*": "int4"}, "bfloat16"):
+        with pytest.warns(mt.PlanWarning, match=r"roots of differences .*0/mu/embed/embedding"):
+            codes(mt.Precision(state=narrow), optax.rmsprop(1e-3, centered=True))
     wrong = (
         mt.Precision(state={"*/typo/*": "int8", "*": "int8"}),
         mt.Precision(master={"Head/*": "bfloat16"}),

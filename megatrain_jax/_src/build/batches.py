@@ -141,6 +141,22 @@ def _check_leaf(name: str, leaf: Any, or_shapes: bool) -> None:
         )
     if not leaf.shape[0]:
         raise ValueError(f"{name} has shape {leaf.shape}: there are no examples in it")
+    if isinstance(leaf, np.ndarray):
+        _check_range(name, leaf)
+
+
+def _check_range(name: str, leaf: np.ndarray) -> None:
+    """Refuses integers that would become others in the dtype that JAX gives them."""
+    dtype = _dtype(leaf)
+    if dtype == leaf.dtype or leaf.dtype.kind not in "iu" or not leaf.size:
+        return
+    limits = np.iinfo(dtype)
+    least, most = leaf.min(), leaf.max()
+    if least < limits.min or most > limits.max:
+        raise ValueError(
+            f"{name} of dtype {leaf.dtype} has numbers from {least} to {most}, which don't fit "
+            f"{dtype}, as JAX has it without jax_enable_x64: they would become others"
+        )
 
 
 def _name(path: tuple[Any, ...], batch: str = "batch") -> str:

@@ -94,6 +94,33 @@ def state_codecs(
     ]
 
 
+def coded_differences(
+    precision: Precision, optimizer: OptimizerCut, num_leaves: Sequence[int]
+) -> list[str]:
+    """Paths of narrow state of which the optimizer takes the root of a difference.
+
+    Rounded apart, such a difference may fall below zero, and its root is not a number.
+
+    Args:
+        precision: Precision of the run.
+        optimizer: The optimizer.
+        num_leaves: For each group the number of its parameters.
+    """
+    # Codes for all state leave such state out.
+    if precision.state is None or precision.state in _CODES:
+        return []
+    found = []
+    for group, (state, count) in enumerate(zip(optimizer.state, num_leaves, strict=True)):
+        if not state:
+            continue
+        traits = state_traits(optimizer.initial_state[group], optimizer.apply[group], count)
+        codecs = state_codecs(precision, optimizer, group, count)
+        for leaf, codec, own in zip(state, codecs, traits, strict=True):
+            if own.is_paired and codec != Plain():
+                found.append(path_name(optimizer.state_paths[leaf.leaf]))
+    return list(dict.fromkeys(found))
+
+
 def _state_codec(precision: Precision, leaf: StateLeaf, path: str, traits: Traits) -> Plain:
     stochastic = precision.rounding == "stochastic"
     form = precision.state_of(path)

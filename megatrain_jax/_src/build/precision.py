@@ -176,7 +176,11 @@ def _dtype(name: str, given: Any) -> Any:
             raise TypeError("NumPy takes None for float64")
         dtype = jnp.dtype(given)
     except Exception as error:  # NumPy reads strings of several kinds
-        raise ValueError(f"Precision({name}={given!r}) is no dtype.") from error
+        codes = " or of codes, 'int8'" + (" and 'int4'" if name == "state" else "")
+        known = f"such as 'float32' or 'bfloat16'{codes if name in ('state', 'frozen') else ''}"
+        raise ValueError(
+            f"Precision({name}={given!r}) is no dtype: give the name of one {known}."
+        ) from error
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"Precision({name}={dtype.name}) needs 64-bit types, which JAX has switched "

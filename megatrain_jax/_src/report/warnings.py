@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from megatrain_jax._src.build.codecs import coded_differences
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
@@ -37,7 +38,8 @@ def warn_of(texts: Iterable[str]) -> None:
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings: first what cutting the loss has met."""
-    return (*spec.first.program.warnings, *_no_blocks(spec), *_wide_products(spec))
+    own = (_no_blocks, _wide_products, _coded_differences)
+    return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
 
 def _no_blocks(spec: RunSpec) -> list[str]:
@@ -65,4 +67,18 @@ def _wide_products(spec: RunSpec) -> list[str]:
         f"{compute.name}, the compute dtype. A layer that fixes its dtype when it is built "
         "(nnx.Embed does), or a wide array in the batch, widens all that follow: give it the "
         "compute dtype"
+    ]
+
+
+def _coded_differences(spec: RunSpec) -> list[str]:
+    """Warns of coded state that makes parameters that are no numbers."""
+    counts = [len(rows) for rows in spec.grouping.leaves]
+    paths = coded_differences(spec.precision, spec.optimizer, counts)
+    if not paths:
+        return []
+    return [
+        "the optimizer takes roots of differences of state that `precision` holds in fewer bits, "
+        f"{', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}: rounded, a difference may "
+        "fall below zero, and parameters become NaN. Map these paths to float32 in "
+        "Precision(state={...})"
     ]
