@@ -135,8 +135,14 @@ def _keep_if_ok(new, old, ok):
     return [jnp.where(ok, n, o) for n, o in zip(new, old, strict=True)]
 
 
-KEEP = Kernel(name="keep", build=lambda: _keep_if_ok)
-"""The kernel `(new, old, ok) -> new where ok, else old`, of lists of arrays."""
+def keep(placement: Placement) -> Kernel:
+    """The kernel `(new, old, ok) -> new where ok, else old`, of lists of small arrays.
+
+    A stage may give them divided over the devices, as it does values of a row for each example:
+    statistics of 32 features look like such values to a batch of 8.
+    """
+    return Kernel(name="keep", build=lambda: _keep_if_ok, gives=placement.small_on_device)
+
 
 ADD = Kernel(name="add", build=lambda: jnp.add)
 """The kernel `(cotangent, cotangent) -> their sum`."""

@@ -77,7 +77,7 @@ class Engine:
         for k, i in step.late_state.items():
             new[k] = live.rows[0][i]
         if new:
-            new = self.kernels.get(steps.KEEP)(new, variables, self.store.ok)
+            new = self.kernels.get(steps.keep(self.store.placement))(new, variables, self.store.ok)
         self.store.variables = new
         self.group_ok = live.group_ok
         end = self.kernels.get(steps.END)
