@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.state.codec import Array
-from megatrain_jax._src.state.draws import Draw, draw_of, part_of
+from megatrain_jax._src.state.draws import Draw
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout, Segment
 
@@ -52,7 +52,7 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
 
     def update_group(masters, state, gradient, messages, ok, draw=None):
         gradient = gradient.reshape(layout.master.num_shards, -1)
-        draws = _draws(draw, len(slabs))
+        draws = layout.slab_draws(draw)
 
         def update(pieces, arrays, in_loop=False):
             start, length = pieces[0].start, pieces[0].length
@@ -73,7 +73,7 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
 
         arrays = [tuple(masters), *layout.state.by_slab(state)]
         for first, last in pairwise(edges):
-            numbers = [_segment_at(slab, first) for slab in slabs]
+            numbers = [slab.segment_at(first) for slab in slabs]
 
             def at(start, length, numbers=numbers):
                 return [_Piece(s, n, start, length) for s, n in zip(slabs, numbers, strict=True)]
@@ -92,18 +92,6 @@ def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Ca
         return arrays[0], tuple(x for own in arrays[1:] for x in own)
 
     return update_group
-
-
-def _draws(draw: tuple | None, num_slabs: int) -> list[Draw | None]:
-    """The draw of each slab, masters before state, or None for each: as slabs coded whole have."""
-    if draw is None:
-        return [None] * num_slabs
-    masters, state = (part_of(draw_of(*draw), number) for number in range(2))
-    return [masters, *(part_of(state, number) for number in range(num_slabs - 1))]
-
-
-def _segment_at(layout: Layout, column: int) -> int:
-    return next(n for n, s in enumerate(layout.segments) if column < s.stop)
 
 
 @dataclasses.dataclass(frozen=True)

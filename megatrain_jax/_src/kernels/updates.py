@@ -23,7 +23,6 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.elementwise import line_up
 from megatrain_jax._src.program.optimizer.slicing import Fragment
-from megatrain_jax._src.state.draws import draw_of, part_of
 from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.layout import Layout
 from megatrain_jax._src.state.placement import Placement
@@ -188,11 +187,8 @@ def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
         old = tuple(masters), tuple(state)
         slabs = layout.master.decode(masters), layout.state.decode(state)
         masters, state = compute(*slabs, gradient.astype(layout.master.dtype), messages)
-        # Masters and state draw apart, as their elements have the same numbers in their slabs.
-        draws = [None, None]
-        if draw is not None:
-            draws = [part_of(draw_of(*draw), number) for number in range(2)]
-        new = layout.master.encode(masters, draws[0]), layout.state.encode(state, draws[1])
+        own, *others = layout.slab_draws(draw)
+        new = layout.master.encode(masters, own), layout.state.encode(state, others)
         # Chosen as they are at rest: where nothing is to change, nothing is rounded again either.
         return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old) if guarded else new
 

@@ -76,8 +76,8 @@ class Engine:
         # Of the first microbatch: state changes once a step.
         for k, i in step.late_state.items():
             new[k] = live.rows[0][i]
-        if new:
-            new = self.kernels.get(steps.keep(self.store.placement))(new, variables, self.store.ok)
+        keep = self._find("keep", lambda: steps.keep(self.store.placement))
+        new = keep(new, variables, self.store.ok) if new else new
         self.store.variables = new
         self.group_ok = live.group_ok
         end = self.kernels.get(steps.END)

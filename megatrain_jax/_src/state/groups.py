@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program.blocks import Leaf, common_prefix
 from megatrain_jax._src.state.codec import Plain
+from megatrain_jax._src.state.draws import Draw, draw_of, part_of
 from megatrain_jax._src.state.layout import PLAIN, Layout, in_order, layout_of
 from megatrain_jax._src.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
 
@@ -66,6 +67,17 @@ class GroupLayout:
     def draws(self) -> bool:
         """Whether encoding an update draws random bits."""
         return self.master.draws or self.state.draws
+
+    def slab_draws(self, draw: tuple | None) -> list[Draw | None]:
+        """The draw of each slab, masters before state, whose elements have the same numbers.
+
+        Args:
+            draw: What an update's random bits are drawn from, see `draw_of`; None for no bits.
+        """
+        if draw is None:
+            return [None] * len(self.slabs)
+        masters, state = (part_of(draw_of(*draw), number) for number in range(2))
+        return [masters, *(part_of(state, number) for number in range(len(self.state.layouts)))]
 
     def leaf(self, kind: Kind, position: int) -> tuple[Layout, int]:
         """The layout of the slab that a leaf of masters or of state is in, and its number there."""

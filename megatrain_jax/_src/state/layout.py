@@ -251,8 +251,12 @@ class Layout:
 
     def segment_of(self, i: int) -> tuple[Segment, int]:
         """The segment that leaf `i` is in, and its number."""
-        number = next(n for n, s in enumerate(self.segments) if self.offsets[i] < s.stop)
+        number = self.segment_at(self.offsets[i])
         return self.segments[number], number
+
+    def segment_at(self, column: int) -> int:
+        """The number of the segment that a column of each shard is in."""
+        return next(n for n, s in enumerate(self.segments) if column < s.stop)
 
     def _without_padding(
         self, rows: jax.Array, segment: Segment, start: int | jax.Array

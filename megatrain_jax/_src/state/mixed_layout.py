@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.state.codec import Array, Part, Plain
-from megatrain_jax._src.state.draws import Draw, part_of
+from megatrain_jax._src.state.draws import Draw
 from megatrain_jax._src.state.layout import PLAIN, Layout, layout_of
 
 
@@ -39,14 +39,13 @@ class MixedLayout:
         """Whether encoding an update draws random bits."""
         return any(layout.draws for layout in self.layouts)
 
-    def encode(self, slabs: Sequence[Array], draw: Draw | None = None) -> tuple[Array, ...]:
-        """The arrays at rest of all slabs; see `Layout.encode`."""
-        return tuple(
-            x
-            for number, (layout, slab) in enumerate(zip(self.layouts, slabs, strict=True))
-            # Each slab counts its elements from 0, so that each needs a draw of its own.
-            for x in layout.encode(slab, None if draw is None else part_of(draw, number))
-        )
+    def encode(
+        self, slabs: Sequence[Array], draws: Sequence[Draw | None] | None = None
+    ) -> tuple[Array, ...]:
+        """The arrays at rest of all slabs, of which each has a draw; see `Layout.encode`."""
+        draws = [None] * len(self.layouts) if draws is None else draws
+        rows = zip(self.layouts, slabs, draws, strict=True)
+        return tuple(x for layout, slab, draw in rows for x in layout.encode(slab, draw))
 
     def decode(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The slabs that these arrays at rest stand for; see `Layout.decode`."""
