@@ -114,10 +114,10 @@ def coded_differences(
         if not state:
             continue
         traits = state_traits(optimizer.initial_state[group], optimizer.apply[group], count)
-        codecs = state_codecs(precision, optimizer, group, count)
-        for leaf, codec, own in zip(state, codecs, traits, strict=True):
-            if own.is_paired and codec != Plain():
-                found.append(path_name(optimizer.state_paths[leaf.leaf]))
+        for leaf, own in zip(state, traits, strict=True):
+            path = path_name(optimizer.state_paths[leaf.leaf])
+            if own.is_paired and _state_codec(precision, leaf, path, own) != Plain():
+                found.append(path)
     return list(dict.fromkeys(found))
 
 
