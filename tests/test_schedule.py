@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
@@ -93,6 +94,30 @@ def test_residuals_wait_in_the_host_where_that_saves_time(seeds):
             stays = find_schedule(replace(workload, residuals_travel=False), budget)
             assert schedule.seconds <= 1.03 * stays.seconds
     assert travelled > 5
+
+
+def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_taken(monkeypatch):
+    one, laid_down = search._with_residents, []
+
+    def noted(lists, budget, **travels):
+        laid_down.append(lists)
+        return one(lists, budget, **travels)
+
+    def found(seed):
+        plain = random_workload(seed)
+        saved = tuple(0.3 * seconds for seconds in plain.costs.backward)
+        workload = replace(plain, costs=replace(plain.costs, recompute=saved))
+        budget = 2 * find_schedule(workload, None).smallest_bytes
+        return find_schedule(workload, budget, replace(workload, lean=True))
+
+    def all_of_them(choices, budget):
+        return [noted(c.lists, budget, travels=c.travels) for c in choices]
+
+    monkeypatch.setattr(search, "_with_residents", noted)
+    some, num_some = [found(seed) for seed in range(40)], len(laid_down)
+    monkeypatch.setattr(search, "_worth_trying", all_of_them)
+    assert [found(seed) for seed in range(40)] == some
+    assert num_some < 0.7 * (len(laid_down) - num_some)
 
 
 def test_what_saves_the_most_for_its_bytes_is_kept_first():

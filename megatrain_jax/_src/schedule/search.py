@@ -19,6 +19,7 @@ and 9 don't fit, beside what the others need to come and go.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,21 +110,49 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
-    candidates = [_with_residents(lists, budget)]
+    choices = [_Choice(lists=lists)]
     sizes = enumerate(workload.residuals)
     num_keeping = sum(size > 0 and stage not in workload.again for stage, size in sizes)
     for kinds in (workload, lean) if budget > smallest else ():
-        if kinds is None or any(c.num_kept == num_keeping for c in candidates):
+        if kinds is None or any(c.num_kept == num_keeping for c in choices):
             continue
-        for kept in _kept_choices(kinds, budget):
-            candidates.append(_with_residents(kept, budget))
-    all_kept = any(c.num_kept == num_keeping for c in candidates)
+        choices += [_Choice(lists=kept) for kept in _kept_choices(kinds, budget)]
+    all_kept = any(c.num_kept == num_keeping for c in choices)
     # All residuals would fill the host for the little that each byte of them saves.
     if workload.residuals_travel and lean is not None and budget > smallest and not all_kept:
         lists = build_task_lists(_keeping_all(lean))
         if least_bytes(lists, frozenset()) <= budget:
-            candidates.append(_with_residents(lists, budget, travels=True))
-    return _finished(_best(workload, candidates), smallest)
+            choices.append(_Choice(lists=lists, travels=True))
+    return _finished(_best(workload, list(_worth_trying(choices, budget))), smallest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """The tasks if some stages keep residuals, and whether these may wait in the host."""
+
+    lists: TaskLists
+    travels: bool = False
+
+    @property
+    def num_kept(self) -> int:
+        """Number of the stages that keep residuals."""
+        return len(self.lists.workload.kept)
+
+    @functools.cached_property
+    def computing(self) -> float:
+        """Seconds that a steady step computes: whatever moves, it takes no less."""
+        return sum(c.seconds for task in self.lists.steady for c in task.computations)
+
+
+def _worth_trying(choices: Sequence[_Choice], budget: int) -> Iterator["_Steps"]:
+    """The fastest steps of each choice, but of those that compute for too long to be taken."""
+    fastest = math.inf
+    # Choices that compute least come first, so that most of the others need not be laid down.
+    for choice in sorted(choices, key=lambda choice: choice.computing):
+        if choice.computing <= (1 + _UNCERTAINTY) * fastest:
+            steps = _with_residents(choice.lists, budget, travels=choice.travels)
+            fastest = min(fastest, steps.seconds)
+            yield steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +176,6 @@ class _Steps:
     steady: Residency
     end: Residency
     seconds: float
-
-    @property
-    def num_kept(self) -> int:
-        """Number of the stages that keep residuals."""
-        return len(self.lists.workload.kept)
 
 
 def _with_residents(lists: TaskLists, budget: int, *, travels: bool = False) -> _Steps:
@@ -182,10 +206,14 @@ def _with_residents(lists: TaskLists, budget: int, *, travels: bool = False) -> 
 
 
 def _best(workload: Workload, candidates: Sequence[_Steps]) -> _Steps:
-    """The fastest; of those that are as fast by all that can be foretold, what moves least."""
+    """The fastest; of steps that are as fast by all that can be foretold, those that move least."""
     enough = (1 + _UNCERTAINTY) * min(steps.seconds for steps in candidates)
     good = [steps for steps in candidates if steps.seconds <= enough]
-    return min(good, key=lambda steps: (_moved(workload, steps), steps.seconds))
+
+    def order(steps: _Steps) -> tuple[int, float, int]:
+        return _moved(workload, steps), steps.seconds, len(steps.lists.workload.kept)
+
+    return min(good, key=order)
 
 
 def _moved(workload: Workload, steps: _Steps) -> int:
