@@ -242,7 +242,7 @@ def right_arguments(rng: random.Random, arguments: dict[str, Argument], folder: 
     folders = Argument((folder / "run", str(folder / "run")), ())
     if "eval_every" in chosen:
         chosen.append("eval_data")
-    if "checkpoint_every" in chosen:
+    if {"checkpoint_every", "keep"} & set(chosen):
         chosen.append("checkpoint_dir")
     if "num_gpus" in chosen:
         chosen = [name for name in chosen if name != "mesh"]

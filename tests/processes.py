@@ -71,7 +71,7 @@ def equivalence(pairs: str) -> dict[str, str]:
 
 
 def training(
-    folder: str, num_batches: int = 8, optimizer: Any = None, **options: Any
+    folder: str | None, num_batches: int = 8, optimizer: Any = None, **options: Any
 ) -> dict[str, Any]:
     """A run with checkpoints and evaluations: how it ended, and what its trainer holds."""
     case = CASES["two_towers"]
@@ -127,6 +127,8 @@ def endings(folder: str) -> dict[str, Any]:
         "resumed": training(f"{folder}/data", many),
         "steps": training(f"{folder}/steps", steps=2 if first else 3),
         "optimizer": training(f"{folder}/optimizer", optimizer=rate),
+        "folder": training(f"{folder}/one" if first else None),
+        "resume": training(f"{folder}/resume", resume=first),
     }
 
 

@@ -72,7 +72,7 @@ def test_a_wrong_argument_is_named_before_anything_happens(entry: str, seed: int
             options = right_arguments(rng, arguments, tmp_path) | {name: value}
             if name == "eval_every":
                 options["eval_data"] = [BATCH]
-            if name == "checkpoint_every":
+            if name in ("checkpoint_every", "keep"):
                 options["checkpoint_dir"] = tmp_path / "run"
             if (problem := outcome(name, function, **options)) is not None:
                 bad.append(f"{name}={reprlib.repr(value)}: {problem}")
@@ -237,6 +237,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"data": BATCH}, r"itertools.repeat\(batch\)"),
         ("fit", {"eval_every": 2}, "`eval_every`=2 needs `eval_data`"),
         ("fit", {"checkpoint_every": 2}, "`checkpoint_every`=2 needs a `checkpoint_dir`"),
+        ("fit", {"keep": 5}, "`keep`=5 needs a `checkpoint_dir`"),
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
         ("plan", {"hardware": "H1000"}, "no card 'H1000' .* H100, .* RTX 4090, "),

@@ -222,6 +222,11 @@ def test_weights_and_biases_reads_what_was_logged(tmp_path: Path, monkeypatch: A
     for given in ({"mode": "ofline"}, {"tags": 3}, {"resume": "always"}, {"name": 1.5}):
         with pytest.raises(ValueError, match=rf"`wandb.init` can't take `{next(iter(given))}`="):
             callbacks.WandB(**given)
+    # Neither a key nor a file with one, and no terminal to ask at.
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ValueError, match="run `wandb login`, set WANDB_API_KEY, or pass `mode="):
+        callbacks.WandB(project="tests")
     log = callbacks.WandB(project="tests", mode="offline", dir=str(tmp_path))
     result = small.fit(None, 4, callbacks=[sample, log], **EVALUATED)
     wandb.teardown()  # its own process writes the file

@@ -194,6 +194,10 @@ def swapped(updates):
     return {**updates, "blocks": [second, first, *rest]}
 
 
+def wrong(updates):
+    raise TypeError("not today")
+
+
 def each(function):
     return lambda updates: jax.tree.map(function, updates)
 
@@ -229,12 +233,13 @@ TWICE = optax.chain(optax.clip_by_global_norm(1.0), optax.normalize_by_update_no
     ("optimizer", "words"),
     [
         (optax.lbfgs(), ["could not be traced", "value_fn", "optax.adamw"]),
+        (stateless(wrong), ["could not be traced", "TypeError: not today", "eval_shape"]),
         (stateless(averaged), ["arrays of several groups", "blocks/0/w1", "blocks/1/w1"]),
         (stateless(swapped), ["arrays of several groups", "blocks/0/", "blocks/1/", "scalars"]),
         (optax.flatten(optax.sgd(0.1)), ["arrays of several groups", "blocks/0/w1"]),
         (TWICE, ["scalars of all groups again", "blocks/0/w1", "per parameter"]),
     ],
-    ids=["lbfgs", "averaged", "swapped", "flattened", "twice"],
+    ids=["lbfgs", "wrong", "averaged", "swapped", "flattened", "twice"],
 )
 def test_what_cannot_be_cut_is_named(optimizer, words):
     with pytest.raises(ValueError, match="^optimizer") as error:

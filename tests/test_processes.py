@@ -180,6 +180,8 @@ def test_what_ends_a_run_in_one_process_ends_it_in_both(both):
         assert result["optimizer"]["raised"].startswith(
             "ValueError: the optimizer must be the same"
         )
+        for name, argument in (("folder", "checkpoint_dir"), ("resume", "resume")):
+            assert result[name]["raised"].startswith(f"ValueError: `{argument}` must be the same")
     assert "training on 4 CPUs" in printed[0]
     assert "training" not in printed[1]
     last_step = len(first["error"]["losses"])

@@ -120,7 +120,7 @@ def fit(
     run = replace(run, mesh=run.mesh or default_mesh())
     assert run.mesh is not None
     processes = placed_on(run.mesh).processes
-    with _series(loop, processes, loop.steps if resume else None) as series:
+    with _series(loop, processes, resume=resume) as series:
         source = Source(data)
         # Drawn before anything is made: its shapes decide on all that follows, and it is trained
         # on.
@@ -180,7 +180,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
     loop = options_of(train, LoopOptions, options)
     check_trainer(trainer)
     check_data("data", data, _ONE_BATCH)
-    with handed_over(trainer), _series(loop, trainer.processes) as series:
+    with handed_over(trainer), _series(loop, trainer.processes, resume=False) as series:
         if series is not None:
             series.begin(trainer)
         source = Source(data)
@@ -189,12 +189,19 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
 
 
 def _series(
-    options: LoopOptions, processes: Processes, last: int | None = None
+    options: LoopOptions, processes: Processes, *, resume: bool
 ) -> AbstractContextManager[Checkpoints | None]:
+    """The run's checkpoints, if it has any; processes differ in neither argument."""
+    given = {"`checkpoint_dir`": options.checkpoint_dir is not None, "`resume`": resume}
+    processes.agree("the run's arguments", lambda: given)
     if options.checkpoint_dir is None:
         return nullcontext()
     return Checkpoints(
-        options.checkpoint_dir, options.checkpoint_every, options.keep, processes, last
+        options.checkpoint_dir,
+        options.checkpoint_every,
+        options.keep,
+        processes,
+        options.steps if resume else None,
     )
 
 

@@ -186,6 +186,8 @@ class LoopOptions:
             checks.path("checkpoint_dir", self.checkpoint_dir, ", or None")
         elif self.checkpoint_every is not None:
             raise ValueError(f"`checkpoint_every`={self.checkpoint_every} needs a `checkpoint_dir`")
+        elif self.keep != LoopOptions.keep:
+            raise ValueError(f"`keep`={self.keep} needs a `checkpoint_dir`")
 
     @property
     def rhythm(self) -> dict[str, Any]:
@@ -194,7 +196,6 @@ class LoopOptions:
             "`steps`": self.steps,
             "`eval_data`": self.eval_data is not None,
             "`eval_every`": self.eval_every,
-            "`checkpoint_dir`": self.checkpoint_dir is not None,
             "`checkpoint_every`": self.checkpoint_every,
             "`keep`": self.keep,
         }

@@ -1,6 +1,7 @@
 """A log at Weights & Biases, online or offline."""
 
 import inspect
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -26,13 +27,15 @@ class WandB(Log):
         Raises:
             ImportError: If wandb is not installed.
             TypeError: If `wandb.init` has no such argument.
-            ValueError: If it can't take the value of one.
+            ValueError: If it can't take the value of one, or if the log is online and nobody is
+                logged in; at a terminal and in a notebook, wandb asks for the key instead.
         """
         try:
             import wandb
         except ImportError as error:
             raise missing("wandb", "wandb") from error
         _check(wandb, init)
+        _log_in(wandb, init.get("mode") or os.environ.get("WANDB_MODE", "online"))
         self._start, self._init = wandb.init, init
         self._table: Any = wandb.Table
         self._run: Any = None
@@ -50,6 +53,21 @@ class WandB(Log):
     def _close(self, result: FitResult) -> None:
         self._run.summary["ended"] = f"{result.ended}: {result.reason}"
         self._run.finish(exit_code=int(result.ended == "failed"))
+
+
+def _log_in(wandb: Any, mode: str) -> None:
+    """Asks for credentials now, which wandb would do when the run begins."""
+    if mode not in ("online", "shared"):
+        return
+    try:
+        known = wandb.login(verify=False)
+    except wandb.errors.UsageError:
+        known = False
+    if not known:
+        raise ValueError(
+            "nobody is logged in at Weights & Biases: run `wandb login`, set WANDB_API_KEY, or "
+            'pass `mode="offline"`'
+        )
 
 
 def _check(wandb: Any, init: Mapping[str, Any]) -> None:

@@ -143,16 +143,27 @@ def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
     return next((owners[s] for s in suffixes if s in owners), None)
 
 
+_ASKS_FOR_MORE = (
+    "A streamed step gives it gradients, parameters, its state and the loss (`value`), and no "
+    "function of the parameters to evaluate again. Line searches such as optax.lbfgs need one; use "
+    "optax.adamw or another transformation that takes gradients only"
+)
+_AS_OPTAX_CALLS_IT = (
+    "It is called as `optimizer.init(params)` and `optimizer.update(grads, state, params, "
+    "value=loss)`, with traced arrays of the parameters' own shapes: try these calls under "
+    "`jax.eval_shape`"
+)
+
+
 def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
     """Traces, and turns any error, which may come from the user's code, into what it means here."""
     try:
         return trace()
     except Exception as error:
+        asks = isinstance(error, TypeError) and "required keyword-only" in str(error)
         raise ValueError(
-            "optimizer could not be traced: a streamed step gives it gradients, parameters, its "
-            "state and the loss (`value`), and no function of the parameters to evaluate again "
-            f"({type(error).__name__}: {error}). Line searches such as optax.lbfgs need one; use "
-            "optax.adamw or another transformation that takes gradients only"
+            f"optimizer could not be traced ({type(error).__name__}: {error}). "
+            + (_ASKS_FOR_MORE if asks else _AS_OPTAX_CALLS_IT)
         ) from error
 
 
