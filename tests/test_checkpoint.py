@@ -292,17 +292,8 @@ def test_fit_goes_on_with_the_batches_it_would_have_seen(optimizer, stateful, ev
     def run(steps, folder):
         data = Resumable(case) if stateful else (case.batch(1 + i) for i in itertools.count())
         sources.append(data)
-        return mt.fit(
-            case.build(),
-            case.loss_fn,
-            data,
-            made,
-            steps=steps,
-            checkpoint_dir=folder,
-            checkpoint_every=every if folder else None,
-            keep=2,
-            progress=False,
-        )
+        saving = {"checkpoint_dir": folder, "checkpoint_every": every, "keep": 2} if folder else {}
+        return mt.fit(case.build(), case.loss_fn, data, made, steps=steps, progress=False, **saving)
 
     whole = run(7, None if every == 1 else tmp_path / "whole")
     for steps in (2, 5, 7, 7):
