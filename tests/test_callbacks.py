@@ -227,6 +227,9 @@ def test_weights_and_biases_reads_what_was_logged(tmp_path: Path, monkeypatch: A
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ValueError, match="run `wandb login`, set WANDB_API_KEY, or pass `mode="):
         callbacks.WandB(project="tests")
+    with monkeypatch.context() as patch:  # of several processes, most never write
+        patch.setattr("jax.distributed.is_initialized", lambda: True)
+        callbacks.WandB(project="tests")
     log = callbacks.WandB(project="tests", mode="offline", dir=str(tmp_path))
     result = small.fit(None, 4, callbacks=[sample, log], **EVALUATED)
     wandb.teardown()  # its own process writes the file

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import jax
+
 from megatrain_jax import FitResult
 from megatrain_jax._src.callbacks.callback import Log, Rows, missing
 
@@ -28,7 +30,8 @@ class WandB(Log):
             ImportError: If wandb is not installed.
             TypeError: If `wandb.init` has no such argument.
             ValueError: If it can't take the value of one, or if the log is online and nobody is
-                logged in; at a terminal and in a notebook, wandb asks for the key instead.
+                logged in. At a terminal and in a notebook, wandb asks for the key instead; of
+                several processes the first one does when the run begins.
         """
         try:
             import wandb
@@ -57,7 +60,9 @@ class WandB(Log):
 
 def _log_in(wandb: Any, mode: str) -> None:
     """Asks for credentials now, which wandb would do when the run begins."""
-    if mode not in ("online", "shared"):
+    # Of several processes the first one alone writes, and which one this is, JAX tells only once
+    # it has started its devices.
+    if mode not in ("online", "shared") or jax.distributed.is_initialized():
         return
     try:
         known = wandb.login(verify=False)
