@@ -51,8 +51,6 @@ def earlier_files_are_left_alone() -> None:
     """What earlier files have compiled stays; garbage is collected without looking at it again."""
     gc.collect()
     gc.freeze()
-    # Tracing makes so many objects that looking for garbage takes an eighth of the time.
-    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +72,9 @@ def started_once_in_test() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tracing makes so many objects that looking for garbage as often as Python does by default took
+    # a twentieth of the time or more.
+    gc.set_threshold(20_000, 20, 50)
     # Toy models compare in fp32 what a plan wants in bf16. What documents show has to be right,
     # and what is warned of has tests of its own.
     config.addinivalue_line("filterwarnings", "ignore::megatrain_jax.PlanWarning")

@@ -234,9 +234,8 @@ def test_training_on_preferences_is_that_of_trl(tmp_path):
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
         return batch | {"reference": np.asarray(before(batch))}
 
-    initial = nnx.state(pretrained.model())
+    graph, initial = nnx.split(pretrained.model())
     nnx.replace_by_pure_dict(initial, jax.tree.map(jnp.asarray, pretrained.params))
-    graph = nnx.graphdef(pretrained.model())
     before = jax.jit(lambda batch: sums(nnx.merge(graph, initial), batch))
     result = mt.fit(
         pretrained.model,
