@@ -105,7 +105,7 @@ class Machine:
             return
         assert key is not None
         assert self.workload.size(key)
-        assert key.kind is not Kind.RESIDUALS or self.workload.residuals_travel
+        assert key.kind is not Kind.RESIDUALS or self.workload.num_travelling
         if instruction.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"

@@ -21,6 +21,8 @@ from zoo import CASES
 NAMES = ["nnx_tied", "dropout_nnx", "moe", "unet", "shared_block"]
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in NAMES]
 GIB = 2**30
+# GiB of a host that are left to others, about.
+SPARE = 7.5
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LONG])
@@ -113,6 +115,16 @@ def test_residuals_that_wait_in_the_host_change_no_bit(optimizer):
     assert runs[0].losses == runs[1].losses
     check_same_bits(runs[0].params, runs[1].params)
     check_same_bits(runs[0].opt_state, runs[1].opt_state)
+    # Some wait in a host that is too small for all, and beside them blocks are computed again.
+    mixed = mt.Trainer(*made, device_budget=int(1.7 * least), **options)
+    compute_again(mixed, 2, 4)
+    first = spec_of(mixed).first
+    left = {i.key for i in first.schedule.steady if i.op is Op.OFFLOAD and i.key}
+    assert sum(key.kind is Kind.RESIDUALS for key in left) == 4 and first.workload.again
+    run = train(mixed, [BATCH] * 3, gradients=False)
+    assert run.losses == runs[0].losses
+    check_same_bits(run.params, runs[0].params)
+    check_same_bits(run.opt_state, runs[0].opt_state)
     # The least that waits in a host that is too small for them.
     step = spec_of(runs[1].trainer).first
     compute_again(runs[1].trainer, 1)
@@ -121,11 +133,11 @@ def test_residuals_that_wait_in_the_host_change_no_bit(optimizer):
 
 
 def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
-    batch = {"x": jax.ShapeDtypeStruct((2**22, WIDTH), jnp.float32)}  # 256 MiB between layers
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}  # 1 GiB between layers
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_params())
 
     def plan(gib):
-        hardware = dataclasses.replace(mt.H200, host_bytes=int(gib * GIB), device_bytes=8 * GIB)
+        hardware = dataclasses.replace(mt.H200, host_bytes=int(gib * GIB), device_bytes=32 * GIB)
         return mt.plan(
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), params),
             layers,
@@ -141,7 +153,7 @@ def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
     waiting = roomy.host_peak_bytes / GIB  # the state is small
     plans = [
         roomy,
-        *(plan(roomy.host_process_bytes / GIB - share * waiting) for share in (0.3, 0.6)),
+        *(plan(roomy.host_process_bytes / GIB + SPARE - share * waiting) for share in (0.3, 0.6)),
     ]
     assert [p.fits_host for p in plans] == [True] * 3
     counts = [p.num_again for p in plans]
@@ -152,6 +164,33 @@ def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
     assert f"forward computed again in {counts[-1]} of 12 stages" in text
     # Where the state alone is too large, nothing is gained.
     assert plan(0.001).num_again == 0
+
+
+def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
+    rows = jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)
+    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
+
+    def plan(gib):
+        return mt.plan(
+            lambda: {"layers": [{"up": jnp.zeros(up.shape)} for _ in range(12)]},
+            wide_layers,
+            optax.adam(1e-3),
+            {"x": rows},
+            precision=mt.Precision(compute=jnp.float32),
+            hardware=dataclasses.replace(SLOW, host_bytes=int(gib * GIB), device_bytes=256 * GIB),
+            device_budget=int(8.8 * GIB),
+        )
+
+    whole = plan(64)
+    assert whole.host_process_bytes is not None
+    peak, process = whole.host_peak_bytes / GIB, whole.host_process_bytes / GIB
+    plans = [whole, *(plan(process + SPARE - share * peak) for share in (0.25, 0.4))]
+    assert all(p.fits_host and p.keeps_costliest for p in plans)
+    assert [p.num_again for p in plans] == [0] * 3
+    kept = [p.num_kept for p in plans]
+    assert kept[0] == 11 > kept[1] > kept[2] > 0
+    seconds = [p.seconds_per_step or 0 for p in plans]
+    assert 0 < seconds[0] < seconds[1] < seconds[2]
 
 
 def test_prints_fire_once():

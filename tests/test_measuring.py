@@ -24,7 +24,7 @@ import record
 import small_gpu
 import updates
 from flax import nnx
-from timing import MIN_STEPS, Work, time_long_steps, time_steps
+from timing import MIN_STEPS, Work, time_from_rest, time_long_steps, time_steps
 
 from inside import engine_of, store_of
 from megatrain_jax import models
@@ -111,6 +111,16 @@ def test_steps_of_minutes_are_timed_with_the_update_of_the_step_before(seed):
     assert spread is None if num_steps == 1 else spread == pytest.approx(0, abs=1e-9)
     with pytest.raises(ValueError, match="at least 1, not 0"):
         time_long_steps(machine.work(), 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_from_rest_is_timed_with_all_that_it_owes(seed):
+    machine = Machine(random.Random(seed), ahead=True)
+    machine.work().drain()
+    times = time_from_rest(machine.work(), clock=machine.clock)
+    cost = machine.dispatch + 2 * machine.way + machine.step + machine.alone
+    assert times.mean == pytest.approx(cost) and times.intervals == [times.mean]
+    assert len(times.losses) == 1 and all(machine.reads)
 
 
 def test_too_few_steps_are_no_mean():
@@ -244,7 +254,8 @@ def test_the_peers_loss_in_parts_is_that_of_transformers(num_tokens):
 
 def test_only_one_file_reads_the_clock_around_steps():
     # What the others time is a checkpoint, a file, a copy, a process or a dispatch.
-    others = {"checkpoint", "checksums", "data", "disk_to_disk", "dispatch", "experts", "machine"}
+    others = {"adapters", "checkpoint", "checksums", "data", "disk_to_disk", "dispatch", "experts"}
+    others |= {"machine"}
     folder = ROOT / "experiments" / "throughput"
     timed = {p.stem for p in folder.glob("*.py") if "perf_counter" in p.read_text("utf-8")}
     assert timed == {*others, "measure", "timing"}

@@ -84,24 +84,44 @@ def test_residuals_wait_in_the_host_where_that_saves_time(seeds):
         # What is computed again takes long, and the link is fast.
         saved = tuple(0.9 * seconds + 1.0 for seconds in plain.costs.backward)
         slow = replace(plain.costs, recompute=saved, link=host(1e-4))
-        workload = replace(plain, costs=slow, residuals_travel=True)
+        workload = replace(plain, costs=slow, num_travelling=len(plain.stages))
         smallest = find_schedule(workload, None).smallest_bytes
         for budget in (smallest + 10, smallest * 5 // 4, smallest * 3 // 2):
             schedule = find_schedule(workload, budget, replace(workload, lean=True))
             run_everything(workload, schedule)
             moved = {i.key.kind for i in schedule.steady if i.op in COPIES and i.key}
             travelled += Kind.RESIDUALS in moved
-            stays = find_schedule(replace(workload, residuals_travel=False), budget)
+            stays = find_schedule(replace(workload, num_travelling=0), budget)
             assert schedule.seconds <= 1.03 * stays.seconds
     assert travelled > 5
+
+
+def test_no_more_residuals_wait_in_the_host_than_may_beside_those_that_the_device_holds():
+    num, size = 10, 100
+    every = chain(
+        num,
+        residuals=(*(10 * size,) * (num - 1), 0),
+        costs=costs(num, num, recompute=(8.0,) * num, link=host(1e-6)),
+    )
+    lean = replace(every, residuals=(*(size,) * (num - 1), 0), lean=True)
+    budget = find_schedule(every, None).smallest_bytes + 3 * size
+    for most in range(num - 3):
+        changed = {"num_travelling": most}
+        schedule = find_schedule(replace(every, **changed), budget, replace(lean, **changed))
+        run_everything(replace(lean, **changed), schedule)
+        left = {i.key for i in schedule.steady if i.op is Op.OFFLOAD and i.key}
+        waiting = {key.owner for key in left if key.kind is Kind.RESIDUALS}
+        # The last stages' stay, as they are needed for the shortest time.
+        kept = range(num - 1 - 3 - most, num - 1)
+        assert schedule.kept == set(kept) and waiting == set(kept[:-3])
 
 
 def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_taken(monkeypatch):
     one, laid_down = search._with_residents, []
 
-    def noted(lists, budget, **travels):
-        laid_down.append(lists)
-        return one(lists, budget, **travels)
+    def noted(choice, budget):
+        laid_down.append(choice)
+        return one(choice, budget)
 
     def found(seed):
         plain = random_workload(seed)
@@ -111,7 +131,7 @@ def test_choices_that_compute_for_too_long_are_not_laid_down_and_would_not_be_ta
         return find_schedule(workload, budget, replace(workload, lean=True))
 
     def all_of_them(choices, budget):
-        return [noted(c.lists, budget, travels=c.travels) for c in choices]
+        return [noted(choice, budget) for choice in choices]
 
     monkeypatch.setattr(search, "_with_residents", noted)
     some, num_some = [found(seed) for seed in range(40)], len(laid_down)

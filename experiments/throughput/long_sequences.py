@@ -1,8 +1,8 @@
 """Table: a decoder of 7.6B parameters on one long sequence a step, clipped by the global norm.
 
 Steps take minutes, so that each row is of two steps after the first one, each timed from the end of
-one to the end of the next. With fewer layers (`--layers`) a row needs less host memory and time,
-and its name says so.
+one to the end of the next, or of a single one from rest to rest (`--timed rest`). With fewer layers
+(`--layers`) a row needs less host memory and time, and its name says so.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def tiles(result: dict[str, Any]) -> str:
     return ", ".join(found) or "whole"
 
 
-def rows(shape: str, layers: int | None, lengths: list[int], budget: str) -> list[Row]:
+def rows(shape: str, layers: int | None, lengths: list[int], budget: str, timed: str) -> list[Row]:
     """Returns the table's rows: each length with fp32 and with compact state."""
     some = layers is not None and layers != SHAPES[shape].num_layers
     found = []
@@ -41,7 +41,7 @@ def rows(shape: str, layers: int | None, lengths: list[int], budget: str) -> lis
             "clip": 1.0,
             "device-budget": budget,
             "loss": "library",
-            "timed": "ends",
+            "timed": timed,
         }
         if layers is not None:
             options["layers"] = layers
@@ -59,10 +59,12 @@ def main() -> None:
     options.add_argument("--layers", type=int, help="layers; the shape has a default")
     options.add_argument("--tokens", type=int, nargs="+", default=_TOKENS, help="lengths")
     options.add_argument("--device-budget", default="auto", help="see measure.py")
+    options.add_argument("--timed", choices=("ends", "rest"), default="ends", help="see measure.py")
     args = options.parse_args()
     columns = (*STANDARD, TFLOPS_WITH_ATTENTION, PEAK_HOST, ("tiles", tiles))
     columns += (("stages computed again", number("stages_computed_again", "d")),)
-    run_table(rows(args.shape, args.layers, args.tokens, args.device_budget), args, columns)
+    found = rows(args.shape, args.layers, args.tokens, args.device_budget, args.timed)
+    run_table(found, args, columns)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from machine import (
 )
 from record import add_origin_options, find_origin, write
 from shapes import Shape, add_shape_options, chosen_shape
-from timing import MIN_STEPS, Times, Work, time_long_steps, time_steps
+from timing import MIN_STEPS, Times, Work, time_from_rest, time_long_steps, time_steps
 
 import megatrain_jax as mt
 from megatrain_jax._src.build import bound_step as steps
@@ -66,6 +66,8 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     losses, dispatch = [], None
     if args.timed == "ends":
         times = time_long_steps(work, args.steps)
+    elif args.timed == "rest":
+        times = time_from_rest(work)
     else:
         losses = [finish(work.begin()) for _ in range(_WARM_UP_STEPS)]
         times = time_steps(work, args.steps)
@@ -236,10 +238,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
     parser.add_argument(
         "--timed",
-        choices=("drained", "ends"),
+        choices=("drained", "ends", "rest"),
         default="drained",
         help="by runs from a drained state to one; or, for steps of minutes, from end to end, with "
-        "no warm-up",
+        "no warm-up; or a single step from rest to rest",
     )
     parser.add_argument("--profile", type=Path, help="write a trace of two more steps here")
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/measure.json"))

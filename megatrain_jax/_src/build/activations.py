@@ -67,7 +67,7 @@ def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> fr
         if stage.is_block and workload.backward[s] and not fires(stage.jaxpr)
     ]
     # Every `span`-th block hands its output to the host, the ones between hand it on and forget it.
-    # A span of 1 leaves nothing out, and only keeps residuals from waiting.
+    # A span of 1 leaves nothing out.
     again = {s for position, s in enumerate(pure) if (position + 1) % span}
     # The last stage's backward follows its forward at once: what is just before it is there.
     at = max((s for s, backward in enumerate(workload.backward) if backward), default=0)

@@ -134,7 +134,8 @@ def bind_step(
     reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
-    span: int | None = None,
+    span: int = 1,
+    num_travelling: int | None = None,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -153,7 +154,8 @@ def bind_step(
             for the least.
         hardware: Machine whose rates the schedule is made for.
         span: Number of blocks of which all but one are computed again before their backward, since
-            the host can't hold what all of them hand on, nor residuals; None if it can.
+            the host can't hold what all of them hand on.
+        num_travelling: Most stages whose residuals may wait in the host; None for all.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -178,8 +180,7 @@ def bind_step(
         makes=makes,
         reads=reads,
         residuals=bytes_of([b.residuals for b in bound]),
-        # Of several devices, some of a stage's may be the same on all.
-        residuals_travel=span is None and num_devices == 1,
+        num_travelling=_most_travelling(num_travelling, stages, num_devices),
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -190,7 +191,7 @@ def bind_step(
         reduce_reads=reduce_reads,
         costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
     )
-    if training and span is not None:
+    if training:
         workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
     lean = None
     # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
@@ -215,20 +216,21 @@ def bind_step(
     )
 
 
-def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep:
-    """A training step for a host that can't hold residuals, nor what all blocks hand on.
-
-    All but one of every `span` blocks are computed again before their backward.
+def spanning(
+    step: BoundStep, span: int, num_travelling: int | None, device_budget: int | None
+) -> BoundStep:
+    """A training step for a host that can't hold all residuals, or what all blocks hand on.
 
     Args:
         step: The step.
         span: See `bind_step`.
+        num_travelling: See `bind_step`.
         device_budget: See `bind_step`.
     """
     stages = [bound.stage for bound in step.stages]
     changes = {
         "again": computed_again(step.workload, stages, span),
-        "residuals_travel": False,
+        "num_travelling": _most_travelling(num_travelling, stages, step.num_devices),
     }
     workload = dataclasses.replace(step.workload, **changes)
     lean = step.lean and dataclasses.replace(step.lean, **changes)
@@ -238,6 +240,12 @@ def spanning(step: BoundStep, span: int, device_budget: int | None) -> BoundStep
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
+
+
+def _most_travelling(count: int | None, stages: Sequence[Stage], num_devices: int) -> int:
+    if num_devices > 1:  # some of a stage's residuals may be the same on all devices
+        return 0
+    return len(stages) if count is None else count
 
 
 def _gradient_dtypes(

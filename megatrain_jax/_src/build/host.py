@@ -4,36 +4,41 @@ Beside the state at rest, the host holds what waits between tasks: gradients of 
 and what the device has no room for, which are the inputs of all stages where sequences are long,
 and the costliest residuals. Without residuals, stages compute more again; and of their inputs only
 every second, third or further one needs to be held if the stages between are computed again in the
-backward; see `schedule/order.py`.
+backward; see `schedule/order.py`. An input is worth more than residuals of its size: without it a
+whole block is computed again. So no more blocks are than have to be, and then the host takes the
+residuals of as many others as it has room for, beside those that the device has room for.
 
 A worked example, 28 blocks that hand on 3.8 GB each, 31 GB of state, and a host of 125 GB:
 
-    span    computed again    waits                       in all
-    None    none              29 x 3.8, residuals 108     249 GB
-    1       none              29 x 3.8                    141 GB
-    2       13 blocks         16 x 3.8                     92 GB: taken
+    span    computed again    residuals wait    what waits                 in all
+    1       none              28                29 x 3.8, residuals 108    249 GB
+    1       none              none              29 x 3.8                   141 GB
+    2       13 blocks         none              16 x 3.8                    92 GB
+    2       13 blocks         6                 16 x 3.8, residuals 23     115 GB: taken
 
 The last block is not computed again, since its backward follows its forward at once.
 """
 
 import dataclasses
+import functools
 
 from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.room import most_that_fit
 from megatrain_jax._src.state import pool
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
-# With the first, no block is computed again, but no residuals wait in the host.
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> RunSpec:
     """The run with the fewest stages computed again for which the host suffices.
 
-    It stays as it is if the host suffices anyway, isn't known, or never would suffice.
+    Of these it is the one in which the residuals of the most stages wait in the host. The run stays
+    as it is if the host suffices anyway, isn't known, or never would suffice.
 
     Args:
         spec: The run, fitted to its device.
@@ -48,18 +53,24 @@ def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int =
         return spec
 
     def fits(spec: RunSpec) -> bool:
-        return processes_per_host * process_bytes(spec, num_processes, total) <= total
+        needed = processes_per_host * process_bytes(spec, num_processes, total)
+        # Some memory stays for others: what is chosen here fills the rest of it.
+        return needed <= pool.most_process_bytes(total)
 
-    if not fits(spec):
-        # Spans in order, so that the first that fits computes the least again. They don't grow one
-        # by one: each try is a search for a schedule, and beyond 8 a span more frees next to
-        # nothing.
-        for span in _SPANS:
-            first = spanning(spec.first, span, spec.budget_bytes)
-            found = dataclasses.replace(spec, span=span, first=first)
-            if fits(found):
-                return found
-    return spec
+    @functools.cache
+    def tried(span: int, num_travelling: int) -> RunSpec:
+        first = spanning(spec.first, span, num_travelling, spec.budget_bytes)
+        return dataclasses.replace(spec, span=span, num_travelling=num_travelling, first=first)
+
+    if fits(spec):
+        return spec
+    # Spans in order, so that the first that fits computes the least again. They don't grow one by
+    # one: each try is a search for a schedule, and beyond 8 a span more frees next to nothing.
+    span = next((span for span in _SPANS if fits(tried(span, 0))), None)
+    if span is None:
+        return spec
+    most = min(spec.first.workload.num_travelling, len(spec.first.schedule.kept))
+    return tried(span, most_that_fit(most, lambda count: fits(tried(span, count))))
 
 
 def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:

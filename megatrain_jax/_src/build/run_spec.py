@@ -51,7 +51,8 @@ class RunSpec:
         room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
             if the device's memory isn't known.
         span: Number of blocks of which all but one are computed again before their backward, as
-            the host can't hold the inputs of all, nor residuals; None if it can.
+            the host can't hold the inputs of all.
+        num_travelling: Most stages whose residuals may wait in the host; None for all.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -66,7 +67,8 @@ class RunSpec:
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
     room_bytes: int | None = None
-    span: int | None = None
+    span: int = 1
+    num_travelling: int | None = None
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -123,6 +125,7 @@ class RunSpec:
             device_budget=self.budget_bytes,
             hardware=_scheduled_for(self.options),
             span=self.span,
+            num_travelling=self.num_travelling,
             training=train,
         )
 

@@ -18,24 +18,22 @@ bytes at least, and with 332 nothing moves. A budget of 208 gives
 and 9 don't fit, beside what the others need to come and go.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import least_bytes, most_that_fit, next_uses_that_fit
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
 # To lay a step down takes time with its number of instructions, and each choice of kept residuals
-# is tried with each of residents. Of all numbers of either that fit, these many are tried.
+# is tried with each of residents. Of all numbers of residents that fit, these many are tried.
 _NUM_CANDIDATES = 8
-_NUM_KEPT_CANDIDATES = 6
 # Rates aren't known well enough to tell which of two steps is faster if their estimates differ by
 # less than this part of them; docs/performance.md has what taking the one that moves less brought.
 _UNCERTAINTY = 0.03
@@ -110,47 +108,19 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
-    choices = [_Choice(lists=lists)]
-    sizes = enumerate(workload.residuals)
-    num_keeping = sum(size > 0 and stage not in workload.again for stage, size in sizes)
-    for kinds in (workload, lean) if budget > smallest else ():
-        if kinds is None or any(c.num_kept == num_keeping for c in choices):
-            continue
-        choices += [_Choice(lists=kept) for kept in _kept_choices(kinds, budget)]
-    all_kept = any(c.num_kept == num_keeping for c in choices)
-    # All residuals would fill the host for the little that each byte of them saves.
-    if workload.residuals_travel and lean is not None and budget > smallest and not all_kept:
-        lists = build_task_lists(_keeping_all(lean))
-        if least_bytes(lists, frozenset()) <= budget:
-            choices.append(_Choice(lists=lists, travels=True))
+    choices = [Choice(lists=lists)]
+    if budget > smallest:
+        choices += find_choices(workload, lean, budget)
     return _finished(_best(workload, list(_worth_trying(choices, budget))), smallest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """The tasks if some stages keep residuals, and whether these may wait in the host."""
-
-    lists: TaskLists
-    travels: bool = False
-
-    @property
-    def num_kept(self) -> int:
-        """Number of the stages that keep residuals."""
-        return len(self.lists.workload.kept)
-
-    @functools.cached_property
-    def computing(self) -> float:
-        """Seconds that a steady step computes: whatever moves, it takes no less."""
-        return sum(c.seconds for task in self.lists.steady for c in task.computations)
-
-
-def _worth_trying(choices: Sequence[_Choice], budget: int) -> Iterator["_Steps"]:
+def _worth_trying(choices: Sequence[Choice], budget: int) -> Iterator["_Steps"]:
     """The fastest steps of each choice, but of those that compute for too long to be taken."""
     fastest = math.inf
     # Choices that compute least come first, so that most of the others need not be laid down.
     for choice in sorted(choices, key=lambda choice: choice.computing):
         if choice.computing <= (1 + _UNCERTAINTY) * fastest:
-            steps = _with_residents(choice.lists, budget, travels=choice.travels)
+            steps = _with_residents(choice, budget)
             fastest = min(fastest, steps.seconds)
             yield steps
 
@@ -178,30 +148,17 @@ class _Steps:
     seconds: float
 
 
-def _with_residents(lists: TaskLists, budget: int, *, travels: bool = False) -> _Steps:
-    """The fastest steps of some with more or fewer parts that stay on the device.
-
-    Args:
-        lists: The tasks.
-        budget: Bytes that may be on the device.
-        travels: Whether residuals may wait in the host, as activations may.
-    """
-    everything = _everything(lists)
+def _with_residents(choice: Choice, budget: int) -> _Steps:
+    """The fastest steps of some with more or fewer parts that stay on the device."""
+    lists, units = choice.lists, choice.units
     # Nothing moves then, so that more room would be of no use.
-    if budget >= (needed := least_bytes(lists, everything)):
-        return _lay_down(lists, needed, everything)
-    always, units = _residuals(lists), _resident_units(lists)
-    if travels:  # those of the last stages would wait for the shortest time
-        always, units = frozenset(), [*units, *((key,) for key in sorted(always, reverse=True))]
-
+    if budget >= (needed := choice.least_bytes(len(units))):
+        return _lay_down(lists, needed, choice.residents(len(units)))
     # The sets grow with the count, and with them the least that they need, which is what lets
     # `most_that_fit` halve its way to the largest.
-    def residents(count: int) -> frozenset[Key]:
-        return always.union(*units[:count])
-
-    most = most_that_fit(len(units), lambda count: least_bytes(lists, residents(count)) <= budget)
+    most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= budget)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    candidates = [_lay_down(lists, budget, residents(count)) for count in sorted(counts)]
+    candidates = [_lay_down(lists, budget, choice.residents(count)) for count in sorted(counts)]
     return _best(lists.workload, candidates)
 
 
@@ -220,70 +177,6 @@ def _moved(workload: Workload, steps: _Steps) -> int:
     """Bytes that a steady step copies, both ways."""
     copies = (r.key for r in steps.steady.instructions if r.op in (Op.FETCH, Op.OFFLOAD))
     return sum(workload.size(key) for key in copies if key is not None)
-
-
-def _kept_choices(workload: Workload, budget: int) -> Iterator[TaskLists]:
-    """The tasks if some stages keep residuals: few, as many as fit, as many as all state leaves.
-
-    Stages that save the most time for their bytes come first, and of equal ones the last stages,
-    whose residuals are needed for the shortest time.
-    """
-    seconds = workload.costs.recompute
-    again = workload.again
-    stages = [s for s, size in enumerate(workload.residuals) if size and s not in again]
-    stages.sort(key=lambda s: (-seconds[s] / workload.residuals[s], -s))
-
-    @functools.cache
-    def keeping(count: int) -> TaskLists:
-        return build_task_lists(replace(workload, kept=frozenset(stages[:count])))
-
-    def fits(count: int, resident: Callable[[TaskLists], frozenset[Key]]) -> bool:
-        lists = keeping(count)
-        return least_bytes(lists, resident(lists)) <= budget
-
-    # More residuals leave room for fewer residents: which of the two saves more, the clock tells.
-    most = most_that_fit(len(stages), lambda count: fits(count, _residuals))
-    shares = range(1, _NUM_KEPT_CANDIDATES + 1)
-    counts = {round(most * share / _NUM_KEPT_CANDIDATES) for share in shares}
-    counts.add(most_that_fit(most, lambda count: fits(count, _everything)))
-    for count in sorted(counts - {0}):
-        yield keeping(count)
-
-
-def _keeping_all(workload: Workload) -> Workload:
-    stages = (s for s, size in enumerate(workload.residuals) if size)
-    return replace(workload, kept=frozenset(stages) - workload.again)
-
-
-def _residuals(lists: TaskLists) -> frozenset[Key]:
-    return frozenset(Key(Kind.RESIDUALS, stage) for stage in lists.workload.kept)
-
-
-def _everything(lists: TaskLists) -> frozenset[Key]:
-    return _residuals(lists).union(*_resident_units(lists))
-
-
-def _resident_units(lists: TaskLists) -> list[tuple[Key, ...]]:
-    """The candidates for residency, best first; the keys of a unit stay together or not at all."""
-    workload = lists.workload
-    # A gradient that one task makes and consumes needs no lasting room.
-    lasting = {use.key for task in lists.steady for use in task.uses if not use.creates}
-    # The ends of a model first: mostly an embedding and a head, larger than blocks, so that what
-    # is computed beside them hides less of their way. Last, the groups that no stage reads.
-    stages = (workload.stages[0], workload.stages[-1], *workload.stages, range(len(workload.sizes)))
-    groups = dict.fromkeys(group for stage in stages for group in stage)
-    state = [Kind.MASTERS, Kind.OPTIMIZER_STATE]
-    if not workload.deferred:
-        state.append(Kind.GRADIENT)
-    units = [tuple(Key(kind, group) for kind in state) for group in groups]
-    if workload.deferred:
-        # A waiting gradient saves a round trip for few bytes; those made last are used first.
-        produced = [group for _, complete in gradient_tasks(workload) for group in complete]
-        units = [*((Key(Kind.GRADIENT, group),) for group in reversed(produced)), *units]
-    # An activation takes one trip out and one in, less for its bytes than what lasts.
-    units += [(Key(Kind.ACTIVATION, i),) for i in workload.activations]
-    sized = (tuple(key for key in unit if key in lasting) for unit in units)
-    return [unit for unit in sized if unit]
 
 
 def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:

@@ -148,6 +148,11 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
     return num_devices * growth + _PROCESS_BYTES
 
 
+def most_process_bytes(total: int) -> int:
+    """Returns the most host memory that a process can take by `process_bytes` on such a machine."""
+    return limit_bytes(total) + _PROCESS_BYTES
+
+
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
     """Returns the sizes to take from a fresh pool, and the bytes it takes from the system for them.
 
