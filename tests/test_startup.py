@@ -85,14 +85,14 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
 
         def call(*args, **options):
             events.append(name)
-            guard = "disallow_explicit" if name == "fit_to_device" else "allow"
+            guard = "disallow_explicit" if name == "fit_to_machine" else "allow"
             with jax.transfer_guard_host_to_device(guard):  # copies go through the pool
                 return real(*args, **options)
 
         monkeypatch.setattr(module, name, call)
 
     noted(pool, "reserve")
-    for name in ("ReadAhead", "fit_to_device", "fill_store"):
+    for name in ("ReadAhead", "fit_to_machine", "fill_store"):
         noted(starts, name)
     made = placed_on(Mesh(jax.devices()[:1], "data"))
     on_gpu = dataclasses.replace(made, platform="gpu")
@@ -103,7 +103,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     assert "pinning host memory" in said, "a bar"
     pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
     assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
-    assert events == ["ReadAhead", "fit_to_device", "reserve", "fill_store"]
+    assert events == ["ReadAhead", "fit_to_machine", "reserve", "fill_store"]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
     check_same_bits(trainer.params, expected)

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch
-from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
 from megatrain_jax._src.build.options import (
@@ -99,4 +99,4 @@ def plan(
         )
         spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
         usable = machine and machine.usable_bytes
-        return make_plan(fit_to_host(fit_to_device(spec, KernelCache(), usable, placement)))
+        return make_plan(fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host))

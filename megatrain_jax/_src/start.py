@@ -20,7 +20,7 @@ import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
-from megatrain_jax._src.build.budget import fit_to_device
+from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host, peak_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.sizes import sized
@@ -133,7 +133,11 @@ def _started(
             if free is not None:
                 free = min(processes.gather("asking for free device memory", free))
             if has_gpu:
-                spec = fit_to_host(fit_to_device(spec, kernels, free, placement), *processes.spread)
+
+                def to_host(spec: RunSpec) -> RunSpec:
+                    return fit_to_host(spec, *processes.spread)
+
+                spec = fit_to_machine(spec, kernels, free, placement, to_host)
             # Refused here at the latest, before minutes of pinning.
             values = spec.first.program.values
             check_device(make_plan(spec, *processes.spread), free, values)

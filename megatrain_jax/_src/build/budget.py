@@ -21,6 +21,7 @@ With a batch 20 times as long, functions would need 120 GiB, other values 20, th
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.run_spec import RunSpec
@@ -42,8 +43,12 @@ _WORTH = 0.05
 _MAX_TURNS = 3
 
 
-def fit_to_device(
-    spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement
+def fit_to_machine(
+    spec: RunSpec,
+    kernels: KernelCache,
+    device_bytes: int | None,
+    placement: Placement,
+    to_host: Callable[[RunSpec], RunSpec],
 ) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
@@ -53,13 +58,15 @@ def fit_to_device(
         device_bytes: Device memory that is free; None if unknown, and no function is in tiles then.
         placement: Placement of the run, to compile for; where it has no devices, what functions
             need is estimated.
+        to_host: Fits a run, once it is fitted to its device, to its host; see `fit_to_host`. What
+            the device holds need not wait in the host, so that tiles are judged by what follows.
     """
-    fitting = _Fitting(spec, kernels, device_bytes, placement)
+    fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
     if device_bytes is None:
-        return fitting.whole()
+        return to_host(fitting.whole())
     room = _room(spec, device_bytes)
     if room <= 0:  # refused in any case
-        return fitting.whole()
+        return to_host(fitting.whole())
     share = 1.0
     # An estimate may be twice the compiler's figure (tests/test_liveness.py holds that). Tiles that
     # were not needed cost little; a function that only may fit takes XLA minutes to compile whole,
@@ -74,7 +81,7 @@ def fit_to_device(
     if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
         fitted = fitting.faster(fitted)
     left = _room(fitted, device_bytes)
-    return dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted)))
+    return to_host(dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted))))
 
 
 def in_room(
@@ -100,11 +107,17 @@ class _Fitting:
     """A run fitted to its device in different ways."""
 
     def __init__(
-        self, spec: RunSpec, kernels: KernelCache, device_bytes: int | None, placement: Placement
+        self,
+        spec: RunSpec,
+        kernels: KernelCache,
+        device_bytes: int | None,
+        placement: Placement,
+        to_host: Callable[[RunSpec], RunSpec],
     ):
-        """See `fit_to_device`."""
+        """See `fit_to_machine`."""
         self._spec, self._kernels = spec, kernels
         self._device_bytes, self._placement = device_bytes, placement
+        self._to_host = to_host
         self.tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
 
@@ -122,12 +135,17 @@ class _Fitting:
             (self._fitted(room, estimated=True), room)
             for room in (share * _needed(fitted) for share in _SHARES)
         ]
+        best = self._seconds(fitted)
         # The larger tiles of two that are as fast.
         for trial, room in trials:
-            best = fitted.first.schedule.seconds
-            if trial.first.schedule.seconds < (1 - _WORTH) * best:
+            if self._seconds(trial) < (1 - _WORTH) * best:
                 fitted = trial if not self._placement.devices else self.within(room)
+                best = self._seconds(fitted)
         return fitted
+
+    def _seconds(self, fitted: RunSpec) -> float:
+        """Seconds that a step takes once the run is fitted to its host, too."""
+        return self._to_host(fitted).first.schedule.seconds
 
     def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
         """The run whose functions need so many bytes by estimate, with the budget they leave."""

@@ -145,7 +145,7 @@ def make_run_spec(
         optimizer: See `Trainer`.
         sample_batch: See `Trainer`.
         options: Options of the run. An automatic budget is the least here, since what the device
-            has left is known only once there are functions; see `fit_to_device`.
+            has left is known only once there are functions; see `fit_to_machine`.
 
     Raises:
         ValueError: If model, loss, optimizer, batch and options don't fit together.
