@@ -94,11 +94,11 @@ class Inliner:
         """Binds an equation to values that are not stacked."""
         blocks = join(ins)
         integers = known.results(eqn, [v.integers for v in ins])
-        if _is_constant_scalar(eqn, ins):
+        if is_constant_scalar(eqn, ins):
             # As NumPy's scalars: under a trace they become literals of whoever reads them.
             if all(integers):
                 return [Value(k.value[()], blocks, integers=k) for k in integers if k]
-            return [Value(a, blocks) for a in _folded(eqn, ins)]
+            return [Value(a, blocks) for a in folded(eqn, ins)]
         row = uniform_row(eqn, ins) if self.primal else None
         pairs = zip(jx.bind(eqn, [v.array for v in ins]), integers, strict=True)
         return [Value(a, blocks, row, k) for a, k in pairs]
@@ -154,7 +154,7 @@ def _is_over_layers(eqn, ins) -> bool:
     return reads_by_counter(eqn, stacked, integers)
 
 
-def _is_constant_scalar(eqn, ins) -> bool:
+def is_constant_scalar(eqn, ins) -> bool:
     """Whether an equation makes scalars of scalars that are known at trace time."""
     outs = [v.aval for v in eqn.outvars]
     return (
@@ -168,7 +168,7 @@ def _is_constant_scalar(eqn, ins) -> bool:
     )
 
 
-def _folded(eqn, ins) -> list:
+def folded(eqn, ins) -> list:
     """The results of an equation on known scalars, computed now.
 
     So such a scalar is a literal, however the model spells it, and blocks stay alike.

@@ -28,6 +28,7 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.index import Index, joined
 from megatrain_jax._src.program.optimizer.cases import split_cases
+from megatrain_jax._src.program.optimizer.flatten import flatten_init, flatten_update
 from megatrain_jax._src.program.optimizer.slicing import (
     LARGE,
     MIXED,
@@ -41,8 +42,6 @@ from megatrain_jax._src.program.optimizer.trace import (
     LeafMap,
     Shapes,
     StateLeaf,
-    flatten_init,
-    flatten_update,
     trace_optimizer,
 )
 

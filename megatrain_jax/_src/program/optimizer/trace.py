@@ -1,4 +1,4 @@
-"""The flat traced update of an Optax transformation: one array per leaf and piece of state.
+"""An Optax transformation, traced, and the map from its arrays to leaves and pieces of state.
 
 Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
 of a stacked parameter, and of the state that mirrors it, as an array of its own: a token.
@@ -10,7 +10,7 @@ Example: Adam on `e (4, 8)` and a stack `w (2, 8, 8)` whose leaves are `w[0]` an
     mu, nu of e (4, 8)        mu, nu of e (4, 8)
     mu, nu of w (2, 8, 8)     mu, nu of w, [0] and [1] of each, (8, 8): the groups of w[0], w[1]
 
-`trace_optimizer` traces the left side, and `flatten_update` again on leaves and tokens.
+`trace_optimizer` traces the left side; `flatten.py` gives the right one, on leaves and tokens.
 """
 
 import dataclasses
@@ -34,9 +34,7 @@ from megatrain_jax._src.program.index import (
     shown,
     sliced_axes,
 )
-from megatrain_jax._src.program.inline import Inliner
-from megatrain_jax._src.program.optimizer.repeats import without_repeats
-from megatrain_jax._src.program.pieces import Pieces, Value, constant, piece, stack, stacked
+from megatrain_jax._src.program.pieces import Pieces, Value, piece, stack, stacked
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -290,34 +288,3 @@ def _take(value: Value | Pieces, index: Index) -> Any:
     if not index:
         return stack(value).array
     return piece(value, sliced_axes(index), numbers(index)).array
-
-
-def flatten_update(leaf_map: LeafMap) -> jx.Traced:
-    """Traces `(grads, params, tokens, loss) -> (new params, new tokens)` on leaves and tokens."""
-    source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
-
-    def flat(grads, params, tokens, loss):
-        args = [
-            *leaf_map.params(grads),
-            *leaf_map.params(params),
-            *leaf_map.state(tokens),
-            Value(loss),
-        ]
-        out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
-        return leaf_map.leaf_values(out[:n]), leaf_map.token_values(out[n:])
-
-    shapes = leaf_map.leaf_shapes()
-    tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaf_map.tokens]
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    return without_repeats(jx.without_dead_code(jx.trace(flat, shapes, shapes, tokens, loss)))
-
-
-def flatten_init(leaf_map: LeafMap) -> jx.Traced:
-    """Traces `params -> tokens`, the first state, on leaves and tokens."""
-    source = leaf_map.traced.init
-
-    def flat(params):
-        args = [*map(constant, source.consts), *leaf_map.params(params)]
-        return leaf_map.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
-
-    return jx.without_dead_code(jx.trace(flat, leaf_map.leaf_shapes()))

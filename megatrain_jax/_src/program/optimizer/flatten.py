@@ -1,0 +1,75 @@
+"""The flat update of an Optax transformation: one array for each leaf and each piece of state.
+
+Where layers are stacked, the update is traced again, slice by slice. Where nothing is stacked, what
+Optax's trace gave is the flat update but for the order of its inputs, and for calls.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.inline import Inliner
+from megatrain_jax._src.program.open_calls import with_open_calls
+from megatrain_jax._src.program.optimizer.repeats import without_repeats
+from megatrain_jax._src.program.optimizer.trace import LeafMap
+from megatrain_jax._src.program.pieces import Value, constant
+
+
+def flatten_update(leaf_map: LeafMap) -> jx.Traced:
+    """The update `(grads, params, tokens, loss) -> (new params, new tokens)` on leaves and tokens.
+
+    Args:
+        leaf_map: The traced optimizer, and what is stored.
+    """
+    flat = _renamed(leaf_map) or _traced_again(leaf_map)
+    return without_repeats(jx.without_dead_code(flat))
+
+
+def _renamed(leaf_map: LeafMap) -> jx.Traced | None:
+    """The update on leaves and tokens where each is a whole parameter or a whole leaf of state."""
+    stored = [*leaf_map.leaves, *leaf_map.tokens]
+    source = None if any(s.index for s in stored) else with_open_calls(leaf_map.traced.update)
+    if source is None:
+        return None
+    n, order = len(leaf_map.leaves), [leaf.parameter for leaf in leaf_map.leaves]
+    num_consts = len(source.consts)
+    ins, outs = source.jaxpr.invars[num_consts:], source.jaxpr.outvars
+    # Tokens are in the state's own order, leaves in the store's.
+    invars = [*source.jaxpr.invars[:num_consts], *(ins[p] for p in order)]
+    invars += [*(ins[n + p] for p in order), *ins[2 * n :]]
+    outvars = [*(outs[p] for p in order), *outs[n:]]
+    jaxpr = jx.sub_jaxpr(source.jaxpr, source.jaxpr.eqns, invars, outvars)
+    return dataclasses.replace(source, jaxpr=jaxpr)
+
+
+def _traced_again(leaf_map: LeafMap) -> jx.Traced:
+    """The update on leaves and tokens, of which some are slices."""
+    source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
+
+    def flat(grads, params, tokens, loss):
+        args = [
+            *leaf_map.params(grads),
+            *leaf_map.params(params),
+            *leaf_map.state(tokens),
+            Value(loss),
+        ]
+        out = Inliner(primal=True).run(source.jaxpr, (), [*map(constant, source.consts), *args])
+        return leaf_map.leaf_values(out[:n]), leaf_map.token_values(out[n:])
+
+    shapes = leaf_map.leaf_shapes()
+    tokens = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in leaf_map.tokens]
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    return jx.trace(flat, shapes, shapes, tokens, loss)
+
+
+def flatten_init(leaf_map: LeafMap) -> jx.Traced:
+    """Traces `params -> tokens`, the first state, on leaves and tokens."""
+    source = leaf_map.traced.init
+
+    def flat(params):
+        args = [*map(constant, source.consts), *leaf_map.params(params)]
+        return leaf_map.token_values(Inliner(primal=True).run(source.jaxpr, (), args))
+
+    return jx.without_dead_code(jx.trace(flat, leaf_map.leaf_shapes()))
