@@ -2,6 +2,7 @@
 
 import cProfile
 import dataclasses
+import gc
 import pstats
 
 import jax
@@ -73,3 +74,24 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
     assert mt.card("RTX 4090") == mt.RTX_4090 and mt.card("a100") == mt.A100_80GB
     with pytest.raises(TypeError, match="`name` must be the name of a card"):
         mt.card(4090)  # type: ignore[arg-type]
+
+
+def test_no_garbage_is_looked_for_while_a_plan_is_made():
+    looked_for = []
+
+    def loss_fn(model, x):
+        looked_for.append(gc.isenabled())
+        return scanned(model, x).mean()
+
+    batch = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    mt.plan(stacked(4), loss_fn, optax.adamw(1e-3), batch)
+    assert looked_for and not any(looked_for) and gc.isenabled()
+    with pytest.raises(ValueError, match="optimizer"):
+        mt.plan(stacked(4), loss_fn, optax.lbfgs(), batch)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        mt.plan(stacked(4), loss_fn, optax.adamw(1e-3), batch)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -20,6 +20,7 @@ from megatrain_jax._src.build.options import (
 )
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.attention_kernel import planned_for
+from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.make_plan import make_plan
@@ -90,7 +91,7 @@ def plan(
     # The library's own attention goes by the GPU that it is traced on; here that may be none.
     if machine is not None and default_device().platform != "gpu":
         widest_heads = machine.widest_heads
-    with planned_for(widest_heads):
+    with planned_for(widest_heads), leaving_garbage():
         given = Same(model), Same(loss_fn), Same(sample_batch), run.seed, widest_heads
         adapted = remembered(
             "adapted model",

@@ -22,6 +22,7 @@ from megatrain_jax._src.build.run_spec import (
 )
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.history import weighted_means
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.report.make_plan import make_plan
@@ -119,7 +120,8 @@ class Trainer(RunState):
         del model
         adapted.check_batch(sample_batch)
         sample = joined_shapes(sample_batch, placement.processes.count)
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample, run)
+        with leaving_garbage():
+            spec = make_run_spec(adapted, loss_fn, optimizer, sample, run)
         # Before anything large is made: an error then costs a message.
         placement.processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
         if placement.processes.is_first:

@@ -1,6 +1,5 @@
 """`megatrain-jax plan`: what a run needs on a machine, or the largest runs that fit it."""
 
-import gc
 import math
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from megatrain_jax._src.cli.catalogue import KNOWN_MODELS
 from megatrain_jax._src.cli.largest import fits, largest_size
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
+from megatrain_jax._src.common.garbage import leaving_garbage
 from megatrain_jax._src.common.remembering import remembering
 
 
@@ -104,11 +104,5 @@ def _many_plans() -> Iterator[None]:
 
     That is half a GiB at most, and to look for it takes a sixth of the time.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with remembering():
-            yield
-    finally:
-        if enabled:
-            gc.enable()
+    with leaving_garbage(), remembering():
+        yield
