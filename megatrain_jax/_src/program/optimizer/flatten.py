@@ -1,10 +1,8 @@
 """The flat update of an Optax transformation: one array for each leaf and each piece of state.
 
 Where layers are stacked, the update is traced again, slice by slice. Where nothing is stacked, what
-Optax's trace gave is the flat update but for the order of its inputs, and for calls.
+Optax's trace gave is the flat update but for its calls.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +21,16 @@ def flatten_update(leaf_map: LeafMap) -> jx.Traced:
     Args:
         leaf_map: The traced optimizer, and what is stored.
     """
-    flat = _renamed(leaf_map) or _traced_again(leaf_map)
-    return without_repeats(jx.without_dead_code(flat))
+    source = leaf_map.traced.update
+    flat = with_open_calls(source) if _is_flat(leaf_map) else None
+    return without_repeats(jx.without_dead_code(flat or _traced_again(leaf_map)))
 
 
-def _renamed(leaf_map: LeafMap) -> jx.Traced | None:
-    """The update on leaves and tokens where each is a whole parameter or a whole leaf of state."""
+def _is_flat(leaf_map: LeafMap) -> bool:
+    """Whether leaves are the parameters, in their order, and tokens the leaves of the state."""
     stored = [*leaf_map.leaves, *leaf_map.tokens]
-    source = None if any(s.index for s in stored) else with_open_calls(leaf_map.traced.update)
-    if source is None:
-        return None
-    n, order = len(leaf_map.leaves), [leaf.parameter for leaf in leaf_map.leaves]
-    num_consts = len(source.consts)
-    ins, outs = source.jaxpr.invars[num_consts:], source.jaxpr.outvars
-    # Tokens are in the state's own order, leaves in the store's.
-    invars = [*source.jaxpr.invars[:num_consts], *(ins[p] for p in order)]
-    invars += [*(ins[n + p] for p in order), *ins[2 * n :]]
-    outvars = [*(outs[p] for p in order), *outs[n:]]
-    jaxpr = jx.sub_jaxpr(source.jaxpr, source.jaxpr.eqns, invars, outvars)
-    return dataclasses.replace(source, jaxpr=jaxpr)
+    order = [leaf.parameter for leaf in leaf_map.leaves]
+    return order == sorted(order) and not any(s.index for s in stored)
 
 
 def _traced_again(leaf_map: LeafMap) -> jx.Traced:
