@@ -22,9 +22,13 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from inside import store_of
+from inside import on_one_device, store_of
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.keys import LASTING, Key
-from megatrain_jax._src.kernels import pieces
+from megatrain_jax._src.kernels import pieces, updates
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.startup import allocator
 from oracle import train_plain
 from zoo import CASES, token_batch
@@ -214,6 +218,31 @@ def test_streaming_stays_within_its_budget(optimizer):
     peak = device_bytes("peak_bytes_in_use") - in_use
     assert 0.8 * plan.device_bytes < peak < 1.1 * plan.device_bytes + 16 * MIB, (peak, str(plan))
     assert plan.device_bytes < plan.host_bytes // 2
+
+
+def test_the_norm_of_a_layer_of_experts_takes_no_copy_of_it():
+    """The function is compiled for a group of 604M parameters; nothing so large is allocated."""
+    names = ("gate", "up", "down")
+
+    def build():
+        experts = jnp.zeros((128, 2048, 768))
+        return {"layers": [{name: experts for name in names} for _ in range(2)]}
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["gate"].mean(0)) * (x @ layer["up"].mean(0))
+            x = x @ layer["down"].mean(0).T
+        return jnp.mean(x**2)
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    batch = {"x": np.ones((4, 2048), np.float32)}
+    adapted, _ = adapt(build, loss_fn, batch, 0)
+    spec = make_run_spec(adapted, loss_fn, optimizer, batch, Options())
+    placement = on_one_device()
+    kernel = updates.reduce(spec.optimizer, spec.layouts[0], 0, "bfloat16", placement)
+    needed = KernelCache(placement.compiler_options).compile([kernel])
+    assert needed < spec.layouts[0].master.size, "less than a byte for each parameter"
 
 
 def test_without_a_budget_state_stays_where_there_is_room():
