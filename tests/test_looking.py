@@ -273,19 +273,20 @@ def test_a_result_shows_steps_losses_and_why_it_ended():
 
 
 @pytest.mark.parametrize(
-    ("error", "ended", "reason"),
+    ("make_error", "ended", "reason"),
+    # Made when they are raised: an error that has been has a traceback, and with it the trainer.
     [
-        (mt.StopTraining("good enough"), "stopped", "good enough"),
-        (mt.StopTraining(), "stopped", "by a callback"),
-        (KeyboardInterrupt(), "interrupted", "by a KeyboardInterrupt"),
-        (OSError("disk gone"), "failed", "OSError: disk gone"),
+        (lambda: mt.StopTraining("good enough"), "stopped", "good enough"),
+        (mt.StopTraining, "stopped", "by a callback"),
+        (KeyboardInterrupt, "interrupted", "by a KeyboardInterrupt"),
+        (lambda: OSError("disk gone"), "failed", "OSError: disk gone"),
         (None, "done", "to the end of `data`"),
     ],
 )
-def test_a_result_tells_why_a_run_ended(error: Any, ended: str, reason: str, capfd: Any):
+def test_a_result_tells_why_a_run_ended(make_error: Any, ended: str, reason: str, capfd: Any):
     def callback(trainer: mt.Trainer, record: dict[str, Any]) -> None:
-        if error is not None and record["step"] == 2:
-            raise error
+        if make_error is not None and record["step"] == 2:
+            raise make_error()
 
     trainer = small.trainer()
     batches = [small.batch(seed) for seed in range(3)]
