@@ -7,12 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, store_of
+from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import waiting_bytes
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.keys import LASTING, Kind
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
 from zoo import CASES
@@ -191,6 +198,27 @@ def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
     assert kept[0] == 11 > kept[1] > kept[2] > 0
     seconds = [p.seconds_per_step or 0 for p in plans]
     assert 0 < seconds[0] < seconds[1] < seconds[2]
+
+
+def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds():
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
+    up = jnp.zeros((WIDTH, 4 * WIDTH))
+    adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
+    options = Options(precision=mt.Precision(compute=jnp.float32))
+    spec = make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def budget(least):
+        def to_host(spec):
+            return spec if spec.budget_bytes >= least else None
+
+        found = fit_to_machine(spec, KernelCache(), 24 * GIB, nowhere, to_host)
+        return found.budget_bytes or 0
+
+    # What the device holds need not wait in the host.
+    usual = budget(0)
+    assert budget(usual + 1) > 2 * usual
+    assert budget(24 * GIB) == usual, "refused with what it would take"
 
 
 def test_prints_fire_once():

@@ -134,7 +134,7 @@ def _started(
                 free = min(processes.gather("asking for free device memory", free))
             if has_gpu:
 
-                def to_host(spec: RunSpec) -> RunSpec:
+                def to_host(spec: RunSpec) -> RunSpec | None:
                     return fit_to_host(spec, *processes.spread)
 
                 spec = fit_to_machine(spec, kernels, free, placement, to_host)

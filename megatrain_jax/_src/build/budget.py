@@ -21,6 +21,7 @@ With a batch 20 times as long, functions would need 120 GiB, other values 20, th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from megatrain_jax._src.build.bound_step import BoundStep
@@ -48,7 +49,7 @@ def fit_to_machine(
     kernels: KernelCache,
     device_bytes: int | None,
     placement: Placement,
-    to_host: Callable[[RunSpec], RunSpec],
+    to_host: Callable[[RunSpec], RunSpec | None],
 ) -> RunSpec:
     """Finds what a step's functions need and, if the budget is automatic, gives it what they leave.
 
@@ -58,15 +59,21 @@ def fit_to_machine(
         device_bytes: Device memory that is free; None if unknown, and no function is in tiles then.
         placement: Placement of the run, to compile for; where it has no devices, what functions
             need is estimated.
-        to_host: Fits a run, once it is fitted to its device, to its host; see `fit_to_host`. What
-            the device holds need not wait in the host, so that tiles are judged by what follows.
+        to_host: Fits a run, once it is fitted to its device, to its host, or gives None; see
+            `fit_to_host`. What the device holds need not wait in the host, so that tiles are judged
+            by what follows.
     """
     fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
-    if device_bytes is None:
-        return to_host(fitting.whole())
+    fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
+    # What the host never holds stays as it is, to be refused.
+    return to_host(fitted) or fitted
+
+
+def _to_device(spec: RunSpec, fitting: "_Fitting", device_bytes: int) -> RunSpec:
+    """The run fitted to its device; see `fit_to_machine`."""
     room = _room(spec, device_bytes)
     if room <= 0:  # refused in any case
-        return to_host(fitting.whole())
+        return fitting.whole()
     share = 1.0
     # An estimate may be twice the compiler's figure (tests/test_liveness.py holds that). Tiles that
     # were not needed cost little; a function that only may fit takes XLA minutes to compile whole,
@@ -81,7 +88,7 @@ def fit_to_machine(
     if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
         fitted = fitting.faster(fitted)
     left = _room(fitted, device_bytes)
-    return to_host(dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted))))
+    return dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted)))
 
 
 def in_room(
@@ -112,7 +119,7 @@ class _Fitting:
         kernels: KernelCache,
         device_bytes: int | None,
         placement: Placement,
-        to_host: Callable[[RunSpec], RunSpec],
+        to_host: Callable[[RunSpec], RunSpec | None],
     ):
         """See `fit_to_machine`."""
         self._spec, self._kernels = spec, kernels
@@ -144,8 +151,9 @@ class _Fitting:
         return fitted
 
     def _seconds(self, fitted: RunSpec) -> float:
-        """Seconds that a step takes once the run is fitted to its host, too."""
-        return self._to_host(fitted).first.schedule.seconds
+        """Seconds that a step takes once the run is fitted to its host; infinite if it never is."""
+        found = self._to_host(fitted)
+        return math.inf if found is None else found.first.schedule.seconds
 
     def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
         """The run whose functions need so many bytes by estimate, with the budget they leave."""

@@ -37,17 +37,21 @@ _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _FILLED = 0.95
 
 
-def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> RunSpec:
+def fit_to_host(
+    spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
+) -> RunSpec | None:
     """The run with the fewest stages computed again for which the host suffices.
 
     Of these it is the one in which the residuals of the most stages wait in the host, which they
-    don't fill. The run stays as it is if the host suffices anyway, isn't known, or never would
-    suffice.
+    don't fill. The run stays as it is if the host suffices anyway or isn't known.
 
     Args:
         spec: The run, fitted to its device.
         num_processes: Number of the processes that share it.
         processes_per_host: How many of them share a host.
+
+    Returns:
+        The run; None if the host never suffices.
     """
     hardware = spec.options.machine
     own = spec.first.num_devices // num_processes
@@ -71,7 +75,7 @@ def fit_to_host(spec: RunSpec, num_processes: int = 1, processes_per_host: int =
     # one: each try is a search for a schedule, and beyond 8 a span more frees next to nothing.
     span = next((span for span in _SPANS if fits(tried(span, 0))), None)
     if span is None:
-        return spec
+        return None
     most = min(spec.first.workload.num_travelling, len(spec.first.schedule.kept))
     return tried(span, most_that_fit(most, lambda count: fits(tried(span, count), _FILLED)))
 
