@@ -71,6 +71,9 @@ def fit_to_host(
 
     if fits(spec, _FILLED):
         return spec
+    # Whatever waits, the state is there: no search is needed to see that it is too large.
+    if processes_per_host * state_bytes(spec.first) // num_processes > total:
+        return None
     # Spans in order, so that the first that fits computes the least again. They don't grow one by
     # one: each try is a search for a schedule, and beyond 8 a span more frees next to nothing.
     span = next((span for span in _SPANS if fits(tried(span, 0))), None)
@@ -95,8 +98,14 @@ def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
 
 def peak_bytes(step: BoundStep) -> int:
     """Host memory of all devices' state, of what waits there, and of arrays in flight."""
+    passing = waiting_bytes(step) + _in_flight_bytes(step)
+    return state_bytes(step) + step.num_devices * passing
+
+
+def state_bytes(step: BoundStep) -> int:
+    """Host memory of all devices' masters and optimizer state."""
     state = sum(s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE] for s in step.workload.sizes)
-    return step.num_devices * (state + waiting_bytes(step) + _in_flight_bytes(step))
+    return step.num_devices * state
 
 
 def waiting_bytes(step: BoundStep) -> int:
