@@ -254,7 +254,7 @@ def test_the_peers_loss_in_parts_is_that_of_transformers(num_tokens):
 
 def test_only_one_file_reads_the_clock_around_steps():
     # What the others time is a checkpoint, a file, a copy, a process or a dispatch.
-    others = {"adapters", "checkpoint", "checksums", "data", "disk_to_disk", "dispatch", "experts"}
+    others = {"checkpoint", "checksums", "data", "decoder_run", "disk_to_disk", "dispatch"}
     others |= {"machine"}
     folder = ROOT / "experiments" / "throughput"
     timed = {p.stem for p in folder.glob("*.py") if "perf_counter" in p.read_text("utf-8")}
