@@ -30,7 +30,7 @@ from timing import MIN_STEPS
 
 EARLY = "before the protocol"
 # Seconds from which a step is timed alone: what a clock and Python take of it is nothing then.
-_LONG_STEP = 15.0
+_LONG_STEP = 20.0
 
 _LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
 _NUMBER = re.compile(
