@@ -133,11 +133,9 @@ def _started(
             if free is not None:
                 free = min(processes.gather("asking for free device memory", free))
             if has_gpu:
-
-                def to_host(spec: RunSpec) -> RunSpec | None:
-                    return fit_to_host(spec, *processes.spread)
-
-                spec = fit_to_machine(spec, kernels, free, placement, to_host)
+                spec = fit_to_machine(
+                    spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
+                )
             # Refused here at the latest, before minutes of pinning.
             values = spec.first.program.values
             check_device(make_plan(spec, *processes.spread), free, values)

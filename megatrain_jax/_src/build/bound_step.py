@@ -217,7 +217,7 @@ def bind_step(
 
 
 def spanning(
-    step: BoundStep, span: int, num_travelling: int | None, device_budget: int | None
+    step: BoundStep, span: int, num_travelling: int, device_budget: int | None
 ) -> BoundStep:
     """A training step for a host that can't hold all residuals, or what all blocks hand on.
 

@@ -66,7 +66,11 @@ def fit_to_machine(
     fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
     fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
     # What the host never holds stays as it is, to be refused.
-    return to_host(fitted) or fitted
+    found = fitting.on_host(fitted) or fitted
+    if device_bytes is None:
+        return found
+    left = _room(fitted, device_bytes)
+    return dataclasses.replace(found, room_bytes=max(left, _needed(fitted)))
 
 
 def _to_device(spec: RunSpec, fitting: "_Fitting", device_bytes: int) -> RunSpec:
@@ -87,8 +91,7 @@ def _to_device(spec: RunSpec, fitting: "_Fitting", device_bytes: int) -> RunSpec
     assert fitted is not None
     if spec.options.device_budget is None and _needed(fitted) > _LARGE * device_bytes:
         fitted = fitting.faster(fitted)
-    left = _room(fitted, device_bytes)
-    return dataclasses.replace(fitted, room_bytes=max(left, _needed(fitted)))
+    return fitted
 
 
 def in_room(
@@ -127,6 +130,8 @@ class _Fitting:
         self._to_host = to_host
         self.tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
+        # By the identity of runs, which they keep alive.
+        self._on_host: dict[int, tuple[RunSpec, RunSpec | None]] = {}
 
     def whole(self) -> RunSpec:
         """The run with no function in tiles."""
@@ -150,9 +155,15 @@ class _Fitting:
                 best = self._seconds(fitted)
         return fitted
 
+    def on_host(self, fitted: RunSpec) -> RunSpec | None:
+        """The run fitted to its host; None if that never holds it."""
+        if id(fitted) not in self._on_host:
+            self._on_host[id(fitted)] = fitted, self._to_host(fitted)
+        return self._on_host[id(fitted)][1]
+
     def _seconds(self, fitted: RunSpec) -> float:
         """Seconds that a step takes once the run is fitted to its host; infinite if it never is."""
-        found = self._to_host(fitted)
+        found = self.on_host(fitted)
         return math.inf if found is None else found.first.schedule.seconds
 
     def _fitted(self, room: float | None, *, estimated: bool) -> RunSpec:
