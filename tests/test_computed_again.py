@@ -13,7 +13,7 @@ import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import waiting_bytes
+from megatrain_jax._src.build.host import peak_bytes, waiting_bytes
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.keys import LASTING, Kind
@@ -93,6 +93,33 @@ def test_the_host_holds_what_is_counted_and_less_with_a_wider_span(optimizer, sp
     assert 0.8 * counted <= max(held) <= counted
     value = ROWS * WIDTH * 4
     assert counted // value <= 11 // span + 1
+
+
+@pytest.mark.parametrize(("rows", "share"), [(ROWS, 0.6), (4, 0.3), (4, 0.6)])
+def test_the_host_holds_what_is_counted_from_rest_to_rest(rows, share):
+    # Gradients stay on the device between a step and the next one, which applies them.
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    batch = {"x": BATCH["x"][:rows]}
+    made = make_params(40), layers, optimizer, batch
+    options = {"precision": mt.Precision(compute=jnp.float32)}
+    plans = [mt.plan(*made, **options, device_budget=budget) for budget in ("least", 2**40)]
+    least, most = (plan.device_bytes for plan in plans)
+    trainer = mt.Trainer(*made, **options, device_budget=int(least + share * (most - least)))
+    assert any(key.kind is Kind.GRADIENT for key in trainer.schedule.resident)
+    engine, store, held = engine_of(trainer), store_of(trainer), []
+    obey = engine.obey
+
+    def watched(instruction, live):
+        obey(instruction, live)
+        held.append(sum(array.nbytes for slabs in store.host.values() for array in slabs))
+
+    engine.obey = watched
+    for _ in range(3):
+        trainer.read(trainer.step(batch))
+    stepping = len(held)
+    trainer.flush()
+    assert len(held) > stepping
+    assert max(held) <= peak_bytes(spec_of(trainer).first)
 
 
 def wide_layers(params, batch):

@@ -378,8 +378,8 @@ def busy_seconds(workload: Workload) -> float:
     return sum(costs.forward) - costs.forward[-1] + sum(costs.backward) + sum(costs.update)
 
 
-def bytes_moved(workload: Workload, schedule: Schedule, op: Op) -> int:
-    return sum(workload.size(r.key) for r in schedule.steady if r.op is op and r.key)
+def bytes_moved(workload: Workload, schedule: Schedule, op: Op, when: str = "steady") -> int:
+    return sum(workload.size(r.key) for r in getattr(schedule, when) if r.op is op and r.key)
 
 
 def test_streaming_hides_behind_computing():
@@ -449,6 +449,20 @@ def test_of_schedules_that_take_as_long_the_one_is_taken_that_moves_least(deferr
 def test_coming_to_rest_fetches_no_resident_that_is_due():
     whole = find_schedule(chain(30, deferred=True), 10**9)
     assert not any(word.startswith("FETCH") for word in spell(whole.flush))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_coming_to_rest_takes_no_gradient_to_the_host_that_was_on_the_device(share):
+    workload = chain(30, deferred=True)
+    least = find_schedule(workload, None).smallest_bytes
+    budget = int(least + share * (all_resident_bytes(workload) - least))
+    schedule = find_schedule(workload, budget)
+    left = [i.key for i in schedule.flush if i.op is Op.OFFLOAD and i.key]
+    assert left and not any(key.kind is Kind.GRADIENT for key in left)
+    # Nothing is fetched that the device had room to keep: what all updates use, less the budget,
+    # and the room that two tasks and the start of the next one need.
+    every = sum(sum(sizes.values()) for sizes in workload.sizes)
+    assert bytes_moved(workload, schedule, Op.FETCH, "flush") <= every - (budget - least)
 
 
 class TwoTiers(Costs):

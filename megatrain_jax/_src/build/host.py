@@ -112,7 +112,10 @@ def waiting_bytes(step: BoundStep) -> int:
     """Most bytes of one device's gradients and activations that wait in the host at one time."""
     waiting: dict[Key, int] = {}
     most = 0
-    for instruction in (*step.schedule.steady, *step.schedule.steady):  # what a step leaves counts
+    lists = step.schedule
+    # A first step may have less room ahead than the others have, and emptying the device takes to
+    # the host what that has no room to keep.
+    for instruction in (*lists.cold, *lists.steady, *lists.steady, *lists.flush):
         op, key, stage = instruction.op, instruction.key, instruction.stage
         if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
             waiting[key] = step.scheduled.size(key)

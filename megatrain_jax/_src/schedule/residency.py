@@ -239,18 +239,32 @@ class Residency:
                         if not self._is_needed(needs, key, starts[number + 1]):
                             self.evict(key, number)
 
-    def run_to_rest(self, tasks: Sequence[Task]) -> None:
-        """Lays down the instructions of tasks after which nothing is on the device."""
+    def run_to_rest(self, tasks: Sequence[Task], spare: int) -> None:
+        """Lays down the instructions of tasks after which nothing is on the device.
+
+        Args:
+            tasks: The tasks.
+            spare: Bytes of the limit that no task of them needs for itself: parts that are here
+                wait for their use in that room.
+        """
         # Nothing stays any more, so rooms promised to the next step's parts are given up.
         self.resident = frozenset()
         self.reserved.clear()
         self.reserved_bytes = 0
-        # Uses count as reached up to the first whose part isn't here. Parts that are first used
-        # beyond it leave now and come again, since a part is kept for a use within reach only.
+        # Uses count as reached up to the first whose part isn't here. Of the parts that are first
+        # used beyond it some stay as well; the others leave now, and come again.
         uses = [use.key for task in tasks for use in task.uses]
         here = (at for at, key in enumerate(uses) if key not in self.present)
         self.reach = next(here, len(uses))
-        for key in sorted(self.present.difference(uses[: self.reach])):
+        # Gradients come first: each that leaves takes room in the host that no state at rest has.
+        # The reached ones are gone by the time that a task has to wait for room.
+        leave = self.present.difference(uses[: self.reach])
+        beyond = [key for key in dict.fromkeys(uses[self.reach :]) if key in leave]
+        for key in sorted(beyond, key=lambda key: key.kind in LASTING):
+            if self.workload.size(key) <= spare:
+                spare -= self.workload.size(key)
+                leave.remove(key)
+        for key in sorted(leave):
             self.evict(key, -1)
         self.run(tasks, (), 0)
         while self.used or self.leaving:

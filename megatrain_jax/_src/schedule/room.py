@@ -26,18 +26,26 @@ def least_bytes(lists: TaskLists, resident: frozenset[Key]) -> int:
     """The least limit with which a task need only wait for the room of tasks two before it."""
     # A steady step follows a cold one, and itself: its first tasks find what the last tasks of the
     # step before have left. Flushes and evaluations keep no residents.
-    nothing: frozenset[Key] = frozenset()
-    lines = (
-        ((*lists.cold, *lists.steady, *lists.steady), resident),
-        (lists.flush, nothing),
-        (lists.evaluation, nothing),
-    )
+    steps = (*lists.cold, *lists.steady, *lists.steady)
     return max(
-        _least_at(lists.workload, before, task, after.uses[: after.num_early], here)
-        for line, stays in lines
-        for (before, task, after), here in zip(
-            _neighbours(line), _residents_at(lists.workload, line, stays), strict=True
-        )
+        least_of(lists.workload, steps, resident),
+        least_of(lists.workload, lists.flush),
+        least_of(lists.workload, lists.evaluation),
+    )
+
+
+def least_of(
+    workload: Workload, tasks: Sequence[Task], resident: frozenset[Key] = frozenset()
+) -> int:
+    """The least limit of one list of tasks, after and before which nothing else is computed."""
+    return max(
+        (
+            _least_at(workload, before, task, after.uses[: after.num_early], here)
+            for (before, task, after), here in zip(
+                _neighbours(tasks), _residents_at(workload, tasks, resident), strict=True
+            )
+        ),
+        default=0,
     )
 
 

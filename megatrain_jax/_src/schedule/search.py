@@ -27,7 +27,12 @@ from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
 from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.room import least_bytes, most_that_fit, next_uses_that_fit
+from megatrain_jax._src.schedule.room import (
+    least_bytes,
+    least_of,
+    most_that_fit,
+    next_uses_that_fit,
+)
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
@@ -223,9 +228,9 @@ def _at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residenc
 def _finished(steps: _Steps, smallest: int) -> Schedule:
     """The schedule of the steps that were chosen, with what comes after them."""
     lists, flush = steps.lists, steps.end
-    flush.run_to_rest(lists.flush)
+    flush.run_to_rest(lists.flush, steps.limit - least_of(lists.workload, lists.flush))
     evaluation = _at_rest(lists, steps.limit, frozenset())
-    evaluation.run_to_rest(lists.evaluation)
+    evaluation.run_to_rest(lists.evaluation, 0)
     runs = {"cold": steps.cold, "steady": steps.steady, "flush": flush, "evaluation": evaluation}
     return Schedule(
         cold=tuple(steps.cold.instructions),
