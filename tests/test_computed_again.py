@@ -101,10 +101,13 @@ def test_the_host_holds_what_is_counted_from_rest_to_rest(rows, share):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     batch = {"x": BATCH["x"][:rows]}
     made = make_params(40), layers, optimizer, batch
-    options = {"precision": mt.Precision(compute=jnp.float32)}
-    plans = [mt.plan(*made, **options, device_budget=budget) for budget in ("least", 2**40)]
-    least, most = (plan.device_bytes for plan in plans)
-    trainer = mt.Trainer(*made, **options, device_budget=int(least + share * (most - least)))
+    fp32 = mt.Precision(compute=jnp.float32)
+    least, most = (
+        mt.plan(*made, precision=fp32, device_budget=budget).device_bytes
+        for budget in ("least", 2**40)
+    )
+    budget = int(least + share * (most - least))
+    trainer = mt.Trainer(*made, precision=fp32, device_budget=budget)
     assert any(key.kind is Kind.GRADIENT for key in trainer.schedule.resident)
     engine, store, held = engine_of(trainer), store_of(trainer), []
     obey = engine.obey

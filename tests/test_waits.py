@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inside import engine_of, on_one_device
+from inside import engine_of, on_one_device, spec_of
 from late import SlowDevice, are_ready, is_computed
+from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.runtime.transfers import Transfers
@@ -135,3 +137,32 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
             break
     trainer.flush()
     assert all(num_late.values()), "a device that isn't slow shows nothing"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_device_is_through_with_all_else_before_large_temporaries(microbatches, monkeypatch):
+    case, large = CASES["nnx_tied"], ("forward", "backward")
+    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"], microbatches=microbatches)
+    step, engine = spec_of(trainer).first, engine_of(trainer)
+    late, get = SlowDevice(), KernelCache.get
+    is_over: dict[bool, list[bool]] = {True: [], False: []}
+
+    def slow(self, kernel):
+        function, is_large = get(self, kernel), self.has_large_temporaries(kernel)
+
+        def run(*args):
+            is_over[is_large].append(are_ready([late.last]))
+            return late(function(*args))
+
+        return run if kernel.name in (*large, "reduce", "update") else function
+
+    # As on a GPU, where the temporaries of all are known; here those of one byte are large.
+    kernels = step_kernels(step, engine.store.layouts, engine.optimizer, on_one_device())
+    engine.kernels.compile(kernel for kernel in kernels if kernel.name in large)
+    monkeypatch.setattr(cache, "_LARGE_TEMPORARIES", 1)
+    monkeypatch.setattr(KernelCache, "get", slow)
+    for seed in range(3):
+        trainer.step(case.batch(seed))
+    trainer.flush()
+    assert is_over[True] and all(is_over[True])
+    assert not all(is_over[False]), "a device that isn't slow shows nothing"

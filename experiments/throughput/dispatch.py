@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-import jax
 from decoder import Batch
 
 import megatrain_jax as mt
@@ -22,8 +21,7 @@ def dispatch_seconds(trainer: mt.Trainer, batches: list[Batch]) -> float:
     def timed(instruction: Instruction, live: Any) -> None:
         nonlocal waited
         start, waits = time.perf_counter(), instruction.op in WAITS
-        running = [x for x in engine._tokens.values() if x is not None and not x.is_deleted()]
-        jax.block_until_ready(running)
+        engine._dispatched.wait_for_all()
         if waits:
             obey(instruction, live)
         waited += time.perf_counter() - start

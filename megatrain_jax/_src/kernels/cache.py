@@ -13,6 +13,11 @@ from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
 
+# With memory pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU
+# were free. Kernels with as much compute for so long that to wait before them takes 1% of a step;
+# all others need the driver's lead.
+_LARGE_TEMPORARIES = 4 * 2**30
+
 
 class KernelCache:
     """Jitted functions by their kernels' names and keys; each is traced and compiled once."""
@@ -26,6 +31,7 @@ class KernelCache:
         self._options = dict(compiler_options or {})
         self._functions: dict[tuple[str, Hashable], Callable] = {}
         self._estimates: dict[tuple[str, Hashable], int] = {}
+        self._temporaries: dict[tuple[str, Hashable], int] = {}
 
     def get(self, kernel: Kernel) -> Any:
         """The jitted function of a kernel, built if it is new."""
@@ -60,9 +66,16 @@ class KernelCache:
         lowered = [self.get(k).lower(*k.takes or ()) for k in different]
         with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
             stats = pool.map(lambda row: row.compile().memory_analysis(), lowered)
-            return max(
-                s.temp_size_in_bytes + k.beside_bytes for s, k in zip(stats, different, strict=True)
-            )
+            found = {k: s.temp_size_in_bytes for s, k in zip(stats, different, strict=True)}
+        self._temporaries |= {(k.name, k.key): temporaries for k, temporaries in found.items()}
+        return max(temporaries + k.beside_bytes for k, temporaries in found.items())
+
+    def has_large_temporaries(self, kernel: Kernel) -> bool:
+        """Whether a kernel may only be dispatched once the device is through with all before it.
+
+        Until then, memory that earlier kernels give back is pending.
+        """
+        return self._temporaries.get((kernel.name, kernel.key), 0) >= _LARGE_TEMPORARIES
 
     def estimate(self, kernels: Iterable[Kernel]) -> int:
         """Estimates what `compile` would return, on shapes alone: for a device not here."""

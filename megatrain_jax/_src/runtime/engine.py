@@ -1,7 +1,8 @@
 """The engine: obeys a schedule, computes, and has state moved between host and device.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
-hold the byte budget. The engine computes, `Transfers` moves, and the store holds.
+hold the byte budget, and before stages with large temporaries. The engine computes, `Transfers`
+moves, and the store holds.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
+from megatrain_jax._src.runtime.dispatched import Dispatched
 from megatrain_jax._src.runtime.draws import Draws
 from megatrain_jax._src.runtime.live_values import LiveValues
 from megatrain_jax._src.runtime.store import Slabs, Store
@@ -45,7 +47,8 @@ class Engine:
         # `ok` and the number of the step whose updates are pending.
         self._combined_ok, self._combined_step = store.ok, store.step
         self._found: dict[Hashable, Callable] = {}
-        self._tokens: dict[int, jax.Array | None] = {}
+        self._large: set[Hashable] = set()  # of these, those with large temporaries
+        self._dispatched = Dispatched()
         self._running: Schedule | None = None  # of the lists since the state was last at rest
         self._begun = 0  # tasks of those lists
 
@@ -116,7 +119,7 @@ class Engine:
     def abandon(self) -> None:
         """Forgets schedule and transfers, also of a step cut off: the store is to be refilled."""
         self._transfers.abandon()
-        self._tokens.clear()
+        self._dispatched.clear()
         self._running, self._begun = None, 0
 
     def set_step(self, step: int) -> None:
@@ -127,7 +130,7 @@ class Engine:
     def _rest(self) -> None:
         self._transfers.rest()
         self._running, self._begun = None, 0
-        self._tokens.clear()
+        self._dispatched.clear()
         self.store.rest()
 
     def _wake(self) -> None:
@@ -177,9 +180,9 @@ class Engine:
         if not waits or self._transfers.fetching:
             self._transfers.dispatch()
         if instruction.op is Op.WAIT:
-            self._wait(task)
+            self._dispatched.wait(task)
         elif key is not None:
-            self._wait(task)  # a part can land while its task still computes with it
+            self._dispatched.wait(task)  # a part can land while its task still computes with it
             self._transfers.wait_landed(task, key)
         elif instruction.op is Op.UPDATE:
             self._update(live, _known(instruction.group), task)
@@ -200,26 +203,22 @@ class Engine:
                 for row in live.rows:
                     row.pop(i, None)
 
-    def _wait(self, task: int) -> None:
-        token = self._tokens.get(task)
-        if token is not None and token.is_deleted():
-            # A later kernel has taken its memory over: that one's results tell of this one, too.
-            later = (t for i, t in self._tokens.items() if i > task and t is not None)
-            token = next((t for t in later if not t.is_deleted()), None)
-        if token is not None:
-            token.block_until_ready()
-        # The device works in order: what came before this task is over, too.
-        self._tokens = {i: token for i, token in self._tokens.items() if i > task}
-
     def _find(self, key: Hashable, make: Callable[[], Kernel]) -> Callable:
         """A kernel's function, by a key that is cheap: the kernel's takes long to make and hash."""
         if key not in self._found:
-            self._found[key] = self.kernels.get(make())
+            kernel = make()
+            self._found[key] = self.kernels.get(kernel)
+            if self.kernels.has_large_temporaries(kernel):
+                self._large.add(key)
         return self._found[key]
 
     def _of_stage(self, op: Op, number: int, step: BoundStep) -> Callable:
+        """A stage's function, to be called at once."""
         key, placement = (op, number, step), self.store.placement
-        return self._find(key, lambda: stage_kernel(step, op, number, placement))
+        function = self._find(key, lambda: stage_kernel(step, op, number, placement))
+        if key in self._large:
+            self._dispatched.wait_for_all()
+        return function
 
     def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
         key, store = (op, number, gradient), self.store
@@ -231,9 +230,9 @@ class Engine:
 
     def _forward(self, live: LiveValues, number: int, task: int) -> None:
         bound = live.step.stages[number]
-        run = self._of_stage(Op.FORWARD, number, live.step)
         keeps, kept = number in live.step.schedule.kept, []
         for row in live.rows:
+            run = self._of_stage(Op.FORWARD, number, live.step)
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             if keeps:
                 outputs, residuals = outputs
@@ -247,11 +246,11 @@ class Engine:
         stage, mode = bound.stage, bound.mode
         assert mode is not None
         keeps = number in live.step.schedule.kept
-        run = self._of_stage(Op.BACKWARD, number, live.step)
         kept = self._take(Key(Kind.RESIDUALS, number)) if keeps else ()
         each = len(kept) // len(live.rows)
         arriving, accumulated = bound.arriving, bound.accumulated
         for m, (row, cotangents) in enumerate(zip(live.rows, live.cotangents, strict=True)):
+            run = self._of_stage(Op.BACKWARD, number, live.step)
             outputs, gradients, back = run(
                 self._masters(bound),
                 [row[i] for i in stage.inputs],
@@ -266,7 +265,7 @@ class Engine:
             # One result tells of all of a kernel's, as long as no other kernel takes it over.
             pairs = zip(bound.leaving, back, strict=True)
             lasting = [c for i, c in pairs if i not in live.step.taken_over]
-            self._tokens[task] = (lasting or back or gradients)[0]
+            self._dispatched.note(task, (lasting or back or gradients)[0])
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
@@ -277,7 +276,7 @@ class Engine:
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
             if i in kept:
                 row[i] = value
-        self._tokens[task] = next(iter(outputs), None)  # a stage of prints alone has none
+        self._dispatched.note(task, next(iter(outputs), None))  # a stage of prints alone has none
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
         for i, cotangent in zip(bound.leaving, back, strict=True):
@@ -306,7 +305,7 @@ class Engine:
         scalars, *measured = run(gradient, masters, state, loss, store.globals, store.ok)
         live.scalars[group] = scalars
         self._note(live, group, *measured)
-        self._tokens[task] = measured[0]
+        self._dispatched.note(task, measured[0])
 
     def _note(self, live: LiveValues, group: int, square: jax.Array, ok: jax.Array) -> None:
         """Notes the squared norm of a group's gradient, and whether all numbers were finite."""
@@ -340,7 +339,7 @@ class Engine:
         if live is not None and not cut.deferred:
             self._note(live, group, *measured)
         store.on_device[masters_key] = masters
-        self._tokens[task] = (measured or masters)[0]
+        self._dispatched.note(task, (measured or masters)[0])
         if state:
             store.on_device[state_key] = state
 
