@@ -29,7 +29,7 @@ NAMES = ["nnx_tied", "dropout_nnx", "moe", "unet", "shared_block"]
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in NAMES]
 GIB = 2**30
 # GiB of a host that are left to others, about.
-SPARE = 7.5
+SPARE = 7.6
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LONG])
@@ -221,7 +221,7 @@ def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
     whole = plan(64)
     assert whole.host_process_bytes is not None
     peak, process = whole.host_peak_bytes / GIB, whole.host_process_bytes / GIB
-    plans = [whole, *(plan(process + SPARE - share * peak) for share in (0.25, 0.4))]
+    plans = [whole, *(plan(process + SPARE - share * peak) for share in (0.1, 0.4))]
     assert all(p.fits_host and p.keeps_costliest for p in plans)
     assert [p.num_again for p in plans] == [0] * 3
     kept = [p.num_kept for p in plans]

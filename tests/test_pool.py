@@ -27,7 +27,9 @@ GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
 
 
-@pytest.mark.parametrize(("total_gib", "limit"), [(125, "115"), (3, "1")])
+@pytest.mark.parametrize(
+    ("total_gib", "limit"), [(125, "115"), (252, "240"), (512, "489"), (3, "1")]
+)
 def test_limit_is_set_once(monkeypatch, total_gib, limit):
     monkeypatch.setattr(pool_limit, "total_bytes", lambda: total_gib * GIB + 5)
     monkeypatch.delenv(pool.LIMIT_VARIABLE, raising=False)
@@ -234,7 +236,8 @@ def test_each_device_s_pool_takes_its_share(gpu, monkeypatch):
     pool.reserve(placement, 72 * GIB, 2 * GIB)
     expected = [(d, gib) for d in devices for gib in (4, 8, 32)]
     assert sorted(taken, key=str) == sorted(expected, key=str)
-    assert sum(gib for _, gib in taken) * GIB + pool._PROCESS_BYTES == pool.process_bytes(
+    pools = sum(gib for _, gib in taken) * GIB
+    assert pools + pool_limit.beside_bytes(pools) == pool.process_bytes(
         72 * GIB, 2 * GIB, 125 * GIB, num_devices=2
     )
     taken.clear()
@@ -271,19 +274,24 @@ def test_reserved_room_can_be_filled_and_replaced():
 
 
 @pytest.mark.parametrize(
-    "result",
+    ("result", "array_gib"),
     [
-        "updates/immediate-least",
-        "updates/clip-1-least",
-        "batches/clip/64-sequences-40-gib-clip-1",
-        "updates/clip-1-auto",
-        "small_gpu/10-gib-auto-clip-1",  # one region, as several pieces would take more
+        ("updates/immediate-least", 1.16),
+        ("updates/clip-1-least", 1.16),
+        ("batches/clip/64-sequences-40-gib-clip-1", 1.16),
+        ("updates/clip-1-auto", 1.16),
+        ("small_gpu/10-gib-auto-clip-1", 1.16),  # one region, as several pieces would take more
+        ("held/clip-1-60-gib-compact-14b", 1.45),
+        ("long/131072", 2.03),
+        ("long/262144", 2.03),
+        ("long/524288", 2.03),
     ],
 )
-def test_what_a_process_takes_is_what_it_took(result):
+def test_what_a_process_takes_is_what_it_took(result, array_gib):
     measured = json.loads((RESULTS / f"{result}.json").read_text())
     reserved = int(measured["planned_host_peak_gib"] * GIB)
-    taken = pool.process_bytes(reserved, int(1.16 * GIB), 125 * GIB)
+    total = int(measured["hardware"]["host_gib"] * GIB)
+    taken = pool.process_bytes(reserved, int(array_gib * GIB), total)
     assert taken == pytest.approx(measured["peak_host_gib"] * GIB, rel=0.01)
 
 

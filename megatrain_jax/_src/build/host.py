@@ -32,9 +32,6 @@ from megatrain_jax._src.state import pool
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
-# Share of the host's memory that residuals may fill. What a process was seen to take beside its
-# pool grows with it, from 3 GiB at 60 to 8.6 at 218, more than plans say.
-_FILLED = 0.95
 
 
 def fit_to_host(
@@ -42,8 +39,8 @@ def fit_to_host(
 ) -> RunSpec | None:
     """The run with the fewest stages computed again for which the host suffices.
 
-    Of these it is the one in which the residuals of the most stages wait in the host, which they
-    don't fill. The run stays as it is if the host suffices anyway or isn't known.
+    Of these it is the one in which the residuals of the most stages wait in the host. The run stays
+    as it is if the host suffices anyway or isn't known.
 
     Args:
         spec: The run, fitted to its device.
@@ -60,16 +57,17 @@ def fit_to_host(
     if total is None:
         return spec
 
-    def fits(spec: RunSpec, share: float = 1.0) -> bool:
-        needed = processes_per_host * process_bytes(spec, num_processes, total)
-        return needed <= min(share * total, pool.most_process_bytes(total))
+    def fits(spec: RunSpec) -> bool:
+        needed = process_bytes(spec, num_processes, total)
+        most = pool.most_process_bytes(total, own)
+        return needed <= min(total // processes_per_host, most)
 
     @functools.cache
     def tried(span: int, num_travelling: int) -> RunSpec:
         first = spanning(spec.first, span, num_travelling, spec.budget_bytes)
         return dataclasses.replace(spec, span=span, num_travelling=num_travelling, first=first)
 
-    if fits(spec, _FILLED):
+    if fits(spec):
         return spec
     # Whatever waits, the state is there: no search is needed to see that it is too large.
     if processes_per_host * state_bytes(spec.first) // num_processes > total:
@@ -80,7 +78,7 @@ def fit_to_host(
     if span is None:
         return None
     most = min(spec.first.workload.num_travelling, len(spec.first.schedule.kept))
-    return tried(span, most_that_fit(most, lambda count: fits(tried(span, count), _FILLED)))
+    return tried(span, most_that_fit(most, lambda count: fits(tried(span, count))))
 
 
 def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:

@@ -16,6 +16,7 @@ from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.pool import most_process_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -243,8 +244,11 @@ class Plan:
         """Whether a host's memory suffices for its processes; `None` if it isn't known."""
         # Without a GPU there is no pool, and a process takes what its arrays do.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
-        needed = process * self.processes_per_host
-        return _fits(needed, self.hardware and self.hardware.assumed_host_bytes)
+        total = self.hardware and self.hardware.assumed_host_bytes
+        if total is None:
+            return None
+        most = most_process_bytes(total, self.devices_per_host // self.processes_per_host)
+        return process <= min(total // self.processes_per_host, most)
 
     @property
     def fits_device(self) -> bool | None:

@@ -9,6 +9,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.bound import Bound
 from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
+from megatrain_jax._src.state.pool import most_process_bytes
 
 if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
@@ -208,6 +209,9 @@ def _host_verdict(plan: "Plan") -> str:
     typical = "" if machine.host_bytes is not None else ", a typical host"
     if plan.processes_per_host > 1:
         typical += f", together with {plan.processes_per_host - 1} more"
+    most = most_process_bytes(limit, plan.devices_per_host // plan.processes_per_host)
+    if plan.fits_host is False and most * plan.processes_per_host < limit:
+        typical += f", of which a process can take {sized(most)}"
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
 
 

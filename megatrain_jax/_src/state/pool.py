@@ -19,11 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.state.placement import Placement
-from megatrain_jax._src.state.pool_limit import LIMIT_VARIABLE, limit_bytes
-
-# What the interpreter, CUDA and XLA were seen to need beside the pool on a one-GPU machine with
-# CUDA's memory pool; 3.8 GiB more with JAX's own allocator, and its kernel 2.5 GiB more.
-_PROCESS_BYTES = 29 * 2**30 // 10
+from megatrain_jax._src.state.pool_limit import LIMIT_VARIABLE, beside_bytes, limit_bytes
 
 _GIB = 2**30
 # How often what was taken is shown.
@@ -145,12 +141,13 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
     """
     share = -(-num_bytes // num_devices)
     _, growth = _fresh(share, array_bytes, limit_bytes(total))
-    return num_devices * growth + _PROCESS_BYTES
+    return num_devices * growth + beside_bytes(num_devices * growth)
 
 
-def most_process_bytes(total: int) -> int:
+def most_process_bytes(total: int, num_devices: int = 1) -> int:
     """Returns the most host memory that a process can take by `process_bytes` on such a machine."""
-    return limit_bytes(total) + _PROCESS_BYTES
+    most = num_devices * limit_bytes(total)
+    return most + beside_bytes(most)
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
