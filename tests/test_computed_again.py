@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 import megatrain_jax as mt
 from inside import compute_again, engine_of, spec_of, store_of
 from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.build import budget as budget_module
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import peak_bytes, waiting_bytes
 from megatrain_jax._src.build.options import Options
@@ -230,7 +231,9 @@ def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
     assert 0 < seconds[0] < seconds[1] < seconds[2]
 
 
-def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds():
+def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
+    monkeypatch,
+):
     batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
     up = jnp.zeros((WIDTH, 4 * WIDTH))
     adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
@@ -239,12 +242,18 @@ def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_ho
     nowhere = placed_on(AbstractMesh((1,), ("data",)))
 
     def budget(least):
+        asked = []
+
         def to_host(spec):
+            asked.append(spec.temporary_bytes)
             return spec if spec.budget_bytes >= least else None
 
         found = fit_to_machine(spec, KernelCache(), 24 * GIB, nowhere, to_host)
+        assert len(set(asked)) == len(asked) > 1, "a search for each need"
         return found.budget_bytes or 0
 
+    # The last share gives again what the one before it has given.
+    monkeypatch.setattr(budget_module, "_SHARES", (0.5, 0.25, 0.25))
     # What the device holds need not wait in the host.
     usual = budget(0)
     assert budget(usual + 1) > 2 * usual

@@ -130,8 +130,7 @@ class _Fitting:
         self._to_host = to_host
         self.tiles = TileFinder(kernels, placement)
         self._budgets: dict[int, tuple[int | None, Schedule]] = {}
-        # By the identity of runs, which they keep alive.
-        self._on_host: dict[int, tuple[RunSpec, RunSpec | None]] = {}
+        self._on_host: dict[int, RunSpec | None] = {}
 
     def whole(self) -> RunSpec:
         """The run with no function in tiles."""
@@ -157,9 +156,17 @@ class _Fitting:
 
     def on_host(self, fitted: RunSpec) -> RunSpec | None:
         """The run fitted to its host; None if that never holds it."""
-        if id(fitted) not in self._on_host:
-            self._on_host[id(fitted)] = fitted, self._to_host(fitted)
-        return self._on_host[id(fitted)][1]
+        # As for budgets: runs with the same need have the same schedule, whatever their tiles, and
+        # what waits in the host follows from it.
+        needed = _needed(fitted)
+        if needed not in self._on_host:
+            self._on_host[needed] = self._to_host(fitted)
+        found = self._on_host[needed]
+        return found and dataclasses.replace(
+            found,
+            temporary_estimated=fitted.temporary_estimated,
+            first=dataclasses.replace(found.first, stages=fitted.first.stages),
+        )
 
     def _seconds(self, fitted: RunSpec) -> float:
         """Seconds that a step takes once the run is fitted to its host; infinite if it never is."""
