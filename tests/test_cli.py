@@ -30,6 +30,7 @@ from megatrain_jax._src.cli.main import main
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.cli.shapes import batch_shapes
+from megatrain_jax._src.common.remembering import remembering
 from published import num_parameters
 
 TINY = {
@@ -226,7 +227,7 @@ class Formula:
 
     def __init__(self, rng, tiles=64):
         self.settings = PlanSettings(gpu="H100", length=512)
-        self.machine = SimpleNamespace(usable_bytes=10**9)
+        self.machine, self.host_bytes = SimpleNamespace(usable_bytes=10**9), None
         self._fixed, self._each = rng.uniform(0, 1e9), 10 ** rng.uniform(1, 6)
         self._rest, self._deep, self._tiles = rng.random(), 1 + rng.random() / 2, tiles
 
@@ -246,6 +247,9 @@ class Formula:
             of=(rows, length, least),
         )
 
+    def smallest(self, config):
+        return SimpleNamespace(host_bytes=10**9)
+
 
 @pytest.mark.parametrize("what", ["batch", "context"])
 def test_the_search_finds_what_trying_all_sizes_finds(tmp_path, what):
@@ -259,6 +263,34 @@ def test_the_search_finds_what_trying_all_sizes_finds(tmp_path, what):
             if math.prod(shape) <= 2**31 and fits(plan := planner.plan(config, *shape)):
                 expected = plan
         assert (found and found.plan) == expected
+
+
+@pytest.mark.parametrize("what", ["batch", "context"])
+def test_nothing_is_searched_where_the_state_alone_fills_the_host(tmp_path, what):
+    class Full(Formula):
+        def plan(self, config, rows, length, least=False):
+            pytest.fail("a size was planned")
+
+    planner: Any = Full(random.Random(0))
+    planner.host_bytes = 10**9 - 1
+    assert largest_size(planner, what, "wide", variants(tmp_path)["wide"]) is None
+
+
+def test_plans_of_one_model_build_it_once(tmp_path, monkeypatch):
+    built = []
+
+    def decoder(*args: Any, **options: Any) -> models.Decoder:
+        built.append(args)
+        return real(*args, **options)
+
+    real = models.Decoder
+    monkeypatch.setattr(models, "Decoder", decoder)
+    config = variants(tmp_path)["tiny"]
+    planner = Planner(PlanSettings(gpu="H100", length=512))
+    with remembering():
+        plans = [planner.plan(config, rows, 512, least=True) for rows in (1, 2)]
+    assert len(built) == 1
+    assert plans == [planner.plan(config, rows, 512, least=True) for rows in (1, 2)]
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import optax
 from jax.sharding import AbstractMesh
 
-from megatrain_jax._src.adapt.adapters import adapt
+from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.build.batches import check_batch
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
@@ -92,7 +92,8 @@ def plan(
     if machine is not None and default_device().platform != "gpu":
         widest_heads = machine.widest_heads
     with planned_for(widest_heads), leaving_garbage():
-        given = Same(model), Same(loss_fn), Same(sample_batch), run.seed, widest_heads
+        batch = Same(sample_batch) if needs_batch(model) else None
+        given = Same(model), Same(loss_fn), batch, run.seed, widest_heads
         adapted = remembered(
             "adapted model",
             lambda: given,

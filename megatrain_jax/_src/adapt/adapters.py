@@ -100,8 +100,7 @@ def adapt(
     """
     check_model(model)
     takes_rng(loss_fn)
-    if isinstance(model, linen.Module):
-        # Its variables are what this call creates, so that a batch is needed to know them.
+    if needs_batch(model):
         key = jax.random.key(seed)
 
         def take_linen_apart(key: jax.Array, batch: Any) -> Parts:
@@ -111,6 +110,14 @@ def adapt(
     if is_pytree_model(model):
         return _adapt_values(model)
     return _adapt_traced(lambda: _built_parts(model), ())
+
+
+def needs_batch(model: Any) -> bool:
+    """Whether a batch is needed to adapt a model: a Linen module's variables are what a call makes.
+
+    Of other models `adapt` gives the same for all batches.
+    """
+    return isinstance(model, linen.Module)
 
 
 def check_model(model: Any) -> None:

@@ -86,6 +86,9 @@ def largest_size(
         found = _largest_model(planner, rows, length)
         return found and Size(what=what, model=found[0], rows=rows, length=length, plan=found[1])
     assert name is not None and config is not None
+    # State, which no batch changes, may be more than the host has: then nothing need be searched.
+    if planner.smallest(config).host_bytes > (planner.host_bytes or math.inf):
+        return None
 
     def shape(n: int) -> tuple[int, int]:
         return (n * rows, length) if what == "batch" else (rows, n * _TOKENS)

@@ -59,8 +59,7 @@ def _print_largest(settings: PlanSettings) -> int:
 def _smallest(planner: Planner) -> mt.Plan:
     """The plan of the fewest rows of the settings' model, or of the smallest one."""
     smallest = min(KNOWN_MODELS, key=lambda name: KNOWN_MODELS[name].num_parameters)
-    config = config_of(planner.settings.model or smallest)
-    return planner.plan(config, planner.settings.least_rows, planner.settings.length, least=True)
+    return planner.smallest(config_of(planner.settings.model or smallest))
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:

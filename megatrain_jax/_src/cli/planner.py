@@ -1,6 +1,7 @@
 """Plans of decoders by the settings of the command line."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
 from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.cli.sizes import budget_of, bytes_of
+from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
 
 # No host with a GPU has less; a number without a unit is bytes.
@@ -67,11 +69,19 @@ class Planner:
         if least and options["device_budget"] is None:
             options["device_budget"] = "least"
         return mt.plan(
-            lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
+            remembered("build", lambda: config, lambda: partial(_build, config)),
             models.next_token_loss,
             self._optimizer,
             batch_shapes(rows, length),
             **options,
+        )
+
+    def smallest(self, config: models.DecoderConfig) -> mt.Plan:
+        """Plans steps on the fewest rows of the settings' length, in the least budget."""
+        rows, length = self.settings.least_rows, self.settings.length
+        key = Same(self), config
+        return remembered(
+            "smallest plan", lambda: key, lambda: self.plan(config, rows, length, least=True)
         )
 
     @property
@@ -99,6 +109,10 @@ def config_of(model: str) -> models.DecoderConfig:
         ValueError: If the architecture or an option of it isn't supported.
     """
     return models.DecoderConfig.from_hf(config_values(model))
+
+
+def _build(config: models.DecoderConfig) -> models.Decoder:
+    return models.Decoder(config, rngs=nnx.Rngs(0))
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:
