@@ -86,8 +86,7 @@ def largest_size(
         found = _largest_model(planner, rows, length)
         return found and Size(what=what, model=found[0], rows=rows, length=length, plan=found[1])
     assert name is not None and config is not None
-    # State, which no batch changes, may be more than the host has: then nothing need be searched.
-    if planner.smallest(config).host_bytes > (planner.host_bytes or math.inf):
+    if _state_fills_host(planner, config):
         return None
 
     def shape(n: int) -> tuple[int, int]:
@@ -121,6 +120,18 @@ def _largest_of(
         return plan.device_bytes / room if room else float(not plan.fits_device) * math.inf
 
     return confirmed(lambda n: planned(config, n, least=False), largest(share, first))
+
+
+def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
+    """Whether a model's state alone is more than the host has, so that no batch of it fits."""
+    host, few = planner.host_bytes or math.inf, shallow(config)
+    try:
+        # The whole model takes seconds: a few layers tell whether it may be too much. Each with its
+        # share of the model's ends, they rather tell too much.
+        most = planner.smallest(few).host_bytes * config.num_layers / few.num_layers
+        return most > host and planner.smallest(config).host_bytes > host
+    except ValueError:  # a refusal, which the search meets as well
+        return False
 
 
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
