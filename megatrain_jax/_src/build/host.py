@@ -28,6 +28,7 @@ from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.room import most_that_fit
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.pool_limit import beside_bytes
 
 # The driver waits for a task before it dispatches the second one after it.
 _TASKS_IN_FLIGHT = 3
@@ -56,11 +57,10 @@ def fit_to_host(
     total = hardware and hardware.times(own * processes_per_host).assumed_host_bytes
     if total is None:
         return spec
+    usable = min(total // processes_per_host, pool.most_process_bytes(total, own))
 
     def fits(spec: RunSpec) -> bool:
-        needed = process_bytes(spec, num_processes, total)
-        most = pool.most_process_bytes(total, own)
-        return needed <= min(total // processes_per_host, most)
+        return process_bytes(spec, num_processes, total) <= usable
 
     @functools.cache
     def tried(span: int, num_travelling: int) -> RunSpec:
@@ -70,7 +70,8 @@ def fit_to_host(
     if fits(spec):
         return spec
     # Whatever waits, the state is there: no search is needed to see that it is too large.
-    if processes_per_host * state_bytes(spec.first) // num_processes > total:
+    state = state_bytes(spec.first) // num_processes
+    if state + beside_bytes(state) > usable:
         return None
     # Spans in order, so that the first that fits computes the least again. They don't grow one by
     # one: each try is a search for a schedule, and beyond 8 a span more frees next to nothing.
