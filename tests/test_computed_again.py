@@ -204,6 +204,29 @@ def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
     assert plan(0.001).num_again == 0
 
 
+def test_a_host_is_too_small_where_blocks_computed_again_need_more_of_the_device():
+    width, layers = 8192, [{"up": (1, 4), "down": (4, 1), "q": (1, 1)}] * 6
+
+    def build():
+        made = [{k: jnp.zeros((a * width, b * width)) for k, (a, b) in x.items()} for x in layers]
+        return {"embed": jnp.zeros((1000, width)), "layers": made}
+
+    def loss_fn(params, batch):
+        x = params["embed"][batch["x"]]
+        for layer in params["layers"]:
+            x = x + jnp.tanh((x @ layer["q"]) @ layer["up"]) @ layer["down"]
+        logits = (x @ params["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    rows = jax.ShapeDtypeStruct((256, 2048), jnp.int32)
+    made = build, loss_fn, optax.adamw(1e-3), {"x": rows, "y": rows}
+    plans = [
+        mt.plan(*made, hardware="H100", host_gib=gib, precision=mt.Precision.compact())
+        for gib in (16, 32, 128)
+    ]
+    assert [plan.fits_host for plan in plans] == [False, False, True]
+
+
 def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
     rows = jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)
     up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)

@@ -59,12 +59,15 @@ def fit_to_host(
         return spec
     usable = min(total // processes_per_host, pool.most_process_bytes(total, own))
 
-    def fits(spec: RunSpec) -> bool:
-        return process_bytes(spec, num_processes, total) <= usable
+    def fits(spec: RunSpec | None) -> bool:
+        return spec is not None and process_bytes(spec, num_processes, total) <= usable
 
     @functools.cache
-    def tried(span: int, num_travelling: int) -> RunSpec:
-        first = spanning(spec.first, span, num_travelling, spec.budget_bytes)
+    def tried(span: int, num_travelling: int) -> RunSpec | None:
+        try:
+            first = spanning(spec.first, span, num_travelling, spec.budget_bytes)
+        except ValueError:  # the blocks between need more of the device at once than the budget has
+            return None
         return dataclasses.replace(spec, span=span, num_travelling=num_travelling, first=first)
 
     if fits(spec):

@@ -46,14 +46,19 @@ def _print_largest(settings: PlanSettings) -> int:
     if settings.model is not None:
         config_of(settings.model)  # which is refused here, in a line
     print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
-    found = 0
+    found = []
     # Each size is printed as soon as it and those before it are found.
-    for line in filter(None, _lines(settings, planner)):
-        print(line, flush=True)
-        found += 1
-    if not found:
+    for line in _lines(settings, planner):
+        found.append(line is not None)
+        if line is not None:
+            print(line, flush=True)
+    if not any(found):
         print(f"Nothing fits: {advice(_smallest(planner), settings)}")
-    return 0 if found else 1
+    elif settings.model is not None and not any(found[:-1]):  # the last one is of any model
+        print(f"{settings.model} doesn't fit: {advice(_smallest(planner), settings)}")
+    else:
+        return 0
+    return 1
 
 
 def _smallest(planner: Planner) -> mt.Plan:
