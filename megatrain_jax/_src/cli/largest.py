@@ -30,8 +30,8 @@ _BYTES = 36
 _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
 # Places by which a search goes on at the least, before the first doubling.
 _STRIDE = 0.25
-# A model may need so much less of the host for each parameter than the small one of the guess.
-_SLACK = 1.15
+# A model's state may take so much less of the host for each parameter than that of a small one.
+_SLACK = 1.02
 # Contexts are multiples of this.
 _TOKENS = 1024
 
@@ -137,13 +137,12 @@ def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
     """The largest known model that fits, with its plan.
 
-    Plans begin with models somewhat larger than what would just fit if host memory grew with
-    parameters as that of a small model does.
+    Plans begin with the largest one whose state alone the host holds.
     """
     few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
     host = planner.host_bytes or math.inf
-    most = _SLACK * host * small.num_parameters / small.host_peak_bytes
+    most = _SLACK * host * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in KNOWN_MODELS.items()}
     for size in sorted((size for size in by_size if size <= most), reverse=True):
         plan = planner.plan(config_of(by_size[size]), rows, length)
