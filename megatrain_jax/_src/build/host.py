@@ -57,7 +57,7 @@ def fit_to_host(
     total = hardware and hardware.times(own * processes_per_host).assumed_host_bytes
     if total is None:
         return spec
-    usable = min(total // processes_per_host, pool.most_process_bytes(total, own))
+    usable = pool.most_process_bytes(total, own, processes_per_host)
 
     def fits(spec: RunSpec | None) -> bool:
         return spec is not None and process_bytes(spec, num_processes, total) <= usable

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from megatrain_jax._src.report.bound import Bound, find_bound
 from megatrain_jax._src.report.plan_html import as_html
-from megatrain_jax._src.report.plan_table import as_text
+from megatrain_jax._src.report.plan_table import as_text, most_of_a_process
 from megatrain_jax._src.report.timeline_figure import draw_timeline, title_of
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.timeline import memory, timeline
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.pool import most_process_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -245,10 +244,7 @@ class Plan:
         # Without a GPU there is no pool, and a process takes what its arrays do.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
         total = self.hardware and self.hardware.assumed_host_bytes
-        if total is None:
-            return None
-        most = most_process_bytes(total, self.devices_per_host // self.processes_per_host)
-        return process <= min(total // self.processes_per_host, most)
+        return _fits(process, total and most_of_a_process(self, total))
 
     @property
     def fits_device(self) -> bool | None:

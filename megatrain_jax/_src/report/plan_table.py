@@ -200,6 +200,12 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
     return ", ".join([*rates, f"{machine.flops_per_s / 1e12:g} TFLOP/s", machine.source])
 
 
+def most_of_a_process(plan: "Plan", total: int) -> int:
+    """The most host memory that one of a plan's processes can take of so much."""
+    own = plan.devices_per_host // plan.processes_per_host
+    return most_process_bytes(total, own, plan.processes_per_host)
+
+
 def _host_verdict(plan: "Plan") -> str:
     machine = plan.hardware
     if machine is None:
@@ -209,8 +215,8 @@ def _host_verdict(plan: "Plan") -> str:
     typical = "" if machine.host_bytes is not None else ", a typical host"
     if plan.processes_per_host > 1:
         typical += f", together with {plan.processes_per_host - 1} more"
-    most = most_process_bytes(limit, plan.devices_per_host // plan.processes_per_host)
-    if plan.fits_host is False and most * plan.processes_per_host < limit:
+    most = most_of_a_process(plan, limit)
+    if plan.fits_host is False and most < limit // plan.processes_per_host:
         typical += f", of which a process can take {sized(most)}"
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"
 

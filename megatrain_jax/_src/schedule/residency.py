@@ -239,7 +239,7 @@ class Residency:
                         if not self._is_needed(needs, key, starts[number + 1]):
                             self.evict(key, number)
 
-    def run_to_rest(self, tasks: Sequence[Task], spare: int) -> None:
+    def run_to_rest(self, tasks: Sequence[Task], spare: int = 0) -> None:
         """Lays down the instructions of tasks after which nothing is on the device.
 
         Args:

@@ -230,7 +230,7 @@ def _finished(steps: _Steps, smallest: int) -> Schedule:
     lists, flush = steps.lists, steps.end
     flush.run_to_rest(lists.flush, steps.limit - least_of(lists.workload, lists.flush))
     evaluation = _at_rest(lists, steps.limit, frozenset())
-    evaluation.run_to_rest(lists.evaluation, 0)
+    evaluation.run_to_rest(lists.evaluation)
     runs = {"cold": steps.cold, "steady": steps.steady, "flush": flush, "evaluation": evaluation}
     return Schedule(
         cold=tuple(steps.cold.instructions),

@@ -144,10 +144,16 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
     return num_devices * growth + beside_bytes(num_devices * growth)
 
 
-def most_process_bytes(total: int, num_devices: int = 1) -> int:
-    """Returns the most host memory that a process can take by `process_bytes` on such a machine."""
+def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1) -> int:
+    """Returns the most host memory that a process can take by `process_bytes` on such a machine.
+
+    Args:
+        total: The machine's host memory.
+        num_devices: Number of the process's devices.
+        num_processes: Number of processes that share the memory.
+    """
     most = num_devices * limit_bytes(total)
-    return most + beside_bytes(most)
+    return min(total // num_processes, most + beside_bytes(most))
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
