@@ -118,7 +118,8 @@ def test_a_step_goes_on_when_what_it_waits_for_is_there(case, optimizer, trainab
         nonlocal now
         task = engine._begun + (instruction.task or 0)
         now = task if instruction.op in COMPUTING else now
-        waits_for, is_there = made.get(task, []), is_computed
+        # Each result of the device is made from the one before: a later one tells of this, too.
+        waits_for, is_there = [x for t in made if t >= task for x in made[t]], is_computed
         if instruction.op is Op.LAND:
             waits_for, is_there = engine.store.host.get(instruction.key, ()), are_ready
         was_late = not is_there(waits_for)
