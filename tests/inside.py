@@ -48,14 +48,14 @@ def divide(trainer: mt.Trainer, room: float) -> None:
     trainer._steps = {first.key: first}
 
 
-def compute_again(trainer: mt.Trainer, span: int, num_travelling: int = 0) -> None:
+def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
     """Has a trainer compute all but one of every `span` blocks again before their backward.
 
-    Of the other blocks, residuals of so many may wait in the host.
+    In the host it has so much room beside the state, or takes the least.
     """
     spec = trainer._spec
-    first = spanning(spec.first, span, num_travelling, spec.budget_bytes)
-    trainer._spec = dataclasses.replace(spec, span=span, num_travelling=num_travelling, first=first)
+    first = spanning(spec.first, span, spec.budget_bytes, host_room)
+    trainer._spec = dataclasses.replace(spec, span=span, host_room=host_room, first=first)
     trainer._steps = {first.key: first}
 
 

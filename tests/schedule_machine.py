@@ -9,6 +9,7 @@ from typing import Any
 
 from megatrain_jax._src.common.keys import LASTING, PASSING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.passing import in_flight_bytes
 from megatrain_jax._src.schedule.search import Schedule
 from megatrain_jax._src.schedule.workload import Workload
 from workloads import MOVES, WAITS
@@ -42,6 +43,7 @@ class Machine:
     fetched: dict[Key, int] = field(default_factory=dict)
     reduced: dict[int, int] = field(default_factory=dict)
     combined: int = 0
+    waited: int = 0  # most bytes that waited in the host while training
 
     def __post_init__(self):
         self.truth = {Key(kind, group): 0 for kind in LASTING for group in self.groups}
@@ -80,6 +82,7 @@ class Machine:
                 self.move(instruction, self.begun + instruction.task, exact)
             else:
                 self.compute(instruction, self.begun + instruction.task)
+            self.waited = max(self.waited, self.waiting() if kind != "evaluation" else 0)
             held = sum(self.workload.size(key) for key in self.device)
             actual = held + sum(self.used.values()) + sum(self.leaving.values())
             assert actual == promised if exact else actual <= promised
@@ -93,6 +96,11 @@ class Machine:
             self.begun, self.task, self.computing = 0, -1, -1
             self.fetched.clear()
 
+    def waiting(self) -> int:
+        """Bytes of current copies in the host of what no state at rest has."""
+        kept = (key for key in self.host if key.kind not in LASTING)
+        return sum(self.workload.size(k) for k in kept if self.host[k] == self.truth.get(k))
+
     def of_stage(self, table: tuple[tuple[int, ...], ...], stage: int) -> tuple[int, ...]:
         return table[stage] if table else ()
 
@@ -105,7 +113,7 @@ class Machine:
             return
         assert key is not None
         assert self.workload.size(key)
-        assert key.kind is not Kind.RESIDUALS or self.workload.num_travelling
+        assert key.kind is not Kind.RESIDUALS or self.workload.may_travel
         if instruction.op is Op.FETCH:
             assert key not in self.device
             assert self.host[key] == self.truth[key], "a stale copy is fetched"
@@ -260,3 +268,5 @@ def run_everything(workload: Workload, schedule: Schedule) -> None:
     machine.run("cold", schedule, exact=True)
     machine.run("steady", schedule, exact=False)
     machine.run("flush", schedule, exact=False)
+    passing = machine.waited + in_flight_bytes(workload, schedule.steady)
+    assert passing == schedule.passing_bytes

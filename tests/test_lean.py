@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inside import spec_of
+from inside import on_one_device, spec_of
 from megatrain_jax._src.build.lean import lean_residuals, seconds_per_byte
+from megatrain_jax._src.build.step_kernels import stage_kernel
 from megatrain_jax._src.kernels.residuals import find_residuals
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.gradients import differentiated
+from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from oracle import train_plain
 from runs import SLOW, check_close, check_same_bits, make_spec, make_trainer, train
@@ -158,3 +160,7 @@ def test_lean_runs_agree_with_plain_jax_and_with_each_other(microbatches):
     assert streamed.losses == resident.losses
     check_same_bits(streamed.params, resident.params)
     check_same_bits(streamed.opt_state, resident.opt_state)
+    # All residuals are kept by other kernels than the costliest alone, in one cache, too.
+    first = (spec_of(run.trainer).first for run in runs)
+    backward = [stage_kernel(step, Op.BACKWARD, 1, on_one_device()) for step in first]
+    assert len({kernel.name for kernel in backward}) == 2

@@ -60,7 +60,7 @@ def random_workload(seed: int) -> Workload:
         makes=tuple(makes),
         reads=tuple(reads),
         residuals=tuple(rng.choice((0, rng.randint(1, 50))) if k else 0 for k in keeps),
-        num_travelling=num_stages if seed % 2 == 0 else 0,
+        may_travel=seed % 2 == 0,
         again=frozenset(s for s, yes in enumerate(again) if yes),
         deferred=rng.random() < 0.5,
         accumulate=rng.random() < 0.5,

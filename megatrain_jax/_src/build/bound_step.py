@@ -17,6 +17,7 @@ With two microbatches all gradients are fp32 sums, and every backward accumulate
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
@@ -135,7 +136,7 @@ def bind_step(
     device_budget: int | None,
     hardware: Hardware,
     span: int = 1,
-    num_travelling: int | None = None,
+    host_room: float = math.inf,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -155,7 +156,7 @@ def bind_step(
         hardware: Machine whose rates the schedule is made for.
         span: Number of blocks of which all but one are computed again before their backward, since
             the host can't hold what all of them hand on.
-        num_travelling: Most stages whose residuals may wait in the host; None for all.
+        host_room: Bytes that the host of each device has beside the state at rest.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -180,7 +181,7 @@ def bind_step(
         makes=makes,
         reads=reads,
         residuals=bytes_of([b.residuals for b in bound]),
-        num_travelling=_most_travelling(num_travelling, stages, num_devices),
+        may_travel=num_devices == 1,  # some residuals may be the same on all devices
         stages=tuple(b.groups for b in bound),
         backward=tuple(s.has_backward for s in stages),
         fused_last=fused,
@@ -199,7 +200,7 @@ def bind_step(
     if any(kept := [b.lean for b in bound]):
         costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
         lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
-    schedule = find_schedule(workload, device_budget, lean)
+    schedule = find_schedule(workload, device_budget, lean, host_room)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
         key=key,
@@ -216,36 +217,25 @@ def bind_step(
     )
 
 
-def spanning(
-    step: BoundStep, span: int, num_travelling: int, device_budget: int | None
-) -> BoundStep:
+def spanning(step: BoundStep, span: int, device_budget: int | None, host_room: float) -> BoundStep:
     """A training step for a host that can't hold all residuals, or what all blocks hand on.
 
     Args:
         step: The step.
         span: See `bind_step`.
-        num_travelling: See `bind_step`.
         device_budget: See `bind_step`.
+        host_room: See `bind_step`.
     """
     stages = [bound.stage for bound in step.stages]
-    changes = {
-        "again": computed_again(step.workload, stages, span),
-        "num_travelling": _most_travelling(num_travelling, stages, step.num_devices),
-    }
-    workload = dataclasses.replace(step.workload, **changes)
-    lean = step.lean and dataclasses.replace(step.lean, **changes)
-    schedule = find_schedule(workload, device_budget, lean)
+    again = computed_again(step.workload, stages, span)
+    workload = dataclasses.replace(step.workload, again=again)
+    lean = step.lean and dataclasses.replace(step.lean, again=again)
+    schedule = find_schedule(workload, device_budget, lean, host_room)
     # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
-
-
-def _most_travelling(count: int | None, stages: Sequence[Stage], num_devices: int) -> int:
-    if num_devices > 1:  # some of a stage's residuals may be the same on all devices
-        return 0
-    return len(stages) if count is None else count
 
 
 def _gradient_dtypes(

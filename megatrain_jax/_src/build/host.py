@@ -5,8 +5,8 @@ and what the device has no room for, which are the inputs of all stages where se
 and the costliest residuals. Without residuals, stages compute more again; and of their inputs only
 every second, third or further one needs to be held if the stages between are computed again in the
 backward; see `schedule/order.py`. An input is worth more than residuals of its size: without it a
-whole block is computed again. So no more blocks are than have to be, and then the host takes the
-residuals of as many others as it has room for, beside those that the device has room for.
+whole block is computed again. So no more blocks are than have to be, and then the search for a
+schedule has the residuals of as many others wait as the host has room for.
 
 A worked example, 28 blocks that hand on 3.8 GB each, 31 GB of state, and a host of 125 GB:
 
@@ -20,19 +20,15 @@ The last block is not computed again, since its backward follows its forward at 
 """
 
 import dataclasses
-import functools
 
 from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.run_spec import RunSpec
-from megatrain_jax._src.common.keys import LASTING, Key, Kind
-from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.schedule.room import most_that_fit
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.pool_limit import beside_bytes
 
-# The driver waits for a task before it dispatches the second one after it.
-_TASKS_IN_FLIGHT = 3
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
+_MIB_BITS = 20
 
 
 def fit_to_host(
@@ -40,8 +36,8 @@ def fit_to_host(
 ) -> RunSpec | None:
     """The run with the fewest stages computed again for which the host suffices.
 
-    Of these it is the one in which the residuals of the most stages wait in the host. The run stays
-    as it is if the host suffices anyway or isn't known.
+    Of these it has the fastest schedule. The run stays as it is if the host suffices anyway or
+    isn't known.
 
     Args:
         spec: The run, fitted to its device.
@@ -59,30 +55,28 @@ def fit_to_host(
         return spec
     usable = pool.most_process_bytes(total, own, processes_per_host)
 
-    def fits(spec: RunSpec | None) -> bool:
-        return spec is not None and process_bytes(spec, num_processes, total) <= usable
+    def fits(peak: int) -> bool:
+        return pool.process_bytes(peak, spec.largest_slab_bytes, total, own) <= usable
 
-    @functools.cache
-    def tried(span: int, num_travelling: int) -> RunSpec | None:
-        try:
-            first = spanning(spec.first, span, num_travelling, spec.budget_bytes)
-        except ValueError:  # the blocks between need more of the device at once than the budget has
-            return None
-        return dataclasses.replace(spec, span=span, num_travelling=num_travelling, first=first)
-
-    if fits(spec):
+    most = most_that_fit(usable >> _MIB_BITS, lambda mib: fits(mib << _MIB_BITS)) << _MIB_BITS
+    room = most // own - state_bytes(spec.first) // spec.first.num_devices
+    spec = dataclasses.replace(spec, host_room=room)
+    if fits(peak_bytes(spec.first) // num_processes):
         return spec
-    # Whatever waits, the state is there: no search is needed to see that it is too large.
-    state = state_bytes(spec.first) // num_processes
-    if state + beside_bytes(state) > usable:
-        return None
-    # Spans in order, so that the first that fits computes the least again. They don't grow one by
-    # one: each try is a search for a schedule, and beyond 8 a span more frees next to nothing.
-    span = next((span for span in _SPANS if fits(tried(span, 0))), None)
-    if span is None:
-        return None
-    most = min(spec.first.workload.num_travelling, len(spec.first.schedule.kept))
-    return tried(span, most_that_fit(most, lambda count: fits(tried(span, count))))
+    # In order, so that the first that fits computes the least again. Spans don't grow one by one:
+    # each is a search for a schedule, and beyond 8 a span more frees next to nothing.
+    inputs = sum(spec.first.workload.activations.values())
+    for span in _SPANS if room > 0 else ():
+        try:
+            first = spanning(spec.first, span, spec.budget_bytes, room)
+        except ValueError:  # the blocks between need more of the device at once than the budget has
+            continue
+        if fits(peak_bytes(first) // num_processes):
+            return dataclasses.replace(spec, span=span, first=first)
+        # Nothing that takes less was found, and no span frees more than all inputs.
+        if first.schedule.passing_bytes - inputs > room:
+            break
+    return None
 
 
 def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
@@ -100,49 +94,10 @@ def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
 
 def peak_bytes(step: BoundStep) -> int:
     """Host memory of all devices' state, of what waits there, and of arrays in flight."""
-    passing = waiting_bytes(step) + _in_flight_bytes(step)
-    return state_bytes(step) + step.num_devices * passing
+    return state_bytes(step) + step.num_devices * step.schedule.passing_bytes
 
 
 def state_bytes(step: BoundStep) -> int:
     """Host memory of all devices' masters and optimizer state."""
     state = sum(s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE] for s in step.workload.sizes)
     return step.num_devices * state
-
-
-def waiting_bytes(step: BoundStep) -> int:
-    """Most bytes of one device's gradients and activations that wait in the host at one time."""
-    waiting: dict[Key, int] = {}
-    most = 0
-    lists = step.schedule
-    # A first step may have less room ahead than the others have, and emptying the device takes to
-    # the host what that has no room to keep.
-    for instruction in (*lists.cold, *lists.steady, *lists.steady, *lists.flush):
-        op, key, stage = instruction.op, instruction.key, instruction.stage
-        if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
-            waiting[key] = step.scheduled.size(key)
-            most = max(most, sum(waiting.values()))
-        # A copy that was fetched again is dropped by whoever is the last to read the part.
-        elif op is Op.UPDATE and instruction.group is not None:
-            waiting.pop(Key(Kind.GRADIENT, instruction.group), None)
-        elif stage is not None and instruction.task is not None:
-            for i in step.last_read.get(instruction.task, ()):
-                waiting.pop(Key(Kind.ACTIVATION, i), None)
-            if op is Op.BACKWARD:
-                waiting.pop(Key(Kind.RESIDUALS, stage), None)
-                for group in step.stages[stage].accumulated:
-                    waiting.pop(Key(Kind.GRADIENT, group), None)
-    return most
-
-
-def _in_flight_bytes(step: BoundStep) -> int:
-    """Most host bytes of one device that are both old copies being read and new ones written."""
-    sizes = step.workload.sizes
-    # An update writes new arrays while old ones may still be on their way to the device: for as
-    # many groups as tasks are in flight, taken to be the largest, both exist.
-    keys = (r.key for r in step.schedule.steady if r.op is Op.OFFLOAD)
-    groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
-    moving = sorted(
-        (sizes[g][Kind.MASTERS] + sizes[g][Kind.OPTIMIZER_STATE] for g in groups), reverse=True
-    )
-    return sum(moving[:_TASKS_IN_FLIGHT])

@@ -5,6 +5,7 @@ from the same object.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -52,7 +53,8 @@ class RunSpec:
             if the device's memory isn't known.
         span: Number of blocks of which all but one are computed again before their backward, as
             the host can't hold the inputs of all.
-        num_travelling: Most stages whose residuals may wait in the host; None for all.
+        host_room: Bytes that the host of each device has beside the state at rest; infinite if
+            unknown.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -68,7 +70,7 @@ class RunSpec:
     temporary_estimated: bool = False
     room_bytes: int | None = None
     span: int = 1
-    num_travelling: int | None = None
+    host_room: float = math.inf
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -125,7 +127,7 @@ class RunSpec:
             device_budget=self.budget_bytes,
             hardware=_scheduled_for(self.options),
             span=self.span,
-            num_travelling=self.num_travelling,
+            host_room=self.host_room,
             training=train,
         )
 

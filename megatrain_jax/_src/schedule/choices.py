@@ -15,7 +15,7 @@ needed for the shortest time::
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megatrain_jax._src.common.keys import Key, Kind
@@ -74,13 +74,16 @@ class Choice:
         return len(self._residuals) - self.num_travelling
 
 
-def find_choices(workload: Workload, lean: Workload | None, budget: int) -> list[Choice]:
+def find_choices(
+    workload: Workload, lean: Workload | None, budget: int, fits_host: Callable[[Choice], bool]
+) -> list[Choice]:
     """The choices in which stages keep residuals, and which fit the device.
 
     Args:
         workload: See `find_schedule`.
         lean: See `find_schedule`.
         budget: Bytes that may be on the device.
+        fits_host: Whether the host has room for the residuals that wait there by a choice.
     """
     able, found = len(_ranked(workload)), []
     for kinds in (workload, lean):
@@ -88,8 +91,8 @@ def find_choices(workload: Workload, lean: Workload | None, budget: int) -> list
         if kinds is not None and not any(choice.num_kept == able for choice in found):
             found += _staying(kinds, budget)
     # All residuals would fill the host for the little that each byte of them saves.
-    if workload.num_travelling and lean is not None and all(c.num_kept < able for c in found):
-        found += _travelling(lean, budget)
+    if workload.may_travel and lean is not None and all(c.num_kept < able for c in found):
+        found += _travelling(lean, budget, fits_host)
     return found
 
 
@@ -113,20 +116,29 @@ def _staying(workload: Workload, budget: int) -> Iterator[Choice]:
         yield keeping(count)
 
 
-def _travelling(workload: Workload, budget: int) -> Iterator[Choice]:
+def _travelling(
+    workload: Workload, budget: int, fits_host: Callable[[Choice], bool]
+) -> Iterator[Choice]:
     """The most stages that can keep residuals if those of some may wait in the host."""
     able = len(_ranked(workload))
-    num_travelling = min(workload.num_travelling, able)
+    every = _keeping(workload, able, able)
+    if not able or every.least_bytes(0) > budget:
+        return
+    if fits_host(every):
+        yield every
+        return
 
     @functools.cache
-    def keeping(num_staying: int) -> Choice:
-        return _keeping(workload, num_staying + num_travelling, num_travelling)
+    def keeping(count: int) -> Choice:
+        """Residuals of so many stages, of which as many stay as the device has room for."""
 
-    def fits(num_staying: int) -> bool:
-        return keeping(num_staying).least_bytes(0) <= budget
+        def beside(num_staying: int) -> Choice:
+            return _keeping(workload, count, count - num_staying)
 
-    if fits(0):
-        yield keeping(room.most_that_fit(able - num_travelling, fits))
+        return beside(room.most_that_fit(count, lambda n: beside(n).least_bytes(0) <= budget))
+
+    if count := room.most_that_fit(able, lambda count: fits_host(keeping(count))):
+        yield keeping(count)
 
 
 def _keeping(workload: Workload, count: int, num_travelling: int = 0) -> Choice:

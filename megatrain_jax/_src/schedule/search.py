@@ -15,9 +15,11 @@ bytes at least, and with 332 nothing moves. A budget of 208 gives
     6                       316            380
     8                       316            328   taken: as fast as any, and it moves the least
 
-and 9 don't fit, beside what the others need to come and go.
+and 9 don't fit, beside what the others need to come and go. Where the host is short of memory, only
+those count whose gradients, activations and residuals find room there while they wait.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from megatrain_jax._src.common.keys import LASTING, Key
 from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
+from megatrain_jax._src.schedule.passing import in_flight_bytes, waiting_bytes
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import (
     least_bytes,
@@ -42,6 +45,8 @@ _NUM_CANDIDATES = 8
 # Rates aren't known well enough to tell which of two steps is faster if their estimates differ by
 # less than this part of them; docs/performance.md has what taking the one that moves less brought.
 _UNCERTAINTY = 0.03
+# Where links are busy for less of the fastest step than the second part, their rates hardly matter.
+_SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
 # The first lists only bring the clock into its rhythm.
 _MIN_STEPS = 3
 
@@ -65,6 +70,7 @@ class Schedule:
             task. Steady steps and flushes may hold less, offload parts that are unchanged, and wait
             for tasks that left nothing: their instructions serve after every step.
         peak_bytes: The largest entry of the ledgers.
+        passing_bytes: Host bytes that training steps take beside the state at rest.
         resident: Parts that stay on the device between steps, or from when they are made to their
             last use.
         kept: Stages whose residuals are kept from forward to backward.
@@ -80,6 +86,7 @@ class Schedule:
     num_tasks: int
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
+    passing_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
     lean: bool
@@ -87,7 +94,12 @@ class Schedule:
     smallest_bytes: int
 
 
-def find_schedule(workload: Workload, budget: int | None, lean: Workload | None = None) -> Schedule:
+def find_schedule(
+    workload: Workload,
+    budget: int | None,
+    lean: Workload | None = None,
+    host_room: float = math.inf,
+) -> Schedule:
     """Orders a training step so that what it keeps never exceeds a budget on the device.
 
     Args:
@@ -96,6 +108,8 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
             occupy on the device. None asks for the smallest schedule.
         lean: The same step with the costliest residuals of each stage alone, which is tried if
             there is no room for all residuals of all stages; these may wait in the host.
+        host_room: Bytes that the host has beside the state at rest. If no step keeps to them, it is
+            one of those that take the least.
 
     Returns:
         The schedule: of several with more or fewer residents and residuals the one estimated to be
@@ -107,26 +121,35 @@ def find_schedule(workload: Workload, budget: int | None, lean: Workload | None 
     """
     lists = build_task_lists(workload)
     smallest = least_bytes(lists, frozenset())
-    budget = smallest if budget is None else budget
-    if budget < smallest:
+    room = _Room(device=smallest if budget is None else budget, host=host_room)
+    if room.device < smallest:
         raise ValueError(
             f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
             f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
         )
     choices = [Choice(lists=lists)]
-    if budget > smallest:
-        choices += find_choices(workload, lean, budget)
-    return _finished(_best(workload, list(_worth_trying(choices, budget))), smallest)
+    if room.device > smallest:
+        choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
+    return _finished(_best(list(_worth_trying(choices, room)), room), smallest)
 
 
-def _worth_trying(choices: Sequence[Choice], budget: int) -> Iterator["_Steps"]:
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """The bytes that steps may take on the device, and in the host beside the state at rest."""
+
+    device: int
+    host: float
+
+
+def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator["_Steps"]:
     """The fastest steps of each choice, but of those that compute for too long to be taken."""
     fastest = math.inf
     # Choices that compute least come first, so that most of the others need not be laid down.
     for choice in sorted(choices, key=lambda choice: choice.computing):
         if choice.computing <= (1 + _UNCERTAINTY) * fastest:
-            steps = _with_residents(choice, budget)
-            fastest = min(fastest, steps.seconds)
+            steps = _with_residents(choice, room)
+            if steps.fits_host(room.host):
+                fastest = min(fastest, steps.seconds)
             yield steps
 
 
@@ -152,36 +175,82 @@ class _Steps:
     end: Residency
     seconds: float
 
+    @functools.cached_property
+    def flush(self) -> Residency:
+        """The state after all was brought to rest, with the instructions."""
+        flush = self.end.next_step(0, self.end.reach)
+        flush.run_to_rest(self.lists.flush, self.limit - least_of(self.workload, self.lists.flush))
+        return flush
 
-def _with_residents(choice: Choice, budget: int) -> _Steps:
+    @functools.cached_property
+    def passing_bytes(self) -> int:
+        """Host bytes beside the state at rest."""
+        lists, steady = self.lists, (self.lists.steady, self.steady.instructions)
+        # A first step may have less room ahead than the others have, and emptying the device takes
+        # to the host what that has no room to keep.
+        cold, flush = (lists.cold, self.cold.instructions), (lists.flush, self.flush.instructions)
+        waiting = waiting_bytes(self.workload, (cold, steady, steady, flush))
+        return waiting + in_flight_bytes(self.workload, self.steady.instructions)
+
+    def fits_host(self, room: float) -> bool:
+        """Whether the host has so much room beside the state at rest."""
+        return math.isinf(room) or self.passing_bytes <= room
+
+    @property
+    def workload(self) -> Workload:
+        """The workload of the tasks."""
+        return self.lists.workload
+
+
+def _with_residents(choice: Choice, room: _Room) -> _Steps:
     """The fastest steps of some with more or fewer parts that stay on the device."""
+    return _best(list(_laid_down(choice, room)), room)
+
+
+def _may_fit(room: _Room, choice: Choice) -> bool:
+    """Whether the host has room for some steps of a choice."""
+    return math.isinf(room.host) or any(s.fits_host(room.host) for s in _laid_down(choice, room))
+
+
+def _laid_down(choice: Choice, room: _Room) -> Iterator[_Steps]:
+    """The steps of a choice with more or fewer parts that stay on the device."""
     lists, units = choice.lists, choice.units
     # Nothing moves then, so that more room would be of no use.
-    if budget >= (needed := choice.least_bytes(len(units))):
-        return _lay_down(lists, needed, choice.residents(len(units)))
+    if room.device >= (needed := choice.least_bytes(len(units))):
+        yield _lay_down(lists, needed, choice.residents(len(units)))
+        return
     # The sets grow with the count, and with them the least that they need, which is what lets
     # `most_that_fit` halve its way to the largest.
-    most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= budget)
+    most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
-    candidates = [_lay_down(lists, budget, choice.residents(count)) for count in sorted(counts)]
-    return _best(lists.workload, candidates)
+    for count in sorted(counts):
+        yield _lay_down(lists, room.device, choice.residents(count))
 
 
-def _best(workload: Workload, candidates: Sequence[_Steps]) -> _Steps:
+def _best(candidates: Sequence[_Steps], room: _Room) -> _Steps:
     """The fastest; of steps that are as fast by all that can be foretold, those that move least."""
-    enough = (1 + _UNCERTAINTY) * min(steps.seconds for steps in candidates)
-    good = [steps for steps in candidates if steps.seconds <= enough]
+    fitting = [steps for steps in candidates if steps.fits_host(room.host)]
+    if not fitting:
+        return min(candidates, key=lambda steps: steps.passing_bytes)
+    fastest = min(fitting, key=lambda steps: steps.seconds)
+    _, seconds = _copies(fastest)
+    uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
+    good = [s for s in fitting if s.seconds <= (1 + uncertainty) * fastest.seconds]
 
     def order(steps: _Steps) -> tuple[int, float, int]:
-        return _moved(workload, steps), steps.seconds, len(steps.lists.workload.kept)
+        return _copies(steps)[0], steps.seconds, len(steps.workload.kept)
 
     return min(good, key=order)
 
 
-def _moved(workload: Workload, steps: _Steps) -> int:
-    """Bytes that a steady step copies, both ways."""
-    copies = (r.key for r in steps.steady.instructions if r.op in (Op.FETCH, Op.OFFLOAD))
-    return sum(workload.size(key) for key in copies if key is not None)
+def _copies(steps: _Steps) -> tuple[int, float]:
+    """Bytes that a steady step copies, both ways, and the seconds of one copy after the other."""
+    copies = [r.key for r in steps.steady.instructions if r.op in (Op.FETCH, Op.OFFLOAD)]
+    keys, link_of = [key for key in copies if key is not None], steps.workload.costs.link_of
+    sizes = list(map(steps.workload.size, keys))
+    links = zip(sizes, map(link_of, keys), strict=True)
+    seconds = (size * max(link.inward, link.outward, link.shared) for size, link in links)
+    return sum(sizes), sum(seconds)
 
 
 def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:
@@ -227,8 +296,7 @@ def _at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residenc
 
 def _finished(steps: _Steps, smallest: int) -> Schedule:
     """The schedule of the steps that were chosen, with what comes after them."""
-    lists, flush = steps.lists, steps.end
-    flush.run_to_rest(lists.flush, steps.limit - least_of(lists.workload, lists.flush))
+    lists, flush = steps.lists, steps.flush
     evaluation = _at_rest(lists, steps.limit, frozenset())
     evaluation.run_to_rest(lists.evaluation)
     runs = {"cold": steps.cold, "steady": steps.steady, "flush": flush, "evaluation": evaluation}
@@ -240,6 +308,7 @@ def _finished(steps: _Steps, smallest: int) -> Schedule:
         num_tasks=len(lists.steady),
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
+        passing_bytes=steps.passing_bytes,
         resident=steps.resident,
         kept=lists.workload.kept,
         lean=lists.workload.lean,

@@ -72,7 +72,7 @@ class Workload:
         reads: For each stage, the counted activations it reads.
         residuals: For each stage, bytes of the residuals that it can keep, 0 if none; none unless
             given.
-        num_travelling: Most stages whose residuals, the costliest alone, may wait in the host.
+        may_travel: Whether residuals, the costliest alone, may wait in the host.
         kept: The stages that keep residuals.
         again: The stages that are computed once more before their backward, so that what they make
             need not be held until then; see `order.py`.
@@ -92,7 +92,7 @@ class Workload:
     makes: tuple[tuple[int, ...], ...] = ()
     reads: tuple[tuple[int, ...], ...] = ()
     residuals: tuple[int, ...] = ()
-    num_travelling: int = 0
+    may_travel: bool = False
     kept: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
     lean: bool = False
