@@ -13,11 +13,13 @@ import pytest
 from flax import nnx
 
 import megatrain_jax as mt
-from inside import divide, on_one_device, spec_of, steps_of
+from inside import divide, engine_of, on_one_device, spec_of, steps_of
 from megatrain_jax import models
 from megatrain_jax._src import trainer as trainers
-from megatrain_jax._src.build.step_kernels import compile_ahead
+from megatrain_jax._src.build.step_kernels import compile_ahead, stage_kernel
+from megatrain_jax._src.kernels import cache
 from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.state import pool
 from optimizers import OPTIMIZERS
 from oracle import train_plain
@@ -160,6 +162,10 @@ def test_stages_get_the_tiles_that_the_device_has_room_for(monkeypatch):
     )
     steps = [step for step in steps_of(trainer) if step is not spec_of(trainer).first]
     assert any(bound.tiles for bound in steps[0].stages)
+    # The memory of its functions is known, by which they are dispatched.
+    monkeypatch.setattr(cache, "_LARGE_TEMPORARIES", 1)
+    known = (stage_kernel(steps[0], Op.FORWARD, n, on_one_device()) for n in range(5))
+    assert any(map(engine_of(trainer).kernels.has_large_temporaries, known))
 
     on_a_device_of(monkeypatch, fixed)
     with pytest.raises(MemoryError, match="compiled function needs"):

@@ -99,6 +99,9 @@ def in_room(
 ) -> BoundStep:
     """A step of another batch shape, in tiles where its functions would need more than there is.
 
+    Where that is known, on a GPU, its functions are compiled, too: a stage is dispatched by what
+    its function needs.
+
     Args:
         step: The step.
         spec: The run, fitted to its device.
@@ -110,7 +113,10 @@ def in_room(
         return step
     tiles = TileFinder(kernels, placement)
     # If the estimate for the first shape is too large, those for others are, too.
-    return tiles.within(step, max(spec.room_bytes, tiles.most(spec.first)), training=training)
+    room = max(spec.room_bytes, tiles.most(spec.first))
+    divided = tiles.within(step, room, training=training)
+    compile_ahead(kernels, divided, spec.layouts, spec.optimizer, placement, training=training)
+    return divided
 
 
 class _Fitting:

@@ -54,11 +54,17 @@ def group_kernel(
 
 
 def step_kernels(
-    step: BoundStep, layouts: Sequence[GroupLayout], cut: OptimizerCut, placement: Placement
+    step: BoundStep,
+    layouts: Sequence[GroupLayout],
+    cut: OptimizerCut,
+    placement: Placement,
+    *,
+    training: bool = True,
 ) -> Iterator[Kernel]:
     """The kernels that grow with the model: of each stage and each group, in their order."""
-    # Between them, these two have everything that a steady step computes.
-    instructions = (*step.schedule.cold, *step.schedule.flush)
+    lists = step.schedule
+    # Between them, the first two have everything that a steady step computes.
+    instructions = (*lists.cold, *lists.flush) if training else lists.evaluation
     for op, stage, group in dict.fromkeys((i.op, i.stage, i.group) for i in instructions):
         if op in (Op.FORWARD, Op.BACKWARD) and stage is not None:
             yield stage_kernel(step, op, stage, placement)
@@ -73,6 +79,8 @@ def compile_ahead(
     layouts: Sequence[GroupLayout],
     cut: OptimizerCut,
     placement: Placement,
+    *,
+    training: bool = True,
 ) -> int:
     """Compiles a step's functions and asks how much memory they need beside state and activations.
 
@@ -82,12 +90,13 @@ def compile_ahead(
         layouts: Layouts of the groups.
         cut: The optimizer.
         placement: Placement of the arrays that the kernels take.
+        training: Whether it is a training step, not an evaluation.
 
     Returns:
         Bytes on the device: what a function needs within, and for a backward the cotangents it
         takes and gives.
     """
-    return cache.compile(step_kernels(step, layouts, cut, placement))
+    return cache.compile(step_kernels(step, layouts, cut, placement, training=training))
 
 
 def estimate_ahead(
