@@ -10,17 +10,20 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import megatrain_jax as mt
-from inside import compute_again, engine_of, spec_of, store_of
+from inside import compute_again, engine_of, spec_of, steps_of, store_of
+from megatrain_jax._src import trainer as trainers
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build import budget as budget_module
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import peak_bytes
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import make_run_spec
+from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.passing import in_flight_bytes
+from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
@@ -262,6 +265,43 @@ def test_a_plan_has_as_many_residuals_wait_as_the_host_has_room_for():
     assert 0 < seconds[0] < seconds[1] < seconds[2]
 
 
+def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
+    def batch(rows):
+        return {"x": np.random.default_rng(rows).normal(size=(rows, WIDTH)).astype(np.float32)}
+
+    optimizer, fp32 = optax.adam(1e-3), mt.Precision(compute=jnp.float32)
+    short, long, longer = batch(2**12), batch(2**16), batch(2**16 + 8)
+    plan = mt.plan(make_params(), layers, optimizer, longer, precision=fp32, device_budget="least")
+
+    def trained():
+        options = {
+            "precision": fp32,
+            "progress": False,
+            "device_budget": 2 * plan.device_state_bytes,
+        }
+        trainer = mt.Trainer(make_params(), layers, optimizer, short, **options)
+        losses = [trainer.read(trainer.step(b))["loss"] for b in (short, long, short)]
+        return trainer, losses
+
+    whole, expected = trained()
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
+    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
+    monkeypatch.setattr(pool, "most_process_bytes", lambda *_: plan.host_peak_bytes * 2 // 3)
+    narrow, losses = trained()
+    assert losses == expected
+    first, second = steps_of(narrow)
+    assert not first.workload.again and second.workload.again
+    assert peak_bytes(second) <= plan.host_peak_bytes * 2 // 3 < plan.host_peak_bytes
+    # Where nothing helps, it is said before anything is computed.
+    monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 2**20)
+    with pytest.raises(MemoryError, match="batches of this shape needs .* in host memory"):
+        narrow.step(longer)
+    assert narrow.num_steps == 3
+    check_same_bits(narrow.params, whole.params)
+
+
 def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
     monkeypatch,
 ):
@@ -289,6 +329,29 @@ def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_ho
     usual = budget(0)
     assert budget(usual + 1) > 2 * usual
     assert budget(24 * GIB) == usual, "refused with what it would take"
+
+
+def test_functions_of_a_schedule_that_the_host_has_room_for_are_known():
+    batch = {"x": jax.ShapeDtypeStruct((2**24, WIDTH), jnp.float32)}
+    up = jnp.zeros((WIDTH, 4 * WIDTH))
+    adapted, _ = adapt(lambda: {"layers": [{"up": up}] * 4}, wide_layers, batch, 0)
+    options = Options(precision=mt.Precision(compute=jnp.float32))
+    spec = make_run_spec(adapted, wide_layers, optax.adam(1e-3), batch, options)
+    nowhere = placed_on(AbstractMesh((1,), ("data",)))
+
+    def lean(spec):
+        schedule = dataclasses.replace(
+            spec.first.schedule, kept=frozenset({1, 2}), lean=True, seconds=0.0
+        )
+        return dataclasses.replace(spec, first=dataclasses.replace(spec.first, schedule=schedule))
+
+    usual = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lambda spec: spec)
+    found = fit_to_machine(spec, KernelCache(), 16 * GIB, nowhere, lean)
+    assert not usual.first.schedule.kept and usual.first.stages[1].tiles
+    assert (found.temporary_bytes or 0) >= TileFinder(KernelCache(), nowhere).most(found.first)
+    names = ["forward keeping the costliest", "backward of the costliest"]
+    assert set(names) & set(found.first.stages[1].tiles)
+    assert found.budget_bytes == usual.budget_bytes
 
 
 def test_prints_fire_once():

@@ -12,6 +12,7 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import in_room
+from megatrain_jax._src.build.host import on_same_host
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import (
@@ -291,6 +292,8 @@ class Trainer(RunState):
         if key not in self._steps:
             with self._store.placement.outside_meshes():
                 step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
+                if train:
+                    step = on_same_host(step, self._spec, *self.processes.spread)
                 what = self._spec, self._engine.kernels, self._store.placement
                 self._steps[key] = in_room(step, *what, training=train)
         return self._steps[key]

@@ -67,6 +67,8 @@ def fit_to_machine(
     fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
     # What the host never holds stays as it is, to be refused.
     found = fitting.on_host(fitted) or fitted
+    if not _has_functions_of(fitted.first.schedule, found.first.schedule):
+        found = fitting.with_its_functions(found)
     if device_bytes is None:
         return found
     left = _room(fitted, device_bytes)
@@ -173,6 +175,12 @@ class _Fitting:
             temporary_estimated=fitted.temporary_estimated,
             first=dataclasses.replace(found.first, stages=fitted.first.stages),
         )
+
+    def with_its_functions(self, spec: RunSpec) -> RunSpec:
+        """The run with functions that it was not fitted with, in tiles that need no more."""
+        first = self.tiles.within(spec.first, _needed(spec))
+        needed = self._needs(first, not self._placement.devices)
+        return dataclasses.replace(spec, first=first, temporary_bytes=max(needed, _needed(spec)))
 
     def _seconds(self, fitted: RunSpec) -> float:
         """Seconds that a step takes once the run is fitted to its host; infinite if it never is."""

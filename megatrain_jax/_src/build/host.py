@@ -20,10 +20,12 @@ The last block is not computed again, since its backward follows its forward at 
 """
 
 import dataclasses
+import math
 
 from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.room import most_that_fit
 from megatrain_jax._src.state import pool
 
@@ -77,6 +79,34 @@ def fit_to_host(
         if first.schedule.passing_bytes - inputs > room:
             break
     return None
+
+
+def on_same_host(
+    step: BoundStep, spec: RunSpec, num_processes: int, processes_per_host: int
+) -> BoundStep:
+    """A training step of another batch shape, with the stages computed again that it takes.
+
+    Args:
+        step: The step.
+        spec: The run, fitted to its host.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+
+    Raises:
+        MemoryError: If the host never suffices.
+    """
+    if math.isinf(spec.host_room):
+        return step
+    asked = dataclasses.replace(spec, first=step)
+    found = fit_to_host(asked, num_processes, processes_per_host)
+    if found is None:
+        peak, state = peak_bytes(step), state_bytes(step)
+        raise MemoryError(
+            f"A step on batches of this shape needs {sized(peak)} in host memory, "
+            f"{sized(peak - state)} of them beside the state; with that, this machine's is too "
+            "small. Nothing was computed. Use smaller or shorter batches."
+        )
+    return found.first
 
 
 def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
