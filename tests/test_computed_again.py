@@ -302,6 +302,35 @@ def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
     check_same_bits(narrow.params, whole.params)
 
 
+def skipping(params, batch):
+    x, skips = batch["x"], []
+    half = len(params["layers"]) // 2
+    for layer in params["layers"][:half]:
+        skips.append(x := jnp.tanh(x @ layer["w"]))
+    for layer in params["layers"][half:]:
+        x = jnp.tanh((x + skips.pop()) @ layer["w"])
+    return (x**2).mean()
+
+
+def test_an_evaluation_that_the_host_has_no_room_for_is_refused(monkeypatch):
+    rows, fp32 = [2**12, 2**14, 2**16], mt.Precision(compute=jnp.float32)
+    short, middle, long = ({"x": np.ones((n, WIDTH), np.float32)} for n in rows)
+    made = make_params(), skipping, optax.adam(1e-3)
+    least = mt.plan(*made, long, precision=fp32, device_budget="least").device_state_bytes
+    options = {"precision": fp32, "progress": False, "device_budget": 6 * least // 5}
+    expected = mt.Trainer(*made, short, **options).evaluate([middle])
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=GIB)
+    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
+    monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 6 * 2**20)
+    trainer = mt.Trainer(*made, short, **options)
+    with pytest.raises(MemoryError, match=r"An evaluation on batches of this shape needs \d"):
+        trainer.evaluate([long])
+    assert trainer.evaluate([middle]) == expected
+    trainer.read(trainer.step(short))
+
+
 def test_smaller_tiles_are_taken_where_only_theirs_leave_a_step_that_the_host_holds(
     monkeypatch,
 ):

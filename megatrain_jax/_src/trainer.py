@@ -292,8 +292,7 @@ class Trainer(RunState):
         if key not in self._steps:
             with self._store.placement.outside_meshes():
                 step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
-                if train:
-                    step = on_same_host(step, self._spec, *self.processes.spread)
+                step = on_same_host(step, self._spec, *self.processes.spread, training=train)
                 what = self._spec, self._engine.kernels, self._store.placement
                 self._steps[key] = in_room(step, *what, training=train)
         return self._steps[key]

@@ -82,31 +82,42 @@ def fit_to_host(
 
 
 def on_same_host(
-    step: BoundStep, spec: RunSpec, num_processes: int, processes_per_host: int
+    step: BoundStep,
+    spec: RunSpec,
+    num_processes: int,
+    processes_per_host: int,
+    *,
+    training: bool,
 ) -> BoundStep:
-    """A training step of another batch shape, with the stages computed again that it takes.
+    """A step of another batch shape, with the stages computed again that it takes.
 
     Args:
         step: The step.
         spec: The run, fitted to its host.
         num_processes: See `fit_to_host`.
         processes_per_host: See `fit_to_host`.
+        training: Whether it is a training step, not an evaluation.
 
     Raises:
         MemoryError: If the host never suffices.
     """
     if math.isinf(spec.host_room):
         return step
-    asked = dataclasses.replace(spec, first=step)
-    found = fit_to_host(asked, num_processes, processes_per_host)
-    if found is None:
-        peak, state = peak_bytes(step), state_bytes(step)
-        raise MemoryError(
-            f"A step on batches of this shape needs {sized(peak)} in host memory, "
-            f"{sized(peak - state)} of them beside the state; with that, this machine's is too "
-            "small. Nothing was computed. Use smaller or shorter batches."
-        )
-    return found.first
+    if training:
+        asked = dataclasses.replace(spec, first=step)
+        if found := fit_to_host(asked, num_processes, processes_per_host):
+            return found.first
+        what, passing = "A step", step.schedule.passing_bytes
+    else:
+        what, passing = "An evaluation", step.schedule.evaluation_bytes
+        if passing <= spec.host_room:
+            return step
+    beside = step.num_devices * passing
+    raise MemoryError(
+        f"{what} on batches of this shape needs {sized(state_bytes(step) + beside)} in host "
+        f"memory, {sized(beside)} of them beside the state; with that, this machine's is too "
+        "small. Nothing was computed. Use smaller or shorter batches."
+    )
 
 
 def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:

@@ -71,6 +71,7 @@ class Schedule:
             for tasks that left nothing: their instructions serve after every step.
         peak_bytes: The largest entry of the ledgers.
         passing_bytes: Host bytes that training steps take beside the state at rest.
+        evaluation_bytes: Host bytes that an evaluation takes beside it.
         resident: Parts that stay on the device between steps, or from when they are made to their
             last use.
         kept: Stages whose residuals are kept from forward to backward.
@@ -87,6 +88,7 @@ class Schedule:
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
     passing_bytes: int
+    evaluation_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
     lean: bool
@@ -185,11 +187,13 @@ class _Steps:
     @functools.cached_property
     def passing_bytes(self) -> int:
         """Host bytes beside the state at rest."""
-        lists, steady = self.lists, (self.lists.steady, self.steady.instructions)
+        lists = self.lists
+        cold = lists.cold, self.cold.instructions
+        steady = lists.steady, self.steady.instructions
+        flush = lists.flush, self.flush.instructions
         # A first step may have less room ahead than the others have, and emptying the device takes
-        # to the host what that has no room to keep.
-        cold, flush = (lists.cold, self.cold.instructions), (lists.flush, self.flush.instructions)
-        waiting = waiting_bytes(self.workload, (cold, steady, steady, flush))
+        # to the host what that has no room to keep: after a first step, or after others.
+        waiting = waiting_bytes(self.workload, (cold, flush, cold, steady, steady, flush))
         return waiting + in_flight_bytes(self.workload, self.steady.instructions)
 
     def fits_host(self, room: float) -> bool:
@@ -309,6 +313,9 @@ def _finished(steps: _Steps, smallest: int) -> Schedule:
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
         passing_bytes=steps.passing_bytes,
+        evaluation_bytes=waiting_bytes(
+            lists.workload, [(lists.evaluation, evaluation.instructions)]
+        ),
         resident=steps.resident,
         kept=lists.workload.kept,
         lean=lists.workload.lean,
