@@ -55,7 +55,7 @@ def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
     """
     spec = trainer._spec
     first = spanning(spec.first, span, spec.budget_bytes, host_room)
-    trainer._spec = dataclasses.replace(spec, span=span, host_room=host_room, first=first)
+    trainer._spec = dataclasses.replace(spec, host_room=host_room, first=first)
     trainer._steps = {first.key: first}
 
 

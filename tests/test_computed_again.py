@@ -293,13 +293,48 @@ def test_steps_of_other_shapes_keep_to_the_host(monkeypatch):
     assert losses == expected
     first, second = steps_of(narrow)
     assert not first.workload.again and second.workload.again
+    # Fitted to a long batch, a run computes nothing again for a short one.
+    options = {"precision": fp32, "progress": False, "device_budget": 2 * plan.device_state_bytes}
+    reverse = mt.Trainer(make_params(), layers, optimizer, long, **options)
+    reverse.read(reverse.step(short))
+    assert [bool(step.workload.again) for step in steps_of(reverse)] == [True, False]
     assert peak_bytes(second) <= plan.host_peak_bytes * 2 // 3 < plan.host_peak_bytes
     # Where nothing helps, it is said before anything is computed.
     monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 2**20)
-    with pytest.raises(MemoryError, match="batches of this shape needs .* in host memory"):
+    with pytest.raises(MemoryError, match="on batches of this shape takes .* in all"):
         narrow.step(longer)
     assert narrow.num_steps == 3
     check_same_bits(narrow.params, whole.params)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_batch_that_the_budget_has_no_room_for_is_refused_by_its_shape(given, monkeypatch):
+    short, long = ({"x": np.ones((n, WIDTH), np.float32)} for n in (2**12, 2**18))
+    made, fp32 = (make_params(), layers, optax.adam(1e-3)), mt.Precision(compute=jnp.float32)
+    room = mt.plan(*made, short, precision=fp32, device_budget=GIB).device_bytes * 2
+    machine = dataclasses.replace(mt.H200, device_bytes=room, host_bytes=64 * GIB)
+    if not given:
+        monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+        monkeypatch.setattr(pool, "free_device_bytes", lambda placement: room)
+    budget = room if given else None
+    trainer = mt.Trainer(*made, short, precision=fp32, progress=False, device_budget=budget)
+    error, text = (ValueError, "device_budget=") if given else (MemoryError, "first batch")
+    for call, what in ((trainer.step, "step"), (lambda x: trainer.evaluate([x]), "evaluation")):
+        with pytest.raises(error, match=rf"(?i){what} on batches of this shape takes \d+") as info:
+            call(long)
+        assert text in str(info.value)
+    trainer.read(trainer.step(short))
+
+
+def test_a_named_card_is_in_this_host(monkeypatch):
+    machine = dataclasses.replace(mt.H200, device_bytes=GIB, host_bytes=3 * GIB)
+    monkeypatch.setattr(trainers, "this_machine", lambda: machine)
+    monkeypatch.setattr(pool, "free_device_bytes", lambda placement: GIB)
+    made = make_params(), layers, optax.adam(1e-3), BATCH
+    named = (None, "RTX 4090", dataclasses.replace(mt.H100, host_bytes=2 * GIB))
+    plans = [mt.Trainer(*made, progress=False, hardware=hardware).plan for hardware in named]
+    hosts = [plan.hardware.host_bytes for plan in plans if plan.hardware]
+    assert hosts == [3 * GIB, 3 * GIB, 2 * GIB]
 
 
 def skipping(params, batch):
@@ -325,7 +360,7 @@ def test_an_evaluation_that_the_host_has_no_room_for_is_refused(monkeypatch):
     monkeypatch.setattr(pool, "process_bytes", lambda num_bytes, *_: num_bytes)
     monkeypatch.setattr(pool, "most_process_bytes", lambda *_: 6 * 2**20)
     trainer = mt.Trainer(*made, short, **options)
-    with pytest.raises(MemoryError, match=r"An evaluation on batches of this shape needs \d"):
+    with pytest.raises(MemoryError, match=r"An evaluation on batches of this shape takes \d"):
         trainer.evaluate([long])
     assert trainer.evaluate([middle]) == expected
     trainer.read(trainer.step(short))

@@ -111,7 +111,10 @@ class Trainer(RunState):
         mesh = run.mesh or default_mesh()
         check_mesh(mesh)
         placement = placed_on(mesh)
-        run = dataclasses.replace(run, hardware=run.machine or machine, mesh=mesh)
+        hardware = run.machine or machine
+        if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
+            hardware = dataclasses.replace(hardware, host_bytes=machine.host_bytes)
+        run = dataclasses.replace(run, hardware=hardware, mesh=mesh)
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
         num_devices = len(placement.local_devices)

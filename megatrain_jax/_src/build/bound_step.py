@@ -135,7 +135,6 @@ def bind_step(
     reduce_reads: frozenset[Kind],
     device_budget: int | None,
     hardware: Hardware,
-    span: int = 1,
     host_room: float = math.inf,
     training: bool = True,
 ) -> BoundStep:
@@ -154,8 +153,6 @@ def bind_step(
         device_budget: Bytes that state, activations and residuals may take of the device; None
             for the least.
         hardware: Machine whose rates the schedule is made for.
-        span: Number of blocks of which all but one are computed again before their backward, since
-            the host can't hold what all of them hand on.
         host_room: Bytes that the host of each device has beside the state at rest.
         training: Whether it is a training step; an evaluation has no backward.
     """
@@ -192,8 +189,6 @@ def bind_step(
         reduce_reads=reduce_reads,
         costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
     )
-    if training:
-        workload = dataclasses.replace(workload, again=computed_again(workload, stages, span))
     lean = None
     # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
     # or the costliest of many.
@@ -222,7 +217,8 @@ def spanning(step: BoundStep, span: int, device_budget: int | None, host_room: f
 
     Args:
         step: The step.
-        span: See `bind_step`.
+        span: Number of blocks of which all but one are computed again before their backward, since
+            the host can't hold what all of them hand on.
         device_budget: See `bind_step`.
         host_room: See `bind_step`.
     """

@@ -27,6 +27,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.room import most_that_fit
+from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state import pool
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -68,16 +69,20 @@ def fit_to_host(
     # In order, so that the first that fits computes the least again. Spans don't grow one by one:
     # each is a search for a schedule, and beyond 8 a span more frees next to nothing.
     inputs = sum(spec.first.workload.activations.values())
+    least = 0.0  # bytes beside the state with nothing computed again
     for span in _SPANS if room > 0 else ():
+        # No span frees more than the inputs of all but one of so many blocks.
+        if least - inputs * (1 - 1 / span) > room:
+            continue
         try:
             first = spanning(spec.first, span, spec.budget_bytes, room)
-        except ValueError:  # the blocks between need more of the device at once than the budget has
+        except (
+            BudgetError
+        ):  # the blocks between need more of the device at once than the budget has
             continue
         if fits(peak_bytes(first) // num_processes):
-            return dataclasses.replace(spec, span=span, first=first)
-        # Nothing that takes less was found, and no span frees more than all inputs.
-        if first.schedule.passing_bytes - inputs > room:
-            break
+            return dataclasses.replace(spec, first=first)
+        least = least or first.schedule.passing_bytes
     return None
 
 
@@ -108,15 +113,18 @@ def on_same_host(
         if found := fit_to_host(asked, num_processes, processes_per_host):
             return found.first
         what, passing = "A step", step.schedule.passing_bytes
+        tried = ", and too much even if blocks are computed again"
     else:
-        what, passing = "An evaluation", step.schedule.evaluation_bytes
+        what, passing, tried = "An evaluation", step.schedule.evaluation_bytes, ""
         if passing <= spec.host_room:
             return step
-    beside = step.num_devices * passing
+    own = step.num_devices // num_processes
+    state = state_bytes(step) // num_processes
     raise MemoryError(
-        f"{what} on batches of this shape needs {sized(state_bytes(step) + beside)} in host "
-        f"memory, {sized(beside)} of them beside the state; with that, this machine's is too "
-        "small. Nothing was computed. Use smaller or shorter batches."
+        f"{what} on batches of this shape takes {sized(own * passing)} in host memory beside "
+        f"{sized(state)} of state{tried}, where a process can take "
+        f"{sized(state + int(own * spec.host_room))} in all. Nothing was computed. Use smaller or "
+        "shorter batches."
     )
 
 

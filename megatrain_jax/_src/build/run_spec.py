@@ -27,10 +27,12 @@ from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common.remembering import Same, remembered
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 from megatrain_jax._src.program.optimizer.slicing import Fragment
+from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import Hardware
@@ -51,8 +53,6 @@ class RunSpec:
         temporary_estimated: Whether `temporary_bytes` is an estimate, since nothing is compiled.
         room_bytes: Device bytes that functions of other batch shapes may need for themselves; None
             if the device's memory isn't known.
-        span: Number of blocks of which all but one are computed again before their backward, as
-            the host can't hold the inputs of all.
         host_room: Bytes that the host of each device has beside the state at rest; infinite if
             unknown.
         leaves: All leaves of the model, in the store's order.
@@ -69,7 +69,6 @@ class RunSpec:
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
     room_bytes: int | None = None
-    span: int = 1
     host_room: float = math.inf
     leaves: tuple[Leaf, ...]
     grouping: Grouping
@@ -117,18 +116,34 @@ class RunSpec:
             grouping=self.grouping,
             optimizer=self.optimizer,
         )
-        return _bind(
-            (batch_key(batch), train, loss_fn),
-            traced,
-            cut,
-            self.layouts,
-            microbatches=microbatches,
-            num_devices=self.options.num_devices,
-            device_budget=self.budget_bytes,
-            hardware=_scheduled_for(self.options),
-            span=self.span,
-            host_room=self.host_room,
-            training=train,
+        try:
+            return _bind(
+                (batch_key(batch), train, loss_fn),
+                traced,
+                cut,
+                self.layouts,
+                microbatches=microbatches,
+                num_devices=self.options.num_devices,
+                device_budget=self.budget_bytes,
+                hardware=_scheduled_for(self.options),
+                host_room=self.host_room,
+                training=train,
+            )
+        except BudgetError as error:
+            raise self._refused(error.smallest, train) from None
+
+    def _refused(self, smallest: int, train: bool) -> Exception:
+        """The error of a step of another batch shape that needs more than the budget."""
+        what = "A step" if train else "An evaluation"
+        takes = f"on batches of this shape takes {smallest} bytes ({sized(smallest)}) of the device"
+        if self.options.device_budget is not None:
+            return ValueError(
+                f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least"
+            )
+        return MemoryError(
+            f"{what} {takes} for state and activations at least, where the first batch has left "
+            f"{sized(self.budget_bytes or 0)}. Nothing was computed. Use smaller or shorter "
+            "batches, or begin with the largest: a run is fitted to its first batch."
         )
 
 

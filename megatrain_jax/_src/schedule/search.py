@@ -96,6 +96,22 @@ class Schedule:
     smallest_bytes: int
 
 
+class BudgetError(ValueError):
+    """A budget is too small for a step.
+
+    Attributes:
+        smallest: Bytes of the smallest budget that works.
+    """
+
+    def __init__(self, budget: int | None, smallest: int):
+        """Says so in words of a run's options."""
+        super().__init__(
+            f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
+            f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
+        )
+        self.smallest = smallest
+
+
 def find_schedule(
     workload: Workload,
     budget: int | None,
@@ -119,16 +135,13 @@ def find_schedule(
         computing instructions never depends on the budget.
 
     Raises:
-        ValueError: The budget is below the smallest schedule's peak.
+        BudgetError: The budget is below the smallest schedule's peak.
     """
     lists = build_task_lists(workload)
     smallest = least_bytes(lists, frozenset())
     room = _Room(device=smallest if budget is None else budget, host=host_room)
     if room.device < smallest:
-        raise ValueError(
-            f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
-            f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
-        )
+        raise BudgetError(budget, smallest)
     choices = [Choice(lists=lists)]
     if room.device > smallest:
         choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
