@@ -334,6 +334,37 @@ def test_the_largest_sizes_fit_and_larger_ones_do_not(tiny, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == list(map(str, sizes))
 
 
+def test_few_plans_tell_the_largest_known_model(monkeypatch):
+    """Larger models take more of the host; what they take of the device has no order."""
+    rng, planned = random.Random(0), []
+    known = {size: name for name, size in ((n, k.num_parameters) for n, k in KNOWN_MODELS.items())}
+    sizes = {config_of(name): size for size, name in known.items()}
+    for host in (10 ** rng.uniform(9, 13) for _ in range(100)):
+        wide = {size: rng.random() < 0.3 for size in known}
+
+        class Counting:
+            settings, host_bytes = PlanSettings(gpu="H100"), host
+
+            def plan(self, config, rows, length, least=False, wide=wide, host=host):
+                size = sizes.get(config, 10**9)  # a few layers are of no known model
+                planned.append(size)
+                return SimpleNamespace(
+                    num_parameters=size,
+                    host_bytes=4 * size,
+                    fits_host=6 * size <= host,
+                    fits_device=not wide.get(size),
+                )
+
+        planned.clear()
+        planner: Any = Counting()
+        found = largest_size(planner, "model", None, None)
+        largest_held = max((n for n in known if 6 * n <= host), default=0)
+        expected = max((n for n in known if n <= largest_held and not wide[n]), default=None)
+        assert (found and found.model) == (expected and known[expected])
+        between = sum(expected <= n < largest_held for n in known) if expected else len(known)
+        assert len(planned) == len(set(planned)) <= 10 + between
+
+
 def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
     for name in set(KNOWN_MODELS) - {"Llama-3.2-1B"}:
         monkeypatch.delitem(KNOWN_MODELS, name)

@@ -8,7 +8,7 @@ on below that.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain_jax import Plan
@@ -137,18 +137,30 @@ def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
     """The largest known model that fits, with its plan.
 
-    Plans begin with the largest one whose state alone the host holds.
+    The search begins with the largest one whose state alone the host holds. A larger model takes
+    more of the host, so that few plans tell which the host holds; what the device needs goes by a
+    model's widest layer, so that all smaller ones are tried until one fits.
     """
     few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
     host = planner.host_bytes or math.inf
     most = _SLACK * host * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in KNOWN_MODELS.items()}
-    for size in sorted((size for size in by_size if size <= most), reverse=True):
-        plan = planner.plan(config_of(by_size[size]), rows, length)
-        if fits(plan):
-            return by_size[size], plan
-    return None
+    sizes = sorted(size for size in by_size if size <= most)
+    plans: dict[int, Plan] = {}
+
+    def planned(size: int) -> Plan:
+        if size not in plans:
+            plans[size] = planner.plan(config_of(by_size[size]), rows, length)
+        return plans[size]
+
+    def share(size: int) -> float:
+        # Steps take what the host has, so that of a plan nothing but whether it fits is of use.
+        return 1.5 if planned(size).fits_host is False else 0.5
+
+    place = largest(share, sizes[-1], sizes) if sizes else None
+    found = confirmed(planned, place, sizes)
+    return found and (by_size[found[0]], found[1])
 
 
 def fits(plan: Plan) -> bool:
@@ -194,8 +206,10 @@ def round_number(place: int) -> int:
     return place + 1 if place < 3 else (4 + quarter) << octave
 
 
-def largest(share: Callable[[int], float], first: float) -> int | None:
-    """The place of the largest round number that fits; None if 1 doesn't.
+def largest(
+    share: Callable[[int], float], first: float, numbers: Sequence[int] | None = None
+) -> int | None:
+    """The place of the largest number that fits; None if the first one doesn't.
 
     An example, where a number n takes n / 300 of what there is: 16 takes 0.05 of it, so that 96 is
     tried, which takes 0.32, then 512, which takes 1.7 and is too much; in a straight line between
@@ -204,15 +218,18 @@ def largest(share: Callable[[int], float], first: float) -> int | None:
     Args:
         share: Part of the room that a number takes, more for larger ones; expensive. Up to 1 fits.
         first: Number to try first.
+        numbers: The numbers, ascending; None for round ones.
     """
-    low, high = (-1, 0.0), (len(_NUMBERS), math.inf)
-    place, stride = _place_of(first), _STRIDE
+    numbers = numbers or _NUMBERS
+    low, high = (-1, 0.0), (len(numbers), math.inf)
+    place, stride = _place_of(first, numbers), _STRIDE
     while True:
-        takes = share(_NUMBERS[place])
+        takes = share(numbers[place])
         low, high = ((place, takes), high) if takes <= 1 else (low, (place, takes))
         if high[0] - low[0] == 1:
             return None if low[0] < 0 else low[0]
-        place = min(max(_place_of(_guess(low, high)), low[0] + 1), high[0] - 1)
+        guess = _place_of(_guess(low, high, numbers), numbers)
+        place = min(max(guess, low[0] + 1), high[0] - 1)
         # Where the share says little, as all of it is there once, strides double.
         stride *= 2
         if math.isinf(high[1]):
@@ -221,38 +238,43 @@ def largest(share: Callable[[int], float], first: float) -> int | None:
             place = max(min(place, high[0] - int(stride)), 0)
 
 
-def _place_of(number: float) -> int:
-    """The place of the largest round number up to one."""
-    return max(bisect_right(_NUMBERS, number) - 1, 0)
+def _place_of(number: float, numbers: Sequence[int]) -> int:
+    """The place of the largest of the numbers up to one."""
+    return max(bisect_right(numbers, number) - 1, 0)
 
 
-def _guess(low: tuple[int, float], high: tuple[int, float]) -> float:
+def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[int]) -> float:
     """The number that may just fit, by the shares of one that does and of one that doesn't.
 
     Args:
         low: Place and share of the former; place -1 for none.
         high: Place and share of the latter; an infinite share for none.
+        numbers: The numbers.
     """
-    fits = _NUMBERS[low[0]] if low[0] >= 0 else 0
+    fits = numbers[low[0]] if low[0] >= 0 else 0
     if math.isinf(high[1]):
         return fits / max(low[1], _LEAST_SHARE) ** _POWER
     if not fits:
-        return _NUMBERS[high[0]] / max(high[1], _LEAST_EXCESS) ** _POWER
-    return fits + (_NUMBERS[high[0]] - fits) * (1 - low[1]) / (high[1] - low[1])
+        return numbers[high[0]] / max(high[1], _LEAST_EXCESS) ** _POWER
+    return fits + (numbers[high[0]] - fits) * (1 - low[1]) / (high[1] - low[1])
 
 
-def confirmed(planned: Callable[[int], Plan | None], place: int | None) -> tuple[int, Plan] | None:
-    """The largest round number up to the one at a place whose plan fits; None for none.
+def confirmed(
+    planned: Callable[[int], Plan | None], place: int | None, numbers: Sequence[int] | None = None
+) -> tuple[int, Plan] | None:
+    """The largest number up to the one at a place whose plan fits; None for none.
 
     Args:
         planned: The plan of a number; None if it is refused.
         place: Place of a number that may be too large; None for none.
+        numbers: See `largest`.
     """
-    # Downwards from what fits with a few layers: all of them take more, of the host above all.
+    numbers = numbers or _NUMBERS
+    # Downwards: all layers take more than a few, of the host above all.
     for at in range(-1 if place is None else place, -1, -1):
-        plan = planned(_NUMBERS[at])
+        plan = planned(numbers[at])
         if plan is not None and fits(plan):
-            return _NUMBERS[at], plan
+            return numbers[at], plan
     return None
 
 
