@@ -35,6 +35,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in CASES if name not
 GIB = 2**30
 # GiB of a host that are left to others, about.
 SPARE = 7.6
+SHARES = (0.1, 0.2, 0.3, 0.6)  # of what waits, that the host has no room for
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LONG])
@@ -202,11 +203,12 @@ def test_a_plan_computes_again_only_what_the_host_has_no_room_for():
     waiting = roomy.host_peak_bytes / GIB  # the state is small
     plans = [
         roomy,
-        *(plan(roomy.host_process_bytes / GIB + SPARE - share * waiting) for share in (0.3, 0.6)),
+        *(plan(roomy.host_process_bytes / GIB + SPARE - share * waiting) for share in SHARES),
     ]
-    assert [p.fits_host for p in plans] == [True] * 3
+    assert all(p.fits_host for p in plans)
+    # No more than it takes, of blocks that hand on 1 GiB each; 6 are more than every second one.
     counts = [p.num_again for p in plans]
-    assert counts[0] == 0 < counts[1] < counts[2]
+    assert counts == [0, *(round(share * waiting) for share in SHARES)]
     assert plans[-1].host_peak_bytes < plans[0].host_peak_bytes / 2
     assert plans[-1].flops_per_step > plans[0].flops_per_step
     text = " ".join(str(plans[-1]).split())

@@ -8,6 +8,7 @@ makes, values 0 to 4. With a span of 2, blocks 1 and 3 are computed again, but f
     last reads        by task: FORWARD 2 reads value 1 for the last time before it is made again
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -51,7 +52,9 @@ def counted_activations(
     return activations, makes, tuple(counted(stage.inputs) for stage in program.stages)
 
 
-def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> frozenset[int]:
+def computed_again(
+    workload: Workload, stages: Sequence[Stage], span: int, num_bytes: float = math.inf
+) -> frozenset[int]:
     """The stages that are computed again before their backward.
 
     A stage with prints or callbacks is not, as these would fire twice.
@@ -60,6 +63,8 @@ def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> fr
         workload: The step's workload.
         stages: Its stages.
         span: Number of blocks of which all but one are computed again.
+        num_bytes: Bytes of activations that need not be held then: no more blocks are computed
+            again than it takes, the first ones.
     """
     pure = [
         s
@@ -75,7 +80,13 @@ def computed_again(workload: Workload, stages: Sequence[Stage], span: int) -> fr
     while at - 1 in again:
         at -= 1
         again.discard(at)
-    return frozenset(again)
+    found: set[int] = set()
+    for s in sorted(again):
+        if num_bytes <= 0:
+            break
+        found.add(s)
+        num_bytes -= sum(workload.activations[i] for i in workload.makes[s])
+    return frozenset(found)
 
 
 def last_read_by_task(

@@ -212,7 +212,13 @@ def bind_step(
     )
 
 
-def spanning(step: BoundStep, span: int, device_budget: int | None, host_room: float) -> BoundStep:
+def spanning(
+    step: BoundStep,
+    span: int,
+    device_budget: int | None,
+    host_room: float,
+    num_bytes: float = math.inf,
+) -> BoundStep:
     """A training step for a host that can't hold all residuals, or what all blocks hand on.
 
     Args:
@@ -221,9 +227,10 @@ def spanning(step: BoundStep, span: int, device_budget: int | None, host_room: f
             the host can't hold what all of them hand on.
         device_budget: See `bind_step`.
         host_room: See `bind_step`.
+        num_bytes: Bytes of what they hand on that need not be held; see `computed_again`.
     """
     stages = [bound.stage for bound in step.stages]
-    again = computed_again(step.workload, stages, span)
+    again = computed_again(step.workload, stages, span, num_bytes)
     workload = dataclasses.replace(step.workload, again=again)
     lean = step.lean and dataclasses.replace(step.lean, again=again)
     schedule = find_schedule(workload, device_budget, lean, host_room)

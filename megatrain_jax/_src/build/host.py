@@ -13,14 +13,16 @@ A worked example, 28 blocks that hand on 3.8 GB each, 31 GB of state, and a host
     span    computed again    residuals wait    what waits                 in all
     1       none              28                29 x 3.8, residuals 108    249 GB
     1       none              none              29 x 3.8                   141 GB
+    2       5 blocks          none              24 x 3.8                   122 GB: taken
     2       13 blocks         none              16 x 3.8                    92 GB
-    2       13 blocks         6                 16 x 3.8, residuals 23     115 GB: taken
 
-The last block is not computed again, since its backward follows its forward at once.
+All of a span's blocks are computed again only where fewer don't free enough; the last block is not,
+since its backward follows its forward at once.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from megatrain_jax._src.build.bound_step import BoundStep, spanning
 from megatrain_jax._src.build.run_spec import RunSpec
@@ -66,24 +68,31 @@ def fit_to_host(
     spec = dataclasses.replace(spec, host_room=room)
     if fits(peak_bytes(spec.first) // num_processes):
         return spec
-    # In order, so that the first that fits computes the least again. Spans don't grow one by one:
-    # each is a search for a schedule, and beyond 8 a span more frees next to nothing.
-    inputs = sum(spec.first.workload.activations.values())
-    least = 0.0  # bytes beside the state with nothing computed again
-    for span in _SPANS if room > 0 else ():
-        # No span frees more than the inputs of all but one of so many blocks.
-        if least - inputs * (1 - 1 / span) > room:
-            continue
-        try:
-            first = spanning(spec.first, span, spec.budget_bytes, room)
-        except (
-            BudgetError
-        ):  # the blocks between need more of the device at once than the budget has
-            continue
+    for first in _computing_again(spec) if room > 0 else ():
         if fits(peak_bytes(first) // num_processes):
             return dataclasses.replace(spec, first=first)
-        least = least or first.schedule.passing_bytes
     return None
+
+
+def _computing_again(spec: RunSpec) -> Iterator[BoundStep]:
+    """The run's steps with residuals that wait, and with more and more blocks computed again."""
+    inputs = sum(spec.first.workload.activations.values())
+    lacking = 0.0  # bytes with nothing computed again
+    # Spans don't grow one by one: each is a search for a schedule, and beyond 8 a span more frees
+    # next to nothing.
+    for span in _SPANS:
+        # No span frees more than the inputs of all but one of so many blocks.
+        if lacking > inputs * (1 - 1 / span):
+            continue
+        try:
+            if lacking > 0:
+                yield spanning(spec.first, span, spec.budget_bytes, spec.host_room, lacking)
+            first = spanning(spec.first, span, spec.budget_bytes, spec.host_room)
+        # The blocks between need more of the device at once than the budget has.
+        except BudgetError:
+            continue
+        yield first
+        lacking = lacking or first.schedule.passing_bytes - spec.host_room
 
 
 def on_same_host(
