@@ -17,7 +17,7 @@ device, takes f / 4g + 20 ms then.
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from megatrain_jax._src.build.work import backward_work, forward_work, saved_work
+from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import LASTING, Kind
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.kernels.residuals import Residuals
@@ -77,8 +77,8 @@ def find_costs(
     """Estimates the seconds that stages, updates and transfers take.
 
     Stages by their floating-point operations, for all microbatches, those of attention's kernels at
-    a rate of their own, and by what devices send each other within; updates by the bytes that they
-    read and write in the device's memory.
+    a rate of their own, by the kernels of their loops, and by what devices send each other within;
+    updates by the bytes that they read and write in the device's memory.
 
     Args:
         bound: The stages.
@@ -90,11 +90,12 @@ def find_costs(
     """
     work = forward_work([b.stage for b in bound])
     each = microbatches / num_devices
-    forward = [each * w.seconds(hardware, hardware.sustained) for w in work]
-    backward = [
-        each * backward_work(b.stage, w).seconds(hardware, hardware.sustained)
-        for b, w in zip(bound, work, strict=True)
-    ]
+
+    def seconds(work: Work) -> float:
+        return microbatches * work.seconds(hardware, hardware.sustained, num_devices)
+
+    forward = [seconds(w) for w in work]
+    backward = [seconds(backward_work(b.stage, w)) for b, w in zip(bound, work, strict=True)]
     per_second = hardware.collective_bytes_per_s(num_devices)
     exchanged = [[size / per_second for size in row] for row in zip(*collectives, strict=True)]
     over_links = num_devices > 1 and hardware.peer_bytes_per_s is None

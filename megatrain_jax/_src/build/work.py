@@ -9,6 +9,9 @@ A worked example, a stage of 100 operations in products, half of whose parameter
     forward       100 + 20
     backward      100 + 20 computed again, (1 + 0.5) * 100 + 2.5 * 20 to differentiate: 250 + 70
     with its products and its attention kept, the backward does 150 + 50
+
+Loops of short kernels take longer than their operations (`program/loop_kernels.py`). The kernels of
+a forward's loops count as often as its operations.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,34 +20,47 @@ from typing import NamedTuple
 from megatrain_jax._src.kernels.residuals import Residuals
 from megatrain_jax._src.program.attention import is_attention
 from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.loop_kernels import count_loops
 from megatrain_jax._src.program.loss.stages import Stage
 from megatrain_jax._src.state.hardware import Hardware
 
 # Computed once more, and five products of a query and a key or value instead of two.
 _ATTENTION_BACKWARD = 1 + 2.5
+# Between two kernels of a loop, from two measured steps of a mixture of experts on an H200:
+# docs/less_memory.md has them.
+_SECONDS_PER_KERNEL = 6e-6
 
 
 class Work(NamedTuple):
-    """Floating-point operations.
+    """Floating-point operations, and kernels of loops.
 
     Attributes:
-        flops: All of them.
+        flops: All operations.
         attention: Those of attention among them.
+        looped: Those of loops among them.
+        kernels: Kernels that loops start.
     """
 
     flops: float
     attention: float
+    looped: float = 0.0
+    kernels: float = 0.0
 
     def plus(self, other: "Work", factor: float = 1.0) -> "Work":
-        """These operations and `factor` times others."""
-        return Work(
-            flops=self.flops + factor * other.flops,
-            attention=self.attention + factor * other.attention,
-        )
+        """This work and `factor` times other work."""
+        return Work(*(own + factor * more for own, more in zip(self, other, strict=True)))
 
-    def seconds(self, hardware: Hardware, sustained: float = 1.0) -> float:
-        """Seconds that they take one device; all but attention reach the share `sustained`."""
-        return hardware.compute_seconds(self.flops, self.attention, sustained)
+    def seconds(self, hardware: Hardware, sustained: float = 1.0, num_devices: int = 1) -> float:
+        """Seconds that it takes devices; all but attention reach the share `sustained`."""
+        computing = hardware.compute_seconds(self.flops, self.attention, sustained) / num_devices
+        return computing + self.loop_seconds(hardware, sustained, num_devices)
+
+    def loop_seconds(
+        self, hardware: Hardware, sustained: float = 1.0, num_devices: int = 1
+    ) -> float:
+        """Seconds by which loops take longer than their operations; each device starts them all."""
+        computing = hardware.compute_seconds(self.looped, 0, sustained) / num_devices
+        return max(0.0, _SECONDS_PER_KERNEL * self.kernels - computing)
 
 
 def forward_work(stages: Sequence[Stage]) -> list[Work]:
@@ -53,7 +69,8 @@ def forward_work(stages: Sequence[Stage]) -> list[Work]:
     for stage in stages:
         if stage.key not in known:
             attention = count_flops(stage.jaxpr, is_attention)
-            known[stage.key] = Work(flops=count_flops(stage.jaxpr), attention=attention)
+            loops, flops = count_loops(stage.jaxpr), count_flops(stage.jaxpr)
+            known[stage.key] = Work(flops, attention, loops.flops, loops.kernels)
     return [known[stage.key] for stage in stages]
 
 
@@ -63,8 +80,9 @@ def backward_work(stage: Stage, forward: Work) -> Work:
     A product has two factors to differentiate, of which one may be frozen.
     """
     attention = _ATTENTION_BACKWARD * forward.attention
-    others = (2 + stage.trainable_share) * (forward.flops - forward.attention)
-    return Work(flops=others + attention, attention=attention)
+    times = 2 + stage.trainable_share
+    others = times * (forward.flops - forward.attention)
+    return Work(others + attention, attention, times * forward.looped, times * forward.kernels)
 
 
 def saved_work(residuals: Residuals | None) -> Work:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from megatrain_jax._src.state.hardware import Hardware
 
-Bound = Literal["link", "host", "compute", "collectives", "dispatch", "neither"]
+Bound = Literal["link", "host", "compute", "collectives", "loops", "dispatch", "neither"]
 
 # Which share of the longest time another one has to take to be as long by all that can be foretold.
 _AS_LONG = 0.9
@@ -20,6 +20,7 @@ def find_bound(
     flops: int,
     attention_flops: int = 0,
     dispatch_seconds: float = 0.0,
+    loop_seconds: float = 0.0,
 ) -> Bound:
     """Finds what takes longest in a step: arithmetic, the links, the host's memory, collectives.
 
@@ -49,6 +50,8 @@ def find_bound(
         flops: Operations of all devices.
         attention_flops: Those of attention among them, which have a rate of their own.
         dispatch_seconds: Seconds in which Python dispatches the step.
+        loop_seconds: Seconds by which loops take each device longer than their operations; the
+            bound where they are more than the operations take.
 
     Returns:
         The bound; "neither" if another one takes 90% as long, or more.
@@ -56,10 +59,11 @@ def find_bound(
     link, host = hardware.link_bytes_per_s, hardware.host_bytes_per_s
     # With a connection of their own, collectives pass neither the links nor the host.
     over_links = collective_bytes if hardware.peer_bytes_per_s is None else 0
+    computing = hardware.compute_seconds(flops, attention_flops) / num_devices
     shares: tuple[tuple[Bound, float, float], ...] = (
         (
-            "compute",
-            hardware.compute_seconds(flops, attention_flops) / num_devices,
+            "loops" if loop_seconds > computing else "compute",
+            computing + loop_seconds,
             collective_bytes / hardware.collective_bytes_per_s(num_devices),
         ),
         ("link", max(bytes_in, bytes_out) / link, over_links / link),

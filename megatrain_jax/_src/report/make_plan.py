@@ -41,6 +41,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     work = microbatch_work(step)
+    loops = work.loop_seconds(hardware, num_devices=devices) if hardware else 0.0
     return Plan(
         num_parameters=sum(num_parameters),
         num_frozen=sum(num_parameters[g] for g in grouping.frozen),
@@ -59,6 +60,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         # Work is of all devices together; bytes moved are each device's.
         flops_per_step=step.microbatches * round(work.flops) + _optimizer_flops(spec.optimizer),
         attention_flops_per_step=step.microbatches * round(work.attention),
+        loop_kernels_per_step=step.microbatches * round(work.kernels),
+        seconds_loops=step.microbatches * loops,
         seconds_per_step=hardware and schedule.seconds,
         microbatches=step.microbatches,
         update_mode="deferred" if workload.deferred else "immediate",

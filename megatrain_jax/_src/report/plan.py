@@ -84,6 +84,10 @@ class Plan:
         flops_per_step: Floating-point operations of a step, of all devices, as `make_plan` counts
             them.
         attention_flops_per_step: Those of attention's kernels among them.
+        loop_kernels_per_step: Estimate of the kernels that loops in the stages start in a step, on
+            each device: loops over the experts of a layer, or over chunks of a row.
+        seconds_loops: Estimate of the seconds by which these loops take longer than their
+            arithmetic, since their kernels are short.
         seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
             schedule lets them; `None` without hardware.
         microbatches: Microbatches of a step.
@@ -131,6 +135,8 @@ class Plan:
     num_templates: int
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
+    loop_kernels_per_step: int = 0
+    seconds_loops: float = 0.0
     tiles: tuple[TileRow, ...] = ()
     num_again: int = 0
     device_budget: int | None = None
@@ -209,9 +215,9 @@ class Plan:
         """The bound of a perfectly overlapped step: what it would wait for, by `find_bound`.
 
         "link" is each device's own link, "host" the host's memory, which all of them share,
-        "collectives" what devices send each other, "dispatch" the Python that gives a step to them,
-        which toy models wait for. "neither" if two of them are within 10% of each other, or no
-        hardware is given.
+        "collectives" what devices send each other, "loops" the short kernels of loops, "dispatch"
+        the Python that gives a step to them, which toy models wait for. "neither" if two of them
+        are within 10% of each other, or no hardware is given.
         """
         if self.hardware is None:
             return "neither"
@@ -227,6 +233,7 @@ class Plan:
             flops=self.flops_per_step * own // of,
             attention_flops=self.attention_flops_per_step * own // of,
             dispatch_seconds=self.seconds_dispatch,
+            loop_seconds=self.seconds_loops,
         )
 
     def _seconds_computing(self, flops: int, attention: int) -> float | None:

@@ -23,6 +23,7 @@ BOUNDS: dict[Bound, str] = {
     "host": "the host's memory",
     "compute": "arithmetic",
     "collectives": "what devices send each other",
+    "loops": "loops, whose kernels are short",
     "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
@@ -166,6 +167,9 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
         cells.append(
             ["attention, of that", short(attention, flops=True), ", ".join(filter(None, said))]
         )
+    if plan.seconds_loops > _LARGE_SHARE * (plan.seconds_compute or 0.0):
+        kernels = f"{short(plan.loop_kernels_per_step)} kernels"
+        cells.append(["loops, beside it", kernels, f"{seconds(plan.seconds_loops)} more"])
     return cells
 
 

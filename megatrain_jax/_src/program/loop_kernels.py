@@ -1,0 +1,85 @@
+"""Loops of a jaxpr, whose many short kernels take a device longer than their arithmetic.
+
+A device gets the kernels of a loop one after another, which takes a few microseconds each, however
+little they compute. A mixture of experts goes through its tokens in blocks of one expert each, a
+linear attention through chunks of a row: hundreds of short products for each layer.
+
+A worked example, a loop over 384 blocks of 1,024 rows of 2,048 numbers, each of which passes
+through an expert of three matrices of 2,048 x 768::
+
+    kernels      3 slices of the weights, 3 products, a slice of the rows, a result written: 384 * 8
+    operations   384 * 3 * 2 * 1024 * 2048 * 768
+
+At 6 microseconds a kernel they take 18 ms, and the operations at 700 TFLOP/s 5.3 ms.
+"""
+
+from typing import Any, NamedTuple
+
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.flops import count_flops
+from megatrain_jax._src.program.primitives import CUSTOM_RULES, FUSED
+
+
+class Loops(NamedTuple):
+    """Kernels and operations of loops in one evaluation.
+
+    Attributes:
+        kernels: Number of kernels, about: elementwise operations are one with what reads them.
+        flops: Their floating-point operations; see `count_flops`.
+    """
+
+    kernels: int
+    flops: int
+
+    def plus(self, other: "Loops", times: int = 1) -> "Loops":
+        """These and `times` others."""
+        return Loops(self.kernels + times * other.kernels, self.flops + times * other.flops)
+
+
+def count_loops(jaxpr: Any) -> Loops:
+    """Counts kernels and operations of the loops of a jaxpr.
+
+    A `while`, whose trip count isn't known, counts as one trip, as in `count_flops`.
+
+    Args:
+        jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
+    """
+    found = Loops(kernels=0, flops=0)
+    for eqn in jx.opened(jaxpr).eqns:
+        if eqn.primitive.name == "scan":
+            body, length = eqn.params["jaxpr"], eqn.params["length"]
+            found = found.plus(Loops(_kernels_of_trip(eqn), count_flops(body)), length)
+        elif inner := _inner(eqn):
+            found = found.plus(max(map(count_loops, inner)))  # of a `cond` the most
+    return found
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation calls: one, or the branches of a `cond`."""
+    if eqn.primitive.name == "while":
+        return [eqn.params["body_jaxpr"]]
+    if eqn.primitive.name == "cond":
+        return list(eqn.params["branches"])
+    if eqn.primitive.name in CUSTOM_RULES:
+        return jx.inner_jaxprs(eqn)[:1]
+    inner = jx.called(eqn)
+    return [] if inner is None else [inner]
+
+
+def _kernels_of_trip(scan: Any) -> int:
+    """The kernels of one trip: also to slice what a scan goes through, and to write results."""
+    taken = len(scan.invars) - scan.params["num_consts"] - scan.params["num_carry"]
+    given = len(scan.outvars) - scan.params["num_carry"]
+    return max(1, _kernels(scan.params["jaxpr"]) + (taken > 0) + (given > 0))
+
+
+def _kernels(jaxpr: Any) -> int:
+    found = 0
+    for eqn in jx.opened(jaxpr).eqns:
+        if eqn.primitive.name == "scan":
+            found += eqn.params["length"] * _kernels_of_trip(eqn)
+        elif inner := _inner(eqn):
+            found += max(map(_kernels, inner))
+        elif eqn.primitive.name not in FUSED:
+            found += 1
+    return found
