@@ -281,6 +281,27 @@ def test_a_row_is_compared_with_its_yardstick_seed_by_seed(tmp_path, capsys):
     assert "% over fp32" not in capsys.readouterr().out.splitlines()[0]
 
 
+def test_seeds_are_added_to_an_earlier_summary(tmp_path):
+    rng = np.random.default_rng(0)
+    runs = [made_up(n, s, rng.uniform(1, 1.02)) for n in settings.SETTINGS for s in range(3)]
+    save(tmp_path / "all", *runs)
+    save(tmp_path / "old", *(run for run in runs if run["seed"] != 1 or run["name"] == "fp32"))
+    save(tmp_path / "new", *(run for run in runs if run["seed"] == 1 and run["name"] != "fp32"))
+    of = {name: (tmp_path / f"{name}.json", tmp_path / f"{name}.png") for name in ("all", "old")}
+    for name, files in of.items():
+        summary.main([tmp_path / name], *files)
+    added = tmp_path / "added.json", tmp_path / "added.png"
+    summary.main([tmp_path / "new"], *added, earlier=of["old"][0])
+    expected, found = (json.loads(file.read_text()) for file in (of["all"][0], added[0]))
+    assert found["rows"] == expected["rows"] and not added[1].exists()
+    with pytest.raises(SystemExit, match="'fp32' with seed 0 is in the earlier summary"):
+        summary.main([tmp_path / "all"], *added, earlier=of["old"][0])
+    other = {**json.loads(of["old"][0].read_text()), "text": {"train_bytes": 2}}
+    of["old"][0].write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="of another text"):
+        summary.main([tmp_path / "new"], *added, earlier=of["old"][0])
+
+
 def test_a_row_without_its_yardstick_has_its_losses(tmp_path):
     save(tmp_path / "a", made_up("muon, bf16 masters, int8 state", 0, 1.0))
     (row,) = summary.summarise(summary.read([tmp_path / "a"]))["rows"]

@@ -52,6 +52,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="train nothing: sum up the runs in these folders",
     )
+    parser.add_argument(
+        "--earlier",
+        type=Path,
+        help="with --summarise: summary of runs of other seeds to add; no picture is drawn then",
+    )
     usual = "instead of the usual in experiments/results"
     parser.add_argument("--summary", type=Path, help=f"JSON file to write, {usual}")
     parser.add_argument("--picture", type=Path, help=f"picture to write, {usual}")
@@ -68,7 +73,7 @@ def main() -> None:
     """Trains what is left, or sums up."""
     args = parse_arguments()
     if args.summarise is not None:
-        summary.main(args.summarise, args.summary, args.picture)
+        summary.main(args.summarise, args.summary, args.picture, args.earlier)
         return
     origin = find_origin(args)
     names = [name for name in (*_SIZES, "vocab") if getattr(args, name) is not None]

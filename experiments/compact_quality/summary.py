@@ -5,6 +5,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,33 @@ _SMOOTHED_OVER = 100
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def main(folders: Sequence[Path], summary: Path | None, picture: Path | None) -> None:
+def main(
+    folders: Sequence[Path],
+    summary: Path | None,
+    picture: Path | None,
+    earlier: Path | None = None,
+) -> None:
     """Writes both files and prints the table.
 
     Args:
         folders: Folders of runs' JSON files.
         summary: The JSON file to write; None for the usual one of the runs' vocabulary.
         picture: The picture to write; None for the usual one.
+        earlier: Summary of runs of other seeds, whose losses are added; it has no curves, so that
+            no picture is drawn.
     """
     runs = read(folders)
     vocab = _sizes(runs).vocab
     name = "compact_quality" if vocab == BYTES else f"compact_quality_{vocab}_tokens"
     summary = summary or _RESULTS / "h200" / f"{name}.json"
     picture = picture or _RESULTS / "pictures" / f"{name}.png"
-    found = summarise(runs)
+    found = summarise(runs, {} if earlier is None else json.loads(earlier.read_text()))
     for path in (summary, picture):
         path.parent.mkdir(parents=True, exist_ok=True)
     summary.write_text(json.dumps(found, indent=2) + "\n")
-    draw(runs).savefig(picture, dpi=150)
-    print("\n".join(_line(row) for row in found["rows"]), summary, picture, sep="\n")
+    if earlier is None:
+        draw(runs).savefig(picture, dpi=150)
+    print("\n".join(_line(row) for row in found["rows"]), summary, sep="\n")
 
 
 def read(folders: Sequence[Path]) -> Runs:
@@ -63,29 +72,45 @@ def read(folders: Sequence[Path]) -> Runs:
     return {name: found[name] for name in SETTINGS if name in found}
 
 
-def summarise(runs: Runs) -> dict[str, Any]:
-    """Returns each row's losses, and how far they are over its yardstick's, seed by seed."""
+def summarise(runs: Runs, earlier: Result = MappingProxyType({})) -> dict[str, Any]:
+    """Returns each row's losses, and how far they are over its yardstick's, seed by seed.
+
+    Args:
+        runs: The runs.
+        earlier: A summary of runs of other seeds, whose losses are added.
+
+    Raises:
+        SystemExit: If text or sizes differ, or both have a row with the same seed.
+    """
     every = [run for seeds in runs.values() for run in seeds.values()]
     newest = max(every, key=lambda run: run["record"]["utc"])
+    if any(earlier.get(key, newest[key]) != newest[key] for key in ("sizes", "text")):
+        sys.exit("the earlier summary is of other sizes or of another text")
+    known = {row["name"]: row for row in earlier.get("rows", ())}
+    losses: dict[str, dict[str, float]] = {}
+    for name in (name for name in SETTINGS if name in runs or name in known):
+        new = {str(seed): run["held_out_loss"] for seed, run in runs.get(name, {}).items()}
+        old = known[name]["held_out_loss"]["of_seeds"] if name in known else {}
+        if twice := new.keys() & old.keys():
+            sys.exit(f"{name!r} with seed {min(twice)} is in the earlier summary, too")
+        losses[name] = dict(sorted((old | new).items()))
     rows = []
-    for name, seeds in runs.items():
-        losses = {seed: run["held_out_loss"] for seed, run in sorted(seeds.items())}
-        differences = {
-            seed: 100 * (loss / runs[yardstick][seed]["held_out_loss"] - 1)
-            for yardstick in [SETTINGS[name].yardstick]
-            for seed, loss in losses.items()
-            if seed in runs.get(yardstick, {})
-        }
+    for name, own in losses.items():
+        yardstick = losses.get(SETTINGS[name].yardstick, {})
+        over = {s: 100 * (loss / yardstick[s] - 1) for s, loss in own.items() if s in yardstick}
+        records = dict(known.get(name, {}).get("records", {}))
+        records |= {str(seed): run["record"] for seed, run in runs.get(name, {}).items()}
+        of_row = known.get(name) or next(iter(runs[name].values()))
         rows.append(
             {
                 "name": name,
                 "held": dict(SETTINGS[name].held),
                 "optimizer": SETTINGS[name].optimizer,
-                "host_bytes_per_parameter": next(iter(seeds.values()))["host_bytes_per_parameter"],
-                "held_out_loss": _spread(losses),
+                "host_bytes_per_parameter": of_row["host_bytes_per_parameter"],
+                "held_out_loss": _spread(own),
                 "yardstick": SETTINGS[name].yardstick,
-                "percent_over_yardstick": _spread(differences),
-                "records": {str(seed): run["record"] for seed, run in sorted(seeds.items())},
+                "percent_over_yardstick": _spread(over),
+                "records": dict(sorted(records.items())),
             }
         )
     common = {key: newest[key] for key in _COMMON} | {"loss_unit": _sizes(runs).loss_unit}
@@ -97,14 +122,13 @@ def _sizes(runs: Runs) -> Sizes:
     return Sizes(**next(run for seeds in runs.values() for run in seeds.values())["sizes"])
 
 
-def _spread(values: Mapping[int, float]) -> dict[str, Any] | None:
+def _spread(values: Mapping[str, float]) -> dict[str, Any] | None:
     """The mean over seeds, the least, the largest, and all; None of no values."""
     if not values:
         return None
-    of_seeds = {str(seed): value for seed, value in values.items()}
     numbers = values.values()
     mean = statistics.mean(numbers)
-    return {"mean": mean, "min": min(numbers), "max": max(numbers), "of_seeds": of_seeds}
+    return {"mean": mean, "min": min(numbers), "max": max(numbers), "of_seeds": dict(values)}
 
 
 def _line(row: Mapping[str, Any]) -> str:
