@@ -39,7 +39,7 @@ class Loops(NamedTuple):
 def count_loops(jaxpr: Any) -> Loops:
     """Counts kernels and operations of the loops of a jaxpr.
 
-    A `while`, whose trip count isn't known, counts as one trip, as in `count_flops`.
+    How often a `while` goes round isn't known: of one trip, the loops within it count.
 
     Args:
         jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
@@ -68,8 +68,9 @@ def _inner(eqn: Any) -> list[Any]:
 
 def _kernels_of_trip(scan: Any) -> int:
     """The kernels of one trip: also to slice what a scan goes through, and to write results."""
-    taken = len(scan.invars) - scan.params["num_consts"] - scan.params["num_carry"]
-    given = len(scan.outvars) - scan.params["num_carry"]
+    num_consts, num_carry = jx.scan_parts(scan)
+    taken = len(scan.invars) - num_consts - num_carry
+    given = len(scan.outvars) - num_carry
     return max(1, _kernels(scan.params["jaxpr"]) + (taken > 0) + (given > 0))
 
 
