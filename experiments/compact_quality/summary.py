@@ -43,10 +43,10 @@ def main(
     summary = summary or _RESULTS / "h200" / f"{name}.json"
     picture = picture or _RESULTS / "pictures" / f"{name}.png"
     found = summarise(runs, {} if earlier is None else json.loads(earlier.read_text()))
-    for path in (summary, picture):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    summary.parent.mkdir(parents=True, exist_ok=True)
     summary.write_text(json.dumps(found, indent=2) + "\n")
     if earlier is None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
         draw(runs).savefig(picture, dpi=150)
     print("\n".join(_line(row) for row in found["rows"]), summary, sep="\n")
 

@@ -6,6 +6,7 @@ device each size needs. The plan of the whole model then confirms what was found
 on below that.
 """
 
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -147,12 +148,10 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
     most = _SLACK * host * small.num_parameters / small.host_bytes
     by_size = {known.num_parameters: name for name, known in KNOWN_MODELS.items()}
     sizes = sorted(size for size in by_size if size <= most)
-    plans: dict[int, Plan] = {}
 
+    @functools.cache
     def planned(size: int) -> Plan:
-        if size not in plans:
-            plans[size] = planner.plan(config_of(by_size[size]), rows, length)
-        return plans[size]
+        return planner.plan(config_of(by_size[size]), rows, length)
 
     def share(size: int) -> float:
         # Steps take what the host has, so that of a plan nothing but whether it fits is of use.

@@ -176,9 +176,8 @@ def mix(
 
 
 def _block_size(assignments: int, num: int) -> int:
-    # An expert's mean load: two blocks an expert, and at most twice the arithmetic. Each block is
-    # some eight kernels of six microseconds on a GPU, however few its rows are.
-    wanted = max(8, min(_MAX_BLOCK, assignments // num))
+    # A quarter of an expert's mean load: an eighth of the rows is padding on average.
+    wanted = max(8, min(_MAX_BLOCK, assignments // (4 * num)))
     return 1 << (wanted.bit_length() - 1)
 
 
