@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import record
 import small_gpu
 import updates
 from flax import nnx
+from shapes import SHAPES
 from timing import MIN_STEPS, Work, time_from_rest, time_long_steps, time_steps
 
 from inside import engine_of, store_of
@@ -228,6 +230,41 @@ def test_peers_are_timed_by_the_same_lines(monkeypatch):
     )
     assert read_while_drained(machine.reads, MIN_STEPS) == [True] * 4 and not all(machine.reads)
     del sys.modules["torch_measure"]
+
+
+# Newer releases of Transformers have another name for it, which older ones don't know.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_blocks_of_a_peer_whose_inputs_the_host_keeps_give_the_same_gradients(monkeypatch):
+    torch = pytest.importorskip("torch", reason="the peers are PyTorch's")
+    import torch_model
+    import torch_peers
+
+    shape = dataclasses.replace(SHAPES["tiny"], batch_size=1)
+    tokens = torch.arange(shape.seq_len)[None] % 7
+
+    def gradients(built):
+        model = torch_model.build_model(shape)
+        setting = torch_peers.Setting(
+            model=model, tokens=tokens, clip=1.0, microbatches=1, loss_tokens=16
+        )
+        loss = built(setting)(tokens)
+        loss.backward()
+        return loss.detach(), *(parameter.grad for parameter in model.parameters())
+
+    expected, packed = gradients(torch_peers.decoder), []
+
+    class Seen(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda value: packed.append(value) or pack(value)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Seen)
+    found = gradients(functools.partial(torch_peers.long_decoder, tiled=False))
+    assert all(map(torch.equal, found, expected))
+    # Of each block nothing but its input goes through the host.
+    width = (1, shape.seq_len, shape.dim)
+    assert [tuple(value.shape) for value in packed] == [width] * shape.num_layers
 
 
 @pytest.mark.parametrize("num_tokens", [24, 1000])

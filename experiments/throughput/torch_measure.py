@@ -37,7 +37,7 @@ for _name, _value in {
 import torch  # noqa: E402
 from record import add_origin_options, find_origin, write  # noqa: E402
 from shapes import add_shape_options, chosen_shape  # noqa: E402
-from timing import MIN_STEPS, Work, time_steps  # noqa: E402
+from timing import MIN_STEPS, Work, time_from_rest, time_long_steps, time_steps  # noqa: E402
 from torch_model import build_model  # noqa: E402
 from torch_peers import BUILDERS, Peer, Setting  # noqa: E402
 
@@ -50,12 +50,23 @@ _GIB = 2**30
 _LOSS_TOKENS = 2048
 
 
-def measure(peer: Peer, num_steps: int) -> dict[str, Any]:
-    """Warms up and times steps as those of this library are timed."""
-    begun = [peer.step() for _ in range(_WARM_UP_STEPS)]
-    peer.finish()
-    torch.cuda.reset_peak_memory_stats()
-    times = time_steps(Work(begin=peer.step, finish=float, drain=peer.finish), num_steps)
+def measure(peer: Peer, num_steps: int, timed: str = "drained") -> dict[str, Any]:
+    """Times steps as those of this library are timed; see `timing.py` and `measure.py`."""
+
+    def finish(loss: Any) -> float:
+        peer.finish()
+        return float(loss)
+
+    begun = []
+    if timed == "drained":
+        begun = [peer.step() for _ in range(_WARM_UP_STEPS)]
+        peer.finish()
+        torch.cuda.reset_peak_memory_stats()
+        times = time_steps(Work(begin=peer.step, finish=float, drain=peer.finish), num_steps)
+    else:
+        torch.cuda.reset_peak_memory_stats()
+        work = Work(begin=peer.step, finish=finish, drain=peer.finish)
+        times = time_from_rest(work) if timed == "rest" else time_long_steps(work, num_steps)
     return {
         **times.figures(),
         "peak_device_gib": torch.cuda.max_memory_allocated() / _GIB,
@@ -96,6 +107,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300, help="give up after them")
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=MIN_STEPS, help="steps that the mean is of")
+    parser.add_argument(
+        "--timed", choices=("drained", "ends", "rest"), default="drained", help="see measure.py"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/throughput/torch.json"))
     add_origin_options(parser)
     return parser.parse_args()
@@ -119,7 +133,7 @@ def main() -> None:
         microbatches=args.microbatches,
         loss_tokens=shape.loss_tokens,
     )
-    figures = measure(BUILDERS[args.peer](setting), args.steps)
+    figures = measure(BUILDERS[args.peer](setting), args.steps, args.timed)
     rate = shape.num_tokens / figures["mean_seconds_per_step"]
     result = {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch_long import keep_inputs_on_host, tile_mlps
 from torch_loss import Decoder
 
 _LEARNING_RATE = 1e-5
@@ -80,12 +81,28 @@ def decoder(setting: Setting) -> Decoder:
     return Decoder(setting.model, setting.loss_tokens)
 
 
-def deepspeed_engine(setting: Setting, zero: Mapping[str, Any]) -> Peer:
+def long_decoder(setting: Setting, *, tiled: bool) -> Decoder:
+    """Returns the model with its loss; the host keeps each block's input for the recomputation.
+
+    Args:
+        setting: The setting that has the model.
+        tiled: Whether MLPs are computed in tiles.
+    """
+    keep_inputs_on_host(setting.model)
+    if tiled:
+        tile_mlps(setting.model)
+    return Decoder(setting.model, setting.loss_tokens)
+
+
+def deepspeed_engine(
+    setting: Setting, zero: Mapping[str, Any], built: Callable[[Setting], Decoder] = decoder
+) -> Peer:
     """DeepSpeed ZeRO: bf16 parameters, fp32 masters and moments on the host, CPU Adam.
 
     Args:
         setting: What to train.
         zero: The configuration of ZeRO beside that of all rows of DeepSpeed.
+        built: Makes the decoder that is trained.
     """
     import deepspeed
 
@@ -109,7 +126,7 @@ def deepspeed_engine(setting: Setting, zero: Mapping[str, Any]) -> Peer:
         },
         "steps_per_print": 10**9,
     }
-    model = decoder(setting)
+    model = built(setting)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
     )
@@ -227,6 +244,12 @@ def roundpipe(setting: Setting, *, exact: bool) -> Peer:
 
 BUILDERS: dict[str, Callable[[Setting], Peer]] = {
     **{name: partial(deepspeed_engine, zero=zero) for name, zero in _ZERO.items()},
+    **{
+        name: partial(
+            deepspeed_engine, zero=_ZERO["zero3"], built=partial(long_decoder, tiled=tiled)
+        )
+        for name, tiled in (("zero3-long", False), ("zero3-long-tiled", True))
+    },
     "fsdp2": fsdp2,
     "resident": resident,
     "roundpipe": partial(roundpipe, exact=False),

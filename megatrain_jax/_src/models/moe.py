@@ -1,8 +1,8 @@
 """A mixture of gated MLPs, of which each token passes through a few.
 
 Outside TPUs `jax.lax.ragged_dot` may become a masked product with every expert. Here the tokens are
-sorted by expert into blocks of one expert each, and a loop goes over the blocks: the arithmetic is
-that of the experts chosen, whatever their number.
+sorted by expert into blocks of one expert each, and a loop goes over the blocks, several in a turn:
+the arithmetic is that of the experts chosen, whatever their number, in few and large products.
 """
 
 from collections.abc import Callable
@@ -46,6 +46,8 @@ Routed = tuple[
 """The experts chosen for each token; their shares in fp32; the probabilities of all in fp32."""
 
 _MAX_BLOCK = 1024
+# The blocks of a turn copy their experts' weights, and make gradients of as many.
+_TURN_BYTES = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,8 @@ def mix(
     """Passes each token through its experts and adds their results.
 
     For example, five tokens with one expert each, [1, 0, 1, 1, 0], in blocks of two rows: expert 0
-    has one block, expert 1 two, and the tokens lie in rows [2, 0, 3, 4, 1] of these.
+    has one block, expert 1 two, and the tokens lie in rows [2, 0, 3, 4, 1] of these. With two
+    blocks a turn, the second turn's other block is empty.
 
     Args:
         x: The tokens.
@@ -165,11 +168,13 @@ def mix(
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)
+    at_once = _blocks_at_once(weights, experts.size)
+    experts = jnp.pad(experts, (0, -experts.size % at_once), mode="edge").reshape(-1, at_once)
     # Unused slots read a row of zeros behind the last token.
     source = jnp.full(experts.size * block, tokens, jnp.int32)
     source = source.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32) // per_token)
     padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
-    blocks = padded[source].reshape(experts.size, block, x.shape[1])
+    blocks = padded[source].reshape(*experts.shape, block, x.shape[1])
     out = jnp.reshape(_blocks_mlp(expert, blocks, experts, weights), (-1, x.shape[1]))
     mixed = out[slots].reshape(tokens, per_token, -1).astype(jnp.float32) * shares[..., None]
     return mixed.sum(1).astype(x.dtype)
@@ -179,6 +184,11 @@ def _block_size(assignments: int, num: int) -> int:
     # A quarter of an expert's mean load: an eighth of the rows is padding on average.
     wanted = max(8, min(_MAX_BLOCK, assignments // (4 * num)))
     return 1 << (wanted.bit_length() - 1)
+
+
+def _blocks_at_once(weights: Weights, num_blocks: int) -> int:
+    of_one = sum(4 * array[0].size for array in jax.tree.leaves(weights))  # sums are in fp32
+    return max(1, min(num_blocks, _TURN_BYTES // of_one))
 
 
 def _slots(
@@ -230,28 +240,25 @@ def gated(activation: Activation) -> Expert:
     return expert
 
 
-def _of(weights: Weights, number: Int[Array, ""]) -> Weights:
-    def one(array):
-        return jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
-
-    return jax.tree.map(one, weights)
+def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
+    return jax.tree.map(lambda w: w.at[numbers].get(mode="promise_in_bounds"), weights)
 
 
-# The derivative that JAX finds for a loop would add a gradient of all experts for every block.
+# The derivative that JAX finds for a loop would add a gradient of all experts for every turn.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocks_mlp(
     expert: Expert,
-    blocks: Float[Array, "blocks rows width"],
-    experts: Int[Array, " blocks"],
+    blocks: Float[Array, "turns blocks rows width"],
+    experts: Int[Array, "turns blocks"],
     weights: Weights,
-) -> Float[Array, "blocks rows width"]:
-    """Passes each block through its expert."""
+) -> Float[Array, "turns blocks rows width"]:
+    """Passes each block through its expert; the experts' numbers ascend."""
 
-    def step(item):
-        x, number = item
-        return expert(x, _of(weights, number))
+    def turn(item):
+        x, numbers = item
+        return jax.vmap(expert)(x, _of(weights, numbers))
 
-    return jax.lax.map(step, (blocks, experts))
+    return jax.lax.map(turn, (blocks, experts))
 
 
 def _forward(expert, blocks, experts, weights):
@@ -261,18 +268,40 @@ def _forward(expert, blocks, experts, weights):
 def _backward(expert, saved, cotangents):
     blocks, experts, weights = saved
 
-    def step(sums, item):
-        x, number, cotangent = item
-        _, transposed = jax.vjp(expert, x, _of(weights, number))
+    def turn(sums, item):
+        x, numbers, cotangent = item
+        _, transposed = jax.vjp(jax.vmap(expert), x, _of(weights, numbers))
         dx, dweights = transposed(cotangent)
-        added = jax.tree.map(lambda s, d: s.at[number].add(d.astype(s.dtype)), sums, dweights)
-        return added, dx
+        return jax.tree.map(partial(_added, numbers), sums, dweights), dx
 
     # Several blocks of one expert add up: in fp32, as one long product would.
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    sums, dblocks = jax.lax.scan(step, zeros, (blocks, experts, cotangents))
+    sums, dblocks = jax.lax.scan(turn, zeros, (blocks, experts, cotangents))
     dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
     return dblocks, np.zeros(experts.shape, jax.dtypes.float0), dweights
+
+
+def _added(
+    numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
+) -> Float[Array, "num ..."]:
+    """Adds each block's term to its expert's sum, in an order that is the same every time.
+
+    A scatter of terms with equal numbers would add them in any order on a GPU. So the terms of an
+    expert are added up first, by a product with zeros and ones, in the place of the first of them.
+    For numbers [3, 3, 4] the rows of zeros and ones are [1, 1, 0], [0, 0, 0] and [0, 0, 1].
+    """
+    place, first = jnp.arange(numbers.size), jnp.searchsorted(numbers, numbers)
+    of_first = (first == place[:, None]).astype(terms.dtype)
+    totals = jax.lax.dot_general(
+        of_first,
+        terms,
+        (((1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=sums.dtype,
+    )
+    # The places of others lie behind the last expert: nothing is added there.
+    at = jnp.where(first == place, numbers, sums.shape[0] + place)
+    return sums.at[at].add(totals, mode="drop", unique_indices=True)
 
 
 _blocks_mlp.defvjp(_forward, _backward)
