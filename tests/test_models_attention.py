@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
-from megatrain_jax._src.models import moe
+from megatrain_jax._src.models import expert_blocks
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import mark
-from megatrain_jax._src.models.moe import balancing_loss, gated, mix, route, tally
+from megatrain_jax._src.models.expert_blocks import gated, mix
+from megatrain_jax._src.models.moe import balancing_loss, route, tally
 from megatrain_jax.models import Experts, attention
 
 
@@ -137,8 +138,10 @@ def mixed_densely(x, chosen, shares, weights):
     return jnp.sum(picked * shares[..., None], axis=1)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
 @pytest.mark.parametrize(("num", "per_token", "tokens"), [(4, 2, 40), (32, 3, 7), (3, 3, 1)])
-def test_experts_give_what_all_of_them_give_picked(num, per_token, tokens):
+def test_experts_give_what_all_of_them_give_picked(num, per_token, tokens, at_once, monkeypatch):
+    monkeypatch.setattr(expert_blocks, "_TURN_BYTES", at_once * 4 * 3 * 6 * 5)
     x = jax.random.normal(jax.random.key(2), (tokens, 6))
     logits = 3 * jax.random.normal(jax.random.key(3), (tokens, num))
     settings = Experts(
@@ -165,8 +168,8 @@ def test_experts_give_what_all_of_them_give_picked(num, per_token, tokens):
 @pytest.mark.parametrize("num", [4, 64])
 def test_arithmetic_does_not_grow_with_the_number_of_experts(num):
     chosen = jnp.arange(8192, dtype=jnp.int32).reshape(4096, 2) % num
-    block = moe._block_size(chosen.size, num)
-    slots, experts = moe._slots(chosen.reshape(-1), num, block)
+    block = expert_blocks._block_size(chosen.size, num)
+    slots, experts = expert_blocks._slots(chosen.reshape(-1), num, block)
     assert len(set(slots.tolist())) == chosen.size
     np.testing.assert_array_equal(experts[slots // block], chosen.reshape(-1))
     assert experts.size * block <= 1.25 * chosen.size

@@ -14,17 +14,9 @@ from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import attention
+from megatrain_jax._src.models.expert_blocks import Matrix, Weights, gated, mix
 from megatrain_jax._src.models.maker import Maker
-from megatrain_jax._src.models.moe import (
-    Experts,
-    Matrix,
-    Routed,
-    Weights,
-    gated,
-    mix,
-    route,
-    tally,
-)
+from megatrain_jax._src.models.moe import Experts, Routed, route, tally
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
 if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these

@@ -25,8 +25,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from megatrain_jax._src.models.expert_blocks import LowRank
 from megatrain_jax._src.models.layers import ExpertMatrix, Linear
-from megatrain_jax._src.models.moe import LowRank
 
 ModulePath = tuple[str | int, ...]
 _PLAIN = "plain_class"  # the attribute of a class with adapters that holds the one without

@@ -1,11 +1,11 @@
 """Loops of a jaxpr, whose many short kernels take a device longer than their arithmetic.
 
 A device gets the kernels of a loop one after another, which takes a few microseconds each, however
-little they compute. A mixture of experts goes through its tokens in blocks of one expert each, a
-linear attention through chunks of a row: hundreds of short products for each layer.
+little they compute. A mixture of experts may go through its tokens in blocks of one expert each, a
+linear attention goes through chunks of a row: hundreds of short products for each layer.
 
-A worked example, a loop over 640 blocks of 512 rows of 2,048 numbers, each of which passes
-through an expert of three matrices of 2,048 x 768::
+A worked example, a loop over 640 blocks of 512 rows of 2,048 numbers, one after the
+other, each of which passes through an expert of three matrices of 2,048 x 768::
 
     kernels      3 slices of the weights, 3 products, a slice of the rows, a result written: 640 * 8
     operations   640 * 3 * 2 * 512 * 2048 * 768

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from megatrain_jax._src.models.activations import ACTIVATIONS
+from megatrain_jax._src.models.expert_blocks import gated, mix
 from megatrain_jax._src.models.layers import (
     MLP,
     Attention,
@@ -25,7 +26,7 @@ from megatrain_jax._src.models.layers import (
     RMSNorm,
 )
 from megatrain_jax._src.models.maker import Maker
-from megatrain_jax._src.models.moe import Experts, gated, mix, route
+from megatrain_jax._src.models.moe import Experts, route
 from megatrain_jax._src.models.rotary import Rotation
 
 if TYPE_CHECKING:

@@ -1,0 +1,258 @@
+"""A mixture of gated MLPs, of which each token passes through a few.
+
+Outside TPUs `jax.lax.ragged_dot` may become a masked product with every expert. Here the tokens are
+sorted by expert into blocks of one expert each, and a loop goes over the blocks, several in a turn:
+the arithmetic is that of the experts chosen, whatever their number, in few and large products.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from megatrain_jax._src.models.activations import Activation
+
+
+class LowRank(NamedTuple):
+    """Matrices with low-rank terms beside them: `weight + b @ a`, which is never computed.
+
+    Attributes:
+        weight: A matrix of each expert, or of one.
+        a: The factor that is applied first.
+        b: The factor that is applied second.
+    """
+
+    weight: Float[Array, "*num out in"]
+    a: Float[Array, "*num rank in"]
+    b: Float[Array, "*num out rank"]
+
+
+Matrix = Float[Array, "*num out in"] | LowRank
+Weights = Any
+"""What all experts of a layer, or one, compute with: arrays or matrices in a tuple."""
+
+Expert = Callable[[Float[Array, "rows width"], Weights], Float[Array, "rows width"]]
+"""One expert: its result for rows, given its own part of the weights."""
+
+_MAX_BLOCK = 1024
+# The blocks of a turn copy their experts' weights, and make gradients of as many.
+_TURN_BYTES = 2**30
+
+
+def mix(
+    x: Float[Array, "tokens width"],
+    chosen: Int[Array, "tokens per_token"],
+    shares: Float[Array, "tokens per_token"],
+    weights: Weights,
+    expert: Expert,
+) -> Float[Array, "tokens width"]:
+    """Passes each token through its experts and adds their results.
+
+    For example, five tokens with one expert each, [1, 0, 1, 1, 0], in blocks of two rows: expert 0
+    has one block, expert 1 two, and the tokens lie in rows [2, 0, 3, 4, 1] of these. With two
+    blocks a turn, the second turn's other block is empty.
+
+    Args:
+        x: The tokens.
+        chosen: The experts of each token.
+        shares: Factor of each expert's result.
+        weights: What all experts compute with.
+        expert: What one computes; the same function for all layers, such as `gated` gives.
+
+    Returns:
+        The dtype of `x`; shares and sums are in fp32.
+    """
+    tokens, per_token = chosen.shape
+    num = jax.tree.leaves(weights)[0].shape[0]
+    owner = chosen.reshape(-1)
+    block = _block_size(owner.size, num)
+    slots, experts = _slots(owner, num, block)
+    at_once = _blocks_at_once(weights, experts.size)
+    experts = jnp.pad(experts, (0, -experts.size % at_once), mode="edge").reshape(-1, at_once)
+    # Unused rows are of an assignment behind the last one, and zeros.
+    assignments = jnp.full(experts.size * block, owner.size, jnp.int32)
+    assignments = assignments.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32))
+    rows: Any = _spread(per_token, x, assignments, slots)
+    blocks = rows.reshape(*experts.shape, block, x.shape[1])
+    out = jnp.reshape(_blocks_mlp(expert, blocks, experts, weights), (-1, x.shape[1]))
+    results = jnp.reshape(_collected(out, assignments, slots), (tokens, per_token, -1))
+    return (results.astype(jnp.float32) * shares[..., None]).sum(1).astype(x.dtype)
+
+
+# The derivatives that JAX finds for these two would scatter rows, which takes a GPU several times
+# as long as to gather them, and adds a token's in any order.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(
+    per_token: int,
+    x: Float[Array, "tokens width"],
+    assignments: Int[Array, " rows"],
+    slots: Int[Array, " assignments"],
+) -> Float[Array, "rows width"]:
+    """Gives each row the token of its assignment, and zeros to those of none."""
+    del slots  # only the derivative needs them
+    return x.at[assignments // per_token].get(mode="fill", fill_value=0)
+
+
+def _spread_forward(per_token, x, assignments, slots):
+    return _spread(per_token, x, assignments, slots), slots
+
+
+def _spread_backward(per_token, slots, cotangents):
+    terms = cotangents[slots].reshape(-1, per_token, cotangents.shape[1])
+    return terms.sum(1, dtype=jnp.float32).astype(cotangents.dtype), None, None
+
+
+_spread.defvjp(_spread_forward, _spread_backward)
+
+
+@jax.custom_vjp
+def _collected(
+    rows: Float[Array, "rows width"],
+    assignments: Int[Array, " rows"],
+    slots: Int[Array, " assignments"],
+) -> Float[Array, "assignments width"]:
+    """Gives each assignment its row."""
+    del assignments  # only the derivative needs them
+    return rows[slots]
+
+
+def _collected_forward(rows, assignments, slots):
+    return _collected(rows, assignments, slots), assignments
+
+
+def _collected_backward(assignments, cotangents):
+    return cotangents.at[assignments].get(mode="fill", fill_value=0), None, None
+
+
+_collected.defvjp(_collected_forward, _collected_backward)
+
+
+def _block_size(assignments: int, num: int) -> int:
+    # A quarter of an expert's mean load: an eighth of the rows is padding on average.
+    wanted = max(8, min(_MAX_BLOCK, assignments // (4 * num)))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _blocks_at_once(weights: Weights, num_blocks: int) -> int:
+    of_one = sum(4 * array[0].size for array in jax.tree.leaves(weights))  # sums are in fp32
+    return max(1, min(num_blocks, _TURN_BYTES // of_one))
+
+
+def _slots(
+    owner: Int[Array, " assignments"], num: int, block: int
+) -> tuple[Int[Array, " assignments"], Int[Array, " blocks"]]:
+    """Gives every assignment a row of its own in blocks that each belong to one expert.
+
+    Args:
+        owner: The expert of each assignment of a token to an expert.
+        num: Number of experts.
+        block: Rows of a block.
+
+    Returns:
+        The row of each assignment; the expert of each block.
+    """
+    n = owner.size
+    # As many as there can be, whatever the routing, since shapes are fixed when it is traced: each
+    # expert chosen leaves at most one block partly empty.
+    num_blocks = -(-n // block) + min(num, n)
+    # Stable, so that results don't depend on how a device sorts equal numbers.
+    order = jnp.argsort(owner, stable=True)
+    load = jnp.bincount(owner, length=num)
+    blocks = -(-load // block)
+    first_block, first = jnp.cumsum(blocks) - blocks, jnp.cumsum(load) - load
+    sorted_owner = owner[order]
+    rank = jnp.arange(n) - first[sorted_owner]
+    rows = first_block[sorted_owner] * block + rank
+    slots = jnp.zeros(n, jnp.int32).at[order].set(rows.astype(jnp.int32), unique_indices=True)
+    ends = jnp.cumsum(blocks)
+    experts = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
+    # Blocks behind the last used one belong to nobody: of zeros, they may be anyone's.
+    return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
+
+
+def _product(x: Float[Array, "rows in"], matrix: Matrix) -> Float[Array, "rows out"]:
+    if isinstance(matrix, LowRank):
+        return x @ matrix.weight.T + (x @ matrix.a.T) @ matrix.b.T
+    return x @ matrix.T
+
+
+@cache
+def gated(activation: Activation) -> Expert:
+    """Returns a gated MLP with this activation of the gate; its weights are gate, up and down."""
+
+    def expert(x, matrices):
+        gate, up, down = matrices
+        return _product(activation(_product(x, gate)) * _product(x, up), down)
+
+    return expert
+
+
+def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
+    return jax.tree.map(lambda w: w.at[numbers].get(mode="promise_in_bounds"), weights)
+
+
+# The derivative that JAX finds for a loop would add a gradient of all experts for every turn.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocks_mlp(
+    expert: Expert,
+    blocks: Float[Array, "turns blocks rows width"],
+    experts: Int[Array, "turns blocks"],
+    weights: Weights,
+) -> Float[Array, "turns blocks rows width"]:
+    """Passes each block through its expert; the experts' numbers ascend."""
+
+    def turn(item):
+        x, numbers = item
+        return jax.vmap(expert)(x, _of(weights, numbers))
+
+    return jax.lax.map(turn, (blocks, experts))
+
+
+def _forward(expert, blocks, experts, weights):
+    return _blocks_mlp(expert, blocks, experts, weights), (blocks, experts, weights)
+
+
+def _backward(expert, saved, cotangents):
+    blocks, experts, weights = saved
+
+    def turn(sums, item):
+        x, numbers, cotangent = item
+        _, transposed = jax.vjp(jax.vmap(expert), x, _of(weights, numbers))
+        dx, dweights = transposed(cotangent)
+        return jax.tree.map(partial(_added, numbers), sums, dweights), dx
+
+    # Several blocks of one expert add up: in fp32, as one long product would.
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    sums, dblocks = jax.lax.scan(turn, zeros, (blocks, experts, cotangents))
+    dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
+    return dblocks, np.zeros(experts.shape, jax.dtypes.float0), dweights
+
+
+def _added(
+    numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
+) -> Float[Array, "num ..."]:
+    """Adds each block's term to its expert's sum, in an order that is the same every time.
+
+    A scatter of terms with equal numbers would add them in any order on a GPU. So the terms of an
+    expert are added up first, by a product with zeros and ones, in the place of the first of them.
+    For numbers [3, 3, 4] the rows of zeros and ones are [1, 1, 0], [0, 0, 0] and [0, 0, 1].
+    """
+    place, first = jnp.arange(numbers.size), jnp.searchsorted(numbers, numbers)
+    of_first = (first == place[:, None]).astype(terms.dtype)
+    totals = jax.lax.dot_general(
+        of_first,
+        terms,
+        (((1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=sums.dtype,
+    )
+    # The places of others lie behind the last expert: nothing is added there.
+    at = jnp.where(first == place, numbers, sums.shape[0] + place)
+    return sums.at[at].add(totals, mode="drop", unique_indices=True)
+
+
+_blocks_mlp.defvjp(_forward, _backward)
