@@ -250,6 +250,9 @@ RATIOS = {
     "of_one_gpu": "1-gpu-{update}.json",
     "of_zero_3": "../peers/deepspeed-zero-3-offload.json",
     "of_twin_flow": "../peers/deepspeed-zero-3-twin-flow.json",
+    "of_zero_3_beside": "deepspeed-zero-3-offload.json",
+    "of_zero_3_whole": "{sizes[seq_len]}-zero-3.json",
+    "of_zero_3_tiled": "{sizes[seq_len]}-zero-3-alst.json",
 }
 COLUMNS = {
     "s/step": _column("{:.3f}", "seconds_per_step"),
