@@ -88,3 +88,13 @@ def test_this_machine_has_memory():
     total = host_memory.total_bytes()
     assert total is not None
     assert 0 < host_memory.available_bytes() <= total
+
+
+def test_small_pages_are_those_of_a_setting_that_gives_no_others(tmp_path):
+    setting = tmp_path / "shmem_enabled"
+    words = ("always", "within_size", "advise", "never", "deny", "force")
+    for chosen in words:
+        setting.write_text(" ".join(f"[{w}]" if w == chosen else w for w in words) + "\n")
+        small = host_memory.pins_small_pages(setting)
+        assert small == (chosen in ("advise", "never", "deny"))
+    assert not host_memory.pins_small_pages(tmp_path / "no such file")

@@ -98,11 +98,12 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     on_gpu = dataclasses.replace(made, platform="gpu")
     monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
     monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
+    monkeypatch.setattr(starts, "pins_small_pages", lambda: True)
     trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
     said = capsys.readouterr().err
     assert "pinning host memory" in said, "a bar"
     pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
-    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
+    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s; huge pages", said)
     assert events == ["ReadAhead", "fit_to_machine", "reserve", "fill_store"]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())

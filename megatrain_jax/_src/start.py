@@ -32,7 +32,7 @@ from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.host_memory import available_bytes
+from megatrain_jax._src.state.host_memory import available_bytes, pins_small_pages
 from megatrain_jax._src.state.placement import Placement, on_several
 from megatrain_jax._src.state.processes import PeerEndedError
 
@@ -70,6 +70,8 @@ class Phases:
             rate = self.pinned_bytes / _GIB / max(self.pinned_in, 1e-9)
             line += f"; {sized(self.pinned_bytes)} pinned in {self.pinned_in:.1f} s"
             line += f", {rate:.2f} GiB/s"
+            if pins_small_pages():
+                line += '; huge pages are faster: see "Where the start goes" in docs/looking.md'
         return line
 
 

@@ -18,6 +18,8 @@ _UNLIMITED_BYTES = 2**60
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+# A pool is pinned in shared memory, which has a setting of its own.
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,17 @@ def resident_bytes(statistics: Path = Path("/proc/self/statm")) -> int:
     """
     text = _read(statistics)
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
+
+
+def pins_small_pages(setting: Path = _HUGE_PAGES) -> bool:
+    """Whether the kernel pins memory 4 KiB at a time though it has huge pages.
+
+    Args:
+        setting: The kernel's file of what it may be, with what it is in brackets.
+    """
+    text = _read(setting) or ""
+    # Who takes the memory, the GPU's driver, gives no advice.
+    return any(f"[{word}]" in text for word in ("never", "advise", "deny"))
 
 
 def _read(path: Path) -> str | None:
