@@ -22,7 +22,7 @@ def rows(shape: str, budget: str, cache: str, *, compact: bool) -> list[Row]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     options = {"shape": shape, "device-budget": budget, "loss": "library", "timed": "ends"}
-    options |= COMPACT if compact else {}
+    options = {**options, **(COMPACT if compact else {})}
     names = ("empty compilation cache", "full compilation cache")
     return [Row(name=name, options=options, environment=environment) for name in names]
 
