@@ -42,6 +42,9 @@ def test_the_blocks_of_a_layer_of_experts_are_counted_as_they_are_computed():
     # Which expert a block is of is searched for in a short loop.
     assert turns == 12 and turns * 8 <= found.kernels < turns * 8 + 16
     assert products < found.flops < 1.01 * products
+    # A turn gathers the weights of its blocks' experts.
+    copied = turns * at_once * 4 * 3 * width * inner
+    assert copied <= found.copied < 1.001 * copied
 
 
 @pytest.mark.parametrize("outer", [1, 3])
@@ -62,7 +65,7 @@ def test_kernels_of_loops_within_loops_calls_and_branches(outer, length):
         return repeated(x, w, length, jax.jit(two))
 
     # Outside of loops nothing counts; elementwise operations are one with what reads them.
-    assert counted(two, x, w) == Loops(0, 0)
+    assert counted(two, x, w) == Loops(0, 0, 0)
     assert counted(lambda x, w: repeated(two(x, w), w, length, two), x, w).kernels == 2 * length
     assert counted(lambda x, w: repeated(x, w, length, lambda x, w: x + 1), x, w).kernels == length
     nested = counted(lambda x, w: repeated(x, w, outer, within), x, w)
@@ -87,6 +90,10 @@ def test_loops_take_the_longer_of_their_kernels_and_their_operations():
     assert many.seconds(machine) == pytest.approx(seconds + 6.0)
     # Each of several devices starts all kernels, for its part of the operations.
     assert many.seconds(machine, num_devices=4) == pytest.approx(seconds / 4 + 6.0)
+    # Copies are read and written while nothing is computed, unless a device waits for longer.
+    copying = few._replace(copied=machine.memory_bytes_per_s)
+    assert copying.seconds(machine) == pytest.approx(2 * seconds + 2.0)
+    assert many._replace(copied=1.0).seconds(machine) == many.seconds(machine)
 
 
 def plan_of(num_experts, **options):
@@ -127,7 +134,7 @@ def test_a_plan_counts_the_kernels_of_experts(monkeypatch):
     assert all(n <= counted < n + 2 for n, counted in zip(blocks, kernels, strict=True))
     assert many.bound == "loops" and (many.seconds_per_step or 0.0) > many.seconds_loops
     text = " ".join(str(many).split())
-    assert "loops, beside it" in text and "bound by loops, whose kernels are short" in text
+    assert "loops, beside it" in text and "bound by loops, whose kernels are short or copy" in text
     halves = plan_of(64, num_gpus=2)
     assert halves.loop_kernels_per_step == many.loop_kernels_per_step
     assert np.isclose(halves.seconds_loops, many.seconds_loops, rtol=0.05)

@@ -11,7 +11,7 @@ A worked example, a stage of 100 operations in products, half of whose parameter
     with its products and its attention kept, the backward does 150 + 50
 
 Loops of short kernels take longer than their operations (`program/loop_kernels.py`). The kernels of
-a forward's loops count as often as its operations.
+a forward's loops, and what they copy, count as often as its operations.
 """
 
 from collections.abc import Hashable, Sequence
@@ -39,12 +39,14 @@ class Work(NamedTuple):
         attention: Those of attention among them.
         looped: Those of loops among them.
         kernels: Kernels that loops start.
+        copied: Bytes that loops copy as they are.
     """
 
     flops: float
     attention: float
     looped: float = 0.0
     kernels: float = 0.0
+    copied: float = 0.0
 
     def plus(self, other: "Work", factor: float = 1.0) -> "Work":
         """This work and `factor` times other work."""
@@ -58,9 +60,14 @@ class Work(NamedTuple):
     def loop_seconds(
         self, hardware: Hardware, sustained: float = 1.0, num_devices: int = 1
     ) -> float:
-        """Seconds by which loops take longer than their operations; each device starts them all."""
+        """Seconds by which loops take longer than their operations.
+
+        Each device starts them all, and copies weights for its own examples. What it copies takes
+        its memory's time, unless it waits for kernels anyway.
+        """
         computing = hardware.compute_seconds(self.looped, 0, sustained) / num_devices
-        return max(0.0, _SECONDS_PER_KERNEL * self.kernels - computing)
+        copying = 2 * self.copied / hardware.memory_bytes_per_s  # read and written
+        return max(_SECONDS_PER_KERNEL * self.kernels - computing, copying)
 
 
 def forward_work(stages: Sequence[Stage]) -> list[Work]:
@@ -70,7 +77,7 @@ def forward_work(stages: Sequence[Stage]) -> list[Work]:
         if stage.key not in known:
             attention = count_flops(stage.jaxpr, is_attention)
             loops, flops = count_loops(stage.jaxpr), count_flops(stage.jaxpr)
-            known[stage.key] = Work(flops, attention, loops.flops, loops.kernels)
+            known[stage.key] = Work(flops, attention, loops.flops, loops.kernels, loops.copied)
     return [known[stage.key] for stage in stages]
 
 
@@ -82,7 +89,8 @@ def backward_work(stage: Stage, forward: Work) -> Work:
     attention = _ATTENTION_BACKWARD * forward.attention
     times = 2 + stage.trainable_share
     others = times * (forward.flops - forward.attention)
-    return Work(others + attention, attention, times * forward.looped, times * forward.kernels)
+    loops = (times * part for part in (forward.looped, forward.kernels, forward.copied))
+    return Work(others + attention, attention, *loops)
 
 
 def saved_work(residuals: Residuals | None) -> Work:

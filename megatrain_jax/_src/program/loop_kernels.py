@@ -10,7 +10,11 @@ other, each of which passes through an expert of three matrices of 2,048 x 768::
     kernels      3 slices of the weights, 3 products, a slice of the rows, a result written: 640 * 8
     operations   640 * 3 * 2 * 512 * 2048 * 768
 
-At 6 microseconds a kernel they take 31 ms, and the operations at 700 TFLOP/s 4.4 ms.
+At 6 microseconds a kernel they take 31 ms, and the operations at 700 TFLOP/s 4.4 ms. In 10 turns of
+64 blocks there are 80 kernels, which slice the weights of 64 experts at a time. They copy as many
+bytes as before, and meanwhile a device does nothing else::
+
+    copied       640 * 3 * 2048 * 768 numbers, 6 GB in bf16, read and written: 2.5 ms at 4.8 TB/s
 """
 
 from typing import Any, NamedTuple
@@ -19,21 +23,26 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.primitives import CUSTOM_RULES, FUSED
 
+# What takes parts of an array as they are, as a block's expert of all experts' weights.
+_COPIES = ("dynamic_slice", "gather")
+
 
 class Loops(NamedTuple):
-    """Kernels and operations of loops in one evaluation.
+    """Kernels, operations and copies of loops in one evaluation.
 
     Attributes:
         kernels: Number of kernels, about: elementwise operations are one with what reads them.
         flops: Their floating-point operations; see `count_flops`.
+        copied: Bytes that they copy as they are.
     """
 
     kernels: int
     flops: int
+    copied: int
 
     def plus(self, other: "Loops", times: int = 1) -> "Loops":
         """These and `times` others."""
-        return Loops(self.kernels + times * other.kernels, self.flops + times * other.flops)
+        return Loops(*(own + times * more for own, more in zip(self, other, strict=True)))
 
 
 def count_loops(jaxpr: Any) -> Loops:
@@ -44,11 +53,12 @@ def count_loops(jaxpr: Any) -> Loops:
     Args:
         jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
     """
-    found = Loops(kernels=0, flops=0)
+    found = Loops(kernels=0, flops=0, copied=0)
     for eqn in jx.opened(jaxpr).eqns:
         if eqn.primitive.name == "scan":
             body, length = eqn.params["jaxpr"], eqn.params["length"]
-            found = found.plus(Loops(_kernels_of_trip(eqn), count_flops(body)), length)
+            of_trip = Loops(_kernels_of_trip(eqn), count_flops(body), _copied(body))
+            found = found.plus(of_trip, length)
         elif inner := _inner(eqn):
             found = found.plus(max(map(count_loops, inner)))  # of a `cond` the most
     return found
@@ -72,6 +82,18 @@ def _kernels_of_trip(scan: Any) -> int:
     taken = len(scan.invars) - num_consts - num_carry
     given = len(scan.outvars) - num_carry
     return max(1, _kernels(scan.params["jaxpr"]) + (taken > 0) + (given > 0))
+
+
+def _copied(jaxpr: Any) -> int:
+    found = 0
+    for eqn in jx.opened(jaxpr).eqns:
+        if eqn.primitive.name == "scan":
+            found += eqn.params["length"] * _copied(eqn.params["jaxpr"])
+        elif inner := _inner(eqn):
+            found += max(map(_copied, inner))
+        elif eqn.primitive.name in _COPIES:
+            found += sum(jx.num_bytes(v.aval) for v in eqn.outvars)
+    return found
 
 
 def _kernels(jaxpr: Any) -> int:

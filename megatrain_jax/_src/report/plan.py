@@ -87,7 +87,7 @@ class Plan:
         loop_kernels_per_step: Estimate of the kernels that loops in the stages start in a step, on
             each device: loops over the experts of a layer, or over chunks of a row.
         seconds_loops: Estimate of the seconds by which these loops take longer than their
-            arithmetic, since their kernels are short.
+            arithmetic, since their kernels are short or only copy.
         seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
             schedule lets them; `None` without hardware.
         microbatches: Microbatches of a step.

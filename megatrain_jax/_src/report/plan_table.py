@@ -23,7 +23,7 @@ BOUNDS: dict[Bound, str] = {
     "host": "the host's memory",
     "compute": "arithmetic",
     "collectives": "what devices send each other",
-    "loops": "loops, whose kernels are short",
+    "loops": "loops, whose kernels are short or copy",
     "dispatch": "Python's dispatch",
     "neither": "neither: balanced",
 }
