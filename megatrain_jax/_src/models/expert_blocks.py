@@ -192,7 +192,11 @@ def gated(activation: Activation) -> Expert:
 
 
 def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
-    return jax.tree.map(lambda w: w.at[numbers].get(mode="promise_in_bounds"), weights)
+    def one(array):
+        # A model's parameters may be arrays of NumPy, as those of a run are outside of it.
+        return jnp.asarray(array).at[numbers].get(mode="promise_in_bounds")
+
+    return jax.tree.map(one, weights)
 
 
 # The derivative that JAX finds for a loop would add a gradient of all experts for every turn.
