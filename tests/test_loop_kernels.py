@@ -36,8 +36,9 @@ def test_the_blocks_of_a_layer_of_experts_are_counted_as_they_are_computed():
         shape(tokens, chosen),
         weights,
     )
-    at_once = expert_blocks._TURN_BYTES // (4 * 3 * width * inner)
+    at_once = expert_blocks._blocks_at_once(weights, tokens * chosen // block + num, block)
     turns = -(-(tokens * chosen // block + num) // at_once)
+    assert at_once == 54
     products = turns * at_once * 3 * 2 * block * width * inner
     # Which expert a block is of is searched for in a short loop.
     assert turns == 12 and turns * 8 <= found.kernels < turns * 8 + 16

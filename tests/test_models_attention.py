@@ -172,6 +172,12 @@ def test_arithmetic_does_not_grow_with_the_number_of_experts(num):
     slots, experts = expert_blocks._slots(chosen.reshape(-1), num, block)
     assert len(set(slots.tolist())) == chosen.size
     np.testing.assert_array_equal(experts[slots // block], chosen.reshape(-1))
+    for bytes_of_one in (1, 2**20, 2**27):
+        weights = jax.ShapeDtypeStruct((num, bytes_of_one // 4 or 1), jnp.float32)
+        at_once = expert_blocks._blocks_at_once(weights, experts.size, block)
+        turns = -(-experts.size // at_once)
+        assert turns * at_once < experts.size + turns
+        assert at_once <= max(1, block // 2)
     assert experts.size * block <= 1.25 * chosen.size
 
 

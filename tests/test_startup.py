@@ -103,7 +103,7 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     said = capsys.readouterr().err
     assert "pinning host memory" in said, "a bar"
     pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
-    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s; huge pages", said)
+    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s, which huge pages", said)
     assert events == ["ReadAhead", "fit_to_machine", "reserve", "fill_store"]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())

@@ -70,8 +70,8 @@ class Phases:
             rate = self.pinned_bytes / _GIB / max(self.pinned_in, 1e-9)
             line += f"; {sized(self.pinned_bytes)} pinned in {self.pinned_in:.1f} s"
             line += f", {rate:.2f} GiB/s"
-            if pins_small_pages():
-                line += '; huge pages are faster: see "Where the start goes" in docs/looking.md'
+            if self.pinned_in >= _SECONDS_TO_EXPLAIN and pins_small_pages():
+                line += ", which huge pages make faster: see Trainer.startup"
         return line
 
 

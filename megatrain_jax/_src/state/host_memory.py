@@ -127,7 +127,7 @@ def resident_bytes(statistics: Path = Path("/proc/self/statm")) -> int:
 
 
 def pins_small_pages(setting: Path = _HUGE_PAGES) -> bool:
-    """Whether the kernel pins memory 4 KiB at a time though it has huge pages.
+    """Whether the kernel pins memory in its smallest pages though it has huge ones.
 
     Args:
         setting: The kernel's file of what it may be, with what it is in brackets.
