@@ -69,69 +69,98 @@ def mix(
     Returns:
         The dtype of `x`; shares and sums are in fp32.
     """
-    tokens, per_token = chosen.shape
     num = jax.tree.leaves(weights)[0].shape[0]
     owner = chosen.reshape(-1)
     block = _block_size(owner.size, num)
     slots, experts = _slots(owner, num, block)
     at_once = _blocks_at_once(weights, experts.size, block)
     experts = jnp.pad(experts, (0, -experts.size % at_once), mode="edge").reshape(-1, at_once)
-    # Unused rows are of an assignment behind the last one, and zeros.
+    # Unused rows are of an assignment behind the last one.
     assignments = jnp.full(experts.size * block, owner.size, jnp.int32)
     assignments = assignments.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32))
-    rows: Any = _spread(per_token, x, assignments, slots)
-    blocks = rows.reshape(*experts.shape, block, x.shape[1])
-    out = jnp.reshape(_blocks_mlp(expert, blocks, experts, weights), (-1, x.shape[1]))
-    results = jnp.reshape(_collected(out, assignments, slots), (tokens, per_token, -1))
-    return (results.astype(jnp.float32) * shares[..., None]).sum(1).astype(x.dtype)
+    return _mixed(expert, x, shares, weights, _Places(slots, assignments, experts))
 
 
-# The derivatives that JAX finds for these two would scatter rows, which takes a GPU several times
-# as long as to gather them, and adds a token's in any order.
+class _Places(NamedTuple):
+    """Where the assignments of tokens to experts lie.
+
+    Attributes:
+        slots: The row of each assignment.
+        assignments: The assignment of each row; a number too large where it has none.
+        experts: The expert of each block of rows, ascending.
+    """
+
+    slots: Int[Array, " assignments"]
+    assignments: Int[Array, " rows"]
+    experts: Int[Array, "turns blocks"]
+
+    def blocks(self, values: Float[Array, "tokens *width"], each: int) -> Any:
+        """Gives each row of the blocks the value of its token, which has `each` assignments.
+
+        Rows of no assignment get zeros.
+        """
+        rows = values.at[self.assignments // each].get(mode="fill", fill_value=0)
+        return rows.reshape(*self.experts.shape, -1, *values.shape[1:])
+
+    def collected(self, blocks: Float[Array, "turns blocks rows *width"], each: int) -> Any:
+        """Gives each token the values of its assignments."""
+        rows = blocks.reshape(-1, *blocks.shape[3:])
+        return rows[self.slots].reshape(-1, each, *rows.shape[1:])
+
+
+# The derivative that JAX finds would add a gradient of all experts for every turn, and scatter rows,
+# which takes a GPU several times as long as to gather them, and adds a token's in any order.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(
-    per_token: int,
+def _mixed(
+    expert: Expert,
     x: Float[Array, "tokens width"],
-    assignments: Int[Array, " rows"],
-    slots: Int[Array, " assignments"],
-) -> Float[Array, "rows width"]:
-    """Gives each row the token of its assignment, and zeros to those of none."""
-    del slots  # only the derivative needs them
-    return x.at[assignments // per_token].get(mode="fill", fill_value=0)
+    shares: Float[Array, "tokens per_token"],
+    weights: Weights,
+    places: _Places,
+) -> Float[Array, "tokens width"]:
+    """Passes tokens through the experts of their places and adds what these give, by shares."""
+
+    def turn(item):
+        rows, numbers = item
+        return jax.vmap(expert)(rows, _of(weights, numbers))
+
+    each = shares.shape[1]
+    out = jax.lax.map(turn, (places.blocks(x, each), places.experts))
+    results = places.collected(out, each).astype(jnp.float32)
+    return (results * shares[..., None]).sum(1).astype(x.dtype)
 
 
-def _spread_forward(per_token, x, assignments, slots):
-    return _spread(per_token, x, assignments, slots), slots
+def _forward(expert, x, shares, weights, places):
+    return _mixed(expert, x, shares, weights, places), (x, shares, weights, places)
 
 
-def _spread_backward(per_token, slots, cotangents):
-    terms = cotangents[slots].reshape(-1, per_token, cotangents.shape[1])
-    return terms.sum(1, dtype=jnp.float32).astype(cotangents.dtype), None, None
+def _backward(expert, saved, cotangents):
+    x, shares, weights, places = saved
+    each = shares.shape[1]
+
+    def turn(sums, item):
+        rows, rows_shares, cotangent, numbers = item
+        out, transposed = jax.vjp(jax.vmap(expert), rows, _of(weights, numbers))
+        # Found here, a share's gradient needs no results of the forward, which would be computed
+        # for it alone.
+        cotangent = cotangent.astype(jnp.float32)
+        dshares = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
+        drows, dweights = transposed((cotangent * rows_shares[..., None]).astype(out.dtype))
+        return jax.tree.map(partial(_added, numbers), sums, dweights), (drows, dshares)
+
+    # Several blocks of one expert add up: in fp32, as one long product would.
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    items = places.blocks(x, each), places.blocks(shares.reshape(-1), 1)
+    items = *items, places.blocks(cotangents, each), places.experts
+    sums, (drows, dshares) = jax.lax.scan(turn, zeros, items)
+    dx = places.collected(drows, each).sum(1, dtype=jnp.float32).astype(x.dtype)
+    dshares = places.collected(dshares, 1).reshape(shares.shape).astype(shares.dtype)
+    dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
+    dplaces = jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), places)
+    return dx, dshares, dweights, dplaces
 
 
-_spread.defvjp(_spread_forward, _spread_backward)
-
-
-@jax.custom_vjp
-def _collected(
-    rows: Float[Array, "rows width"],
-    assignments: Int[Array, " rows"],
-    slots: Int[Array, " assignments"],
-) -> Float[Array, "assignments width"]:
-    """Gives each assignment its row."""
-    del assignments  # only the derivative needs them
-    return rows[slots]
-
-
-def _collected_forward(rows, assignments, slots):
-    return _collected(rows, assignments, slots), assignments
-
-
-def _collected_backward(assignments, cotangents):
-    return cotangents.at[assignments].get(mode="fill", fill_value=0), None, None
-
-
-_collected.defvjp(_collected_forward, _collected_backward)
+_mixed.defvjp(_forward, _backward)
 
 
 def _block_size(assignments: int, num: int) -> int:
@@ -207,43 +236,6 @@ def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
     return jax.tree.map(one, weights)
 
 
-# The derivative that JAX finds for a loop would add a gradient of all experts for every turn.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocks_mlp(
-    expert: Expert,
-    blocks: Float[Array, "turns blocks rows width"],
-    experts: Int[Array, "turns blocks"],
-    weights: Weights,
-) -> Float[Array, "turns blocks rows width"]:
-    """Passes each block through its expert; the experts' numbers ascend."""
-
-    def turn(item):
-        x, numbers = item
-        return jax.vmap(expert)(x, _of(weights, numbers))
-
-    return jax.lax.map(turn, (blocks, experts))
-
-
-def _forward(expert, blocks, experts, weights):
-    return _blocks_mlp(expert, blocks, experts, weights), (blocks, experts, weights)
-
-
-def _backward(expert, saved, cotangents):
-    blocks, experts, weights = saved
-
-    def turn(sums, item):
-        x, numbers, cotangent = item
-        _, transposed = jax.vjp(jax.vmap(expert), x, _of(weights, numbers))
-        dx, dweights = transposed(cotangent)
-        return jax.tree.map(partial(_added, numbers), sums, dweights), dx
-
-    # Several blocks of one expert add up: in fp32, as one long product would.
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    sums, dblocks = jax.lax.scan(turn, zeros, (blocks, experts, cotangents))
-    dweights = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, weights)
-    return dblocks, np.zeros(experts.shape, jax.dtypes.float0), dweights
-
-
 def _added(
     numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
 ) -> Float[Array, "num ..."]:
@@ -266,6 +258,3 @@ def _added(
     # The places of others lie behind the last expert: nothing is added there.
     at = jnp.where(first == place, numbers, sums.shape[0] + place)
     return sums.at[at].add(totals, mode="drop", unique_indices=True)
-
-
-_blocks_mlp.defvjp(_forward, _backward)
