@@ -14,8 +14,8 @@ from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
 
 # With memory pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU
-# were free. Kernels with as much compute for so long that to wait before them takes 1% of a step;
-# all others need the driver's lead.
+# were free. So stages with as much are dispatched one by one: each then reaches the device some
+# milliseconds late, which updates and reductions in between hide in part.
 _LARGE_TEMPORARIES = 4 * 2**30
 
 
@@ -71,9 +71,9 @@ class KernelCache:
         return max(temporaries + k.beside_bytes for k, temporaries in found.items())
 
     def has_large_temporaries(self, kernel: Kernel) -> bool:
-        """Whether a kernel may only be dispatched once the device is through with all before it.
+        """Whether a stage may only be dispatched once the device is through with the one before it.
 
-        Until then, memory that earlier kernels give back is pending.
+        Until then, memory that earlier stages give back is pending.
         """
         return self._temporaries.get((kernel.name, kernel.key), 0) >= _LARGE_TEMPORARIES
 

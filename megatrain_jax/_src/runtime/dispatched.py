@@ -8,18 +8,31 @@ class Dispatched:
 
     Of each it holds one result, which is there when the task is over::
 
-        dispatched.note(3, gradient)    # task 3 will have computed it,
-        dispatched.note(4, other)       # and task 4 this one
-        dispatched.wait(3)              # blocks until `gradient` is there; task 4 is left
+        dispatched.note_stage(3, cotangent)    # the stage of task 3 will have computed it,
+        dispatched.note(3, norm)               # and what follows it in the task this one
+        dispatched.wait_for_stage()            # blocks until `cotangent` is there
+        dispatched.wait(3)                     # blocks until `norm` is there
     """
 
     def __init__(self):
         """Starts with no task."""
         self._results: dict[int, jax.Array | None] = {}
+        self._of_stage: jax.Array | None = None
 
     def note(self, task: int, result: jax.Array | None) -> None:
         """Notes the last result of a task so far; None if it gives none."""
         self._results[task] = result
+
+    def note_stage(self, task: int, result: jax.Array | None, *, hold: bool = True) -> None:
+        """Notes a stage's result, as `note` does, until the next one's.
+
+        Args:
+            task: The stage's task.
+            result: See `note`.
+            hold: Whether it may be held for that long; not a gradient, which an update frees.
+        """
+        self.note(task, result)
+        self._of_stage = result if hold else None
 
     def wait(self, task: int) -> None:
         """Blocks until the device is through with a task, and with those before it."""
@@ -33,6 +46,13 @@ class Dispatched:
         # The device works in order: what came before this task is over, too.
         self._results = {i: x for i, x in self._results.items() if i > task}
 
+    def wait_for_stage(self) -> None:
+        """Blocks until the device is through with the last stage; what follows it may go on."""
+        if self._of_stage is None or self._of_stage.is_deleted():  # a later kernel has its memory
+            self.wait_for_all()
+        else:
+            self._of_stage.block_until_ready()
+
     def wait_for_all(self) -> None:
         """Blocks until the device is through with all that was noted."""
         live = (x for x in reversed(self._results.values()) if x is not None and not x.is_deleted())
@@ -43,3 +63,4 @@ class Dispatched:
     def clear(self) -> None:
         """Forgets all tasks."""
         self._results.clear()
+        self._of_stage = None

@@ -217,7 +217,7 @@ class Engine:
         key, placement = (op, number, step), self.store.placement
         function = self._find(key, lambda: stage_kernel(step, op, number, placement))
         if key in self._large:
-            self._dispatched.wait_for_all()
+            self._dispatched.wait_for_stage()
         return function
 
     def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
@@ -265,7 +265,7 @@ class Engine:
             # One result tells of all of a kernel's, as long as no other kernel takes it over.
             pairs = zip(bound.leaving, back, strict=True)
             lasting = [c for i, c in pairs if i not in live.step.taken_over]
-            self._dispatched.note(task, (lasting or back or gradients)[0])
+            self._dispatched.note_stage(task, (lasting or back or gradients)[0], hold=bool(back))
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
@@ -276,7 +276,8 @@ class Engine:
         for i, value in zip(bound.stage.outputs, outputs, strict=True):
             if i in kept:
                 row[i] = value
-        self._dispatched.note(task, next(iter(outputs), None))  # a stage of prints alone has none
+        # A stage of prints alone has no result.
+        self._dispatched.note_stage(task, next(iter(outputs), None))
 
     def _send(self, bound: BoundStage, cotangents: dict[int, jax.Array], back) -> None:
         for i, cotangent in zip(bound.leaving, back, strict=True):
