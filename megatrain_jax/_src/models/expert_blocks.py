@@ -94,7 +94,7 @@ class _Places(NamedTuple):
     assignments: Int[Array, " rows"]
     experts: Int[Array, "turns blocks"]
 
-    def blocks(self, values: Float[Array, "tokens *width"], each: int) -> Any:
+    def blocks(self, values: Float[Array, "..."], each: int) -> Float[Array, "turns blocks ..."]:
         """Gives each row of the blocks the value of its token, which has `each` assignments.
 
         Rows of no assignment get zeros.
@@ -102,14 +102,14 @@ class _Places(NamedTuple):
         rows = values.at[self.assignments // each].get(mode="fill", fill_value=0)
         return rows.reshape(*self.experts.shape, -1, *values.shape[1:])
 
-    def collected(self, blocks: Float[Array, "turns blocks rows *width"], each: int) -> Any:
-        """Gives each token the values of its assignments."""
+    def collected(self, blocks: Float[Array, "turns blocks ..."], each: int) -> Float[Array, "..."]:
+        """Gives each token the values of its `each` assignments."""
         rows = blocks.reshape(-1, *blocks.shape[3:])
         return rows[self.slots].reshape(-1, each, *rows.shape[1:])
 
 
-# The derivative that JAX finds would add a gradient of all experts for every turn, and scatter rows,
-# which takes a GPU several times as long as to gather them, and adds a token's in any order.
+# The derivative that JAX finds would add a gradient of all experts for every turn, and scatter
+# rows, which takes a GPU several times as long as to gather them, and adds a token's in any order.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(
     expert: Expert,
