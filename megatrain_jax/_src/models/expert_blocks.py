@@ -82,7 +82,7 @@ def mix(
 
 
 class _Places(NamedTuple):
-    """Where the assignments of tokens to experts lie.
+    """Places of the assignments of tokens to experts.
 
     Attributes:
         slots: The row of each assignment.
