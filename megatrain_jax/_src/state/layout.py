@@ -208,29 +208,23 @@ class Layout:
             leaves: The leaves.
             spread: Divides an array over the devices along its first axis.
         """
-        shards, end = self._rows, 0
         dtype = jnp.dtype(self.dtype)
-        parts = []
+        # Alignment between leaves and shares is zeros: reductions over whole slabs don't see it.
+        # Leaves are written one by one, as they were copied: a GPU computes where each element of
+        # a concatenation comes from, several times as long as it takes to move it.
+        slab = jnp.zeros((*self._rows, self.size // self.num_shards), dtype)
         rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
-        # As they lie, which is the order of their codecs and not of their numbers.
-        for offset, share, leaf, shape in sorted(rows, key=lambda row: row[:2]):
-            # Between leaves lies alignment, filled with zeros: reductions over whole slabs don't
-            # see it.
-            if offset > end:
-                parts.append(jnp.zeros((*shards, offset - end), dtype))
-            if leaf is None:
-                parts.append(jnp.zeros((*shards, share), dtype))
-            else:
-                flat = leaf.reshape(-1).astype(dtype)
-                if missing := self.num_shards * share - math.prod(shape):
-                    flat = jnp.pad(flat, (0, missing))
-                # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
-                # others' shares, nor a whole slab to cut its own from.
-                parts.append(spread(flat.reshape(*shards, share)))
-            end = offset + share
-        if left := self.size // self.num_shards - end:
-            parts.append(jnp.zeros((*shards, left), dtype))
-        return jnp.concatenate(parts, axis=-1).reshape(-1)
+        for offset, share, leaf, shape in rows:
+            if leaf is None or not share:
+                continue
+            flat = leaf.reshape(-1).astype(dtype)
+            if missing := self.num_shards * share - math.prod(shape):
+                flat = jnp.pad(flat, (0, missing))
+            # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
+            # others' shares, nor a whole slab to cut its own from.
+            part = spread(flat.reshape(*self._rows, share))
+            slab = jax.lax.dynamic_update_slice_in_dim(slab, part, offset, axis=-1)
+        return slab.reshape(-1)
 
     @property
     def _rows(self) -> tuple[int, ...]:
