@@ -234,7 +234,7 @@ def test_stages_take_the_time_of_their_collectives(compiled, peers):
     trainer, _ = compiled
     step = spec_of(trainer).first
     machine = replace(MACHINE, peer_bytes_per_s=peers)
-    what = step.stages, step.workload.sizes
+    what = step.stages, step.workload.sizes, [0] * len(step.workload.sizes)
     with_any, with_none = (
         find_costs(*what, collectives, 2, NUM_DEVICES, machine)
         for collectives in (step.collectives, [(0, 0)] * len(step.stages))

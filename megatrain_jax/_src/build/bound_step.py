@@ -163,6 +163,7 @@ def bind_step(
     fused = training and program.outputs[0] in stages[-1].outputs
     gradients = _gradient_dtypes(stages, grouping, microbatches)
     sizes = tuple(map(GroupLayout.sizes, layouts, gradients))
+    coded = [layout.num_coded for layout in layouts]
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
     collectives = collective_bytes(bound, microbatches, num_devices)
@@ -187,7 +188,7 @@ def bind_step(
         deferred=deferred,
         accumulate=microbatches > 1,
         reduce_reads=reduce_reads,
-        costs=find_costs(bound, sizes, collectives, microbatches, num_devices, hardware),
+        costs=find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware),
     )
     lean = None
     # Two workloads, between which the search for a schedule chooses: all residuals of some stages,

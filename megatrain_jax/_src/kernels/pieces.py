@@ -33,11 +33,6 @@ Compute = Callable[[Sequence[jax.Array], jax.Array, Sequence[jax.Array]], list[j
 each; `columns` are their places in their shards."""
 
 
-def is_coded(layout: GroupLayout) -> bool:
-    """Whether numbers of a group share scales."""
-    return any(segment.codec.block > 1 for slab in layout.slabs for segment in slab.segments)
-
-
 def update_in_pieces(compute: Compute, layout: GroupLayout, guarded: bool) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`.
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.kernel import Kernel, placed
-from megatrain_jax._src.kernels.pieces import Compute, is_coded, update_in_pieces
+from megatrain_jax._src.kernels.pieces import Compute, update_in_pieces
 from megatrain_jax._src.kernels.reducing import measured, reduction
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
@@ -177,7 +177,7 @@ def _key() -> jax.ShapeDtypeStruct:
 def _update(fragment: Fragment, layout: GroupLayout, guarded: bool) -> Callable:
     """The update `(masters, state, gradient, messages, ok, draw) -> (masters, state)`."""
     elements = _update_of_elements(fragment, layout)
-    if elements is not None and is_coded(layout):
+    if elements is not None and layout.num_coded:
         return update_in_pieces(elements, layout, guarded)
     compute = _update_of_leaves(fragment, layout)
     if elements is not None:

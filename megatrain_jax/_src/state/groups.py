@@ -68,6 +68,12 @@ class GroupLayout:
         """Whether encoding an update draws random bits."""
         return self.master.draws or self.state.draws
 
+    @property
+    def num_coded(self) -> int:
+        """Numbers of a shard that are held in codes, with scales that several of them share."""
+        segments = (segment for slab in self.slabs for segment in slab.segments)
+        return sum(s.stop - s.start for s in segments if s.codec.block > 1)
+
     def slab_draws(self, draw: tuple | None) -> list[Draw | None]:
         """The draw of each slab, masters before state, whose elements have the same numbers.
 
