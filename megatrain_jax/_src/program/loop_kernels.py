@@ -56,9 +56,9 @@ def count_loops(jaxpr: Any) -> Loops:
     found = Loops(kernels=0, flops=0, copied=0)
     for eqn in jx.opened(jaxpr).eqns:
         if eqn.primitive.name == "scan":
-            body, length = eqn.params["jaxpr"], eqn.params["length"]
-            of_trip = Loops(_kernels_of_trip(eqn), count_flops(body), _copied(body))
-            found = found.plus(of_trip, length)
+            kernels, copied = _trip(eqn)
+            of_trip = Loops(kernels, count_flops(eqn.params["jaxpr"]), copied)
+            found = found.plus(of_trip, eqn.params["length"])
         elif inner := _inner(eqn):
             found = found.plus(max(map(count_loops, inner)))  # of a `cond` the most
     return found
@@ -76,33 +76,26 @@ def _inner(eqn: Any) -> list[Any]:
     return [] if inner is None else [inner]
 
 
-def _kernels_of_trip(scan: Any) -> int:
-    """The kernels of one trip: also to slice what a scan goes through, and to write results."""
+def _trip(scan: Any) -> tuple[int, int]:
+    """Kernels of one trip, also to slice what a scan goes through and to write results; copies."""
     num_consts, num_carry = jx.scan_parts(scan)
     taken = len(scan.invars) - num_consts - num_carry
     given = len(scan.outvars) - num_carry
-    return max(1, _kernels(scan.params["jaxpr"]) + (taken > 0) + (given > 0))
+    kernels, copied = _kernels_and_copies(scan.params["jaxpr"])
+    return max(1, kernels + (taken > 0) + (given > 0)), copied
 
 
-def _copied(jaxpr: Any) -> int:
-    found = 0
+def _kernels_and_copies(jaxpr: Any) -> tuple[int, int]:
+    kernels, copied = 0, 0
     for eqn in jx.opened(jaxpr).eqns:
-        if eqn.primitive.name == "scan":
-            found += eqn.params["length"] * _copied(eqn.params["jaxpr"])
+        name, times = eqn.primitive.name, 1
+        if name == "scan":
+            times, rows = eqn.params["length"], [_trip(eqn)]
         elif inner := _inner(eqn):
-            found += max(map(_copied, inner))
-        elif eqn.primitive.name in _COPIES:
-            found += sum(jx.num_bytes(v.aval) for v in eqn.outvars)
-    return found
-
-
-def _kernels(jaxpr: Any) -> int:
-    found = 0
-    for eqn in jx.opened(jaxpr).eqns:
-        if eqn.primitive.name == "scan":
-            found += eqn.params["length"] * _kernels_of_trip(eqn)
-        elif inner := _inner(eqn):
-            found += max(map(_kernels, inner))
-        elif eqn.primitive.name not in FUSED:
-            found += 1
-    return found
+            rows = list(map(_kernels_and_copies, inner))
+        else:
+            num_bytes = sum(jx.num_bytes(v.aval) for v in eqn.outvars)
+            rows = [(int(name not in FUSED), num_bytes if name in _COPIES else 0)]
+        kernels += times * max(row[0] for row in rows)
+        copied += times * max(row[1] for row in rows)
+    return kernels, copied
