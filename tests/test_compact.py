@@ -16,6 +16,7 @@ from inside import spec_of
 from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.checkpoint.contents import entries_of, flat
 from megatrain_jax._src.checkpoint.forms import coding_of, decoded
+from megatrain_jax._src.common.keys import Kind
 from optimizers import OPTIMIZERS
 from oracle import open_model
 from runs import check_same_bits, train
@@ -159,6 +160,12 @@ def test_codes_are_for_matrices_by_default():
     vectors, matrices = 2 * 64 + 2 + 512, 2 * 64 * 64 + 2 * 64 + 2 * 64 * 512
     expected = 10 * vectors + (4 + 8 / 128) * matrices
     assert abs(trainer.plan.host_bytes - expected) < 0.02 * expected
+    spec = spec_of(trainer)
+    numbers = sum(layout.num_coded for layout in spec.layouts)
+    assert 2 * matrices <= numbers < 1.02 * 2 * matrices
+    # What is in codes takes an update time for each number, not for its bytes alone.
+    moved = [2 * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in spec.first.workload.sizes]
+    assert sum(spec.first.workload.costs.update) > numbers * 5e-12 + sum(moved) / 8e12
     _, coded = codes(mt.Precision(state={"*/nu/head/*": "int4", "*/head/*": jnp.int8}), adam)
     assert {path: row["bits"] for path, row in coded.items()} == {
         f"opt_state/0/{m}/head/{name}/value": 4 if m == "nu" else 8

@@ -48,6 +48,18 @@ def test_loops_count_the_most_of_one_round():
     assert 0 < temporary_bytes(traced(function, (8, 8), (100, 8, 8))) <= 3 * 8 * 8 * 4
 
 
+def test_an_array_stays_where_parts_of_it_are_replaced():
+    def function(rows):
+        whole = jnp.pad(rows[0], (0, 24))
+        for i in range(1, 4):
+            whole = jax.lax.dynamic_update_slice(whole, rows[i], (8 * i,))
+        return jnp.sort(whole)
+
+    # Beside the whole, the row that is written.
+    whole, row = 4 * 32, 4 * 8
+    assert whole <= temporary_bytes(traced(function, (4, 8))) <= whole + row
+
+
 @pytest.mark.parametrize("name", ["nnx_tied", "moe", "unet", "shared_block", "batchnorm_nnx"])
 def test_the_estimate_is_near_what_compiled_functions_need(name):
     case, precision = CASES[name], mt.Precision(compute=jnp.float32)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from megatrain_jax._src.kernels import pieces, updates
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.codec import Plain, Rounded
-from megatrain_jax._src.state.groups import layout_group
+from megatrain_jax._src.state.groups import GroupLayout, layout_group
 from optimizers import OPTIMIZERS
 from runs import make_spec
 from zoo import CASES
@@ -60,7 +60,7 @@ DRAW = (jax.random.key(3), jnp.int32(7), jnp.uint32(2))
 )
 def test_pieces_get_the_bits_of_whole_slabs(name, num_shards, piece, monkeypatch):
     part, layout, num_messages = coded_group(OPTIMIZERS[name], num_shards)
-    assert pieces.is_coded(layout) and layout.master.size > 4 * piece * num_shards
+    assert layout.num_coded and layout.master.size > 4 * piece * num_shards
     args = random_arguments(layout, part, num_messages)
     mesh = jax.make_mesh(
         (num_shards,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_shards]
@@ -71,7 +71,7 @@ def test_pieces_get_the_bits_of_whole_slabs(name, num_shards, piece, monkeypatch
     draw = jax.device_put(DRAW, small)
     monkeypatch.setattr(pieces, "PIECE", piece)
     run = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
-    monkeypatch.setattr(updates, "is_coded", lambda layout: False)
+    monkeypatch.setattr(GroupLayout, "num_coded", 0)
     whole = jax.jit(updates._update(part, layout, True), out_shardings=slabs)
     text = run.lower(*args, draw).compile().as_text() or ""
     assert "while" in text

@@ -29,8 +29,8 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     caller. While an equation runs that has jaxprs within, the largest of their own needs counts.
     A compiler makes no array of an elementwise result that one elementwise equation or reduction
     reads, nor of what only renames, converts or repeats one for such: what these are made from
-    stays instead. A product that is only added to something is written where the sum will be, and
-    what a loop carries stays in one place.
+    stays instead. A product that is only added to something is written where the sum will be. What
+    a loop carries stays in one place, and so does an array of which a part is replaced.
 
     A worked example, with arrays of 4 bytes::
 
@@ -66,7 +66,7 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
     roots: dict[Any, frozenset[Any]] = {}
     for eqn in jaxpr.eqns:
         behind = frozenset().union(*(roots.get(v, ()) for v in jx.variables(eqn.invars)))
-        carried = _carried(eqn)
+        changed = _changed(eqn)
         if eqn.primitive.name == "optimization_barrier":  # its results are its operands
             given = (frozenset() if jx.is_literal(a) else roots.get(a, ()) for a in eqn.invars)
             roots.update((v, frozenset(a)) for v, a in zip(eqn.outvars, given, strict=True))
@@ -76,8 +76,8 @@ def temporary_bytes(jaxpr: Any, axes: Axes | None = None, num_devices: int = 1) 
             once = eqn.primitive.name in FREE or (_is_fused(eqn, FUSED) and len(read) == 1)
             summed = eqn.primitive.name == "dot_general" and len(read) == 1 and v in added
             fused = summed or once and (_renames(eqn) or all(read))
-            # A loop writes its carry where that started, if nothing else reads the start.
-            start = carried.get(v)
+            # Such results are written where they started, if nothing else reads the start.
+            start = changed.get(v)
             if start in roots and len(readers[start]) == 1 and v not in results:
                 roots[v] = roots[start]
             else:
@@ -110,8 +110,10 @@ def _is_fused(eqn: Any, names: Collection[str]) -> bool:
     return eqn.primitive.name in names
 
 
-def _carried(eqn: Any) -> dict[Any, Any]:
-    """The carry of a loop: each of its final values, with the variable that it starts from."""
+def _changed(eqn: Any) -> dict[Any, Any]:
+    """The results that are changed operands, as a loop's carry is, with these operands."""
+    if eqn.primitive.name == "dynamic_update_slice":
+        return {} if jx.is_literal(eqn.invars[0]) else {eqn.outvars[0]: eqn.invars[0]}
     # The operands of either are constants, then the carry, then, of a scan, the arrays it takes
     # row by row; its first results are the carry again.
     if eqn.primitive.name not in ("scan", "while"):

@@ -208,14 +208,11 @@ class Layout:
             leaves: The leaves.
             spread: Divides an array over the devices along its first axis.
         """
-        dtype = jnp.dtype(self.dtype)
-        # Alignment between leaves and shares is zeros: reductions over whole slabs don't see it.
-        # Leaves are written one by one, as they were copied: a GPU computes where each element of
-        # a concatenation comes from, several times as long as it takes to move it.
-        slab = jnp.zeros((*self._rows, self.size // self.num_shards), dtype)
+        dtype, size = jnp.dtype(self.dtype), self.size // self.num_shards
+        slab = None
         rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
         for offset, share, leaf, shape in rows:
-            if leaf is None or not share:
+            if leaf is None:
                 continue
             flat = leaf.reshape(-1).astype(dtype)
             if missing := self.num_shards * share - math.prod(shape):
@@ -223,8 +220,16 @@ class Layout:
             # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
             # others' shares, nor a whole slab to cut its own from.
             part = spread(flat.reshape(*self._rows, share))
-            slab = jax.lax.dynamic_update_slice_in_dim(slab, part, offset, axis=-1)
-        return slab.reshape(-1)
+            # Written one by one, as they are copied: of a concatenation, a GPU computes for each
+            # element where it comes from, which takes several times as long.
+            if slab is None:
+                # Alignment and padding are zeros, so that reductions over whole slabs don't see
+                # them.
+                around = [(0, 0)] * len(self._rows) + [(offset, size - offset - share)]
+                slab = jnp.pad(part, around)
+            else:
+                slab = jax.lax.dynamic_update_slice_in_dim(slab, part, offset, axis=-1)
+        return jnp.zeros(self.size, dtype) if slab is None else slab.reshape(-1)
 
     @property
     def _rows(self) -> tuple[int, ...]:
