@@ -10,7 +10,7 @@ import pytest
 from megatrain_jax._src.state.blockwise import Blockwise
 from megatrain_jax._src.state.draws import draw_of
 from megatrain_jax._src.state.host_leaves import encoded, part_shape, read_leaf, read_part
-from megatrain_jax._src.state.layout import layout_of
+from megatrain_jax._src.state.offsets import layout_of
 
 KINDS = list(itertools.product(("dynamic", "linear"), (8, 4), (True, False)))
 BLOCK = Blockwise.block

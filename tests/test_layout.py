@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megatrain_jax._src.state.host_leaves import read_leaves
-from megatrain_jax._src.state.layout import ALIGNMENT, layout_of
+from megatrain_jax._src.state.layout import ALIGNMENT
 from megatrain_jax._src.state.mixed_layout import mixed_layout_of
+from megatrain_jax._src.state.offsets import layout_of
 
 DTYPES = ("float32", "bfloat16", "int32")
 

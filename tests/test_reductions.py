@@ -14,8 +14,8 @@ from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.reductions import find_reductions
 from megatrain_jax._src.state.groups import GroupLayout
-from megatrain_jax._src.state.layout import layout_of
 from megatrain_jax._src.state.mixed_layout import mixed_layout_of
+from megatrain_jax._src.state.offsets import layout_of
 from optimizers import DEFERRED, OPTIMIZERS
 from oracle import train_plain
 from runs import check_close, make_spec, make_trainer, train

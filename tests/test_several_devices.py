@@ -21,7 +21,8 @@ from megatrain_jax import losses
 from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.state.host_leaves import read_leaf, read_leaves, write_part
-from megatrain_jax._src.state.layout import ALIGNMENT, layout_of
+from megatrain_jax._src.state.layout import ALIGNMENT
+from megatrain_jax._src.state.offsets import layout_of
 from megatrain_jax._src.state.placement import default_mesh
 from optimizers import OPTIMIZERS, SIGN_LIKE
 from oracle import train_exact, train_plain

@@ -21,8 +21,9 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.program.blocks import Leaf, common_prefix
 from megatrain_jax._src.state.codec import Plain
 from megatrain_jax._src.state.draws import Draw, draw_of, part_of
-from megatrain_jax._src.state.layout import PLAIN, Layout, in_order, layout_of
+from megatrain_jax._src.state.layout import PLAIN, Layout
 from megatrain_jax._src.state.mixed_layout import MixedLayout, mixed_layout_of, rows_like
+from megatrain_jax._src.state.offsets import in_order, layout_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

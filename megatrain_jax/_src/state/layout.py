@@ -14,7 +14,7 @@ and `encode` what they give, and nobody else looks inside.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
 import jax
@@ -28,8 +28,6 @@ Spread = Callable[[jax.Array], jax.Array]
 
 PLAIN = Plain()
 ALIGNMENT = 64  # elements; a leaf then starts at a multiple of 128 bytes or more
-# The most padding that a leaf's shares may add, as a part of its size.
-_PADDING = 1 / 16
 
 
 def _as_it_is(x: jax.Array) -> jax.Array:
@@ -274,72 +272,3 @@ class Layout:
                 is_padding = (inside >= share) | (shard * share + inside >= size)
                 rows = jnp.where(is_leaf & is_padding, 0, rows)
         return rows
-
-
-def layout_of(
-    shapes: Sequence[tuple[int, ...]],
-    dtype: jax.typing.DTypeLike,
-    num_shards: int = 1,
-    codecs: Sequence[Plain] | None = None,
-    order: Sequence[int] | None = None,
-    unit: int = 1,
-) -> Layout:
-    """Lays leaves of one dtype back to back, each aligned, in each of so many shards.
-
-    Args:
-        shapes: Shape of each leaf.
-        dtype: Dtype that they are computed on in.
-        num_shards: Number of equal parts that the slab is divided into.
-        codecs: Codec of each leaf; None for plain ones.
-        order: The leaves in the order that they lie in; None for those of one codec together.
-        unit: The number of elements that are coded together: leaves and their shares begin at
-            multiples of it.
-    """
-    # Leaves of one codec lie together, so that a slab is few segments, each a few arrays at rest.
-    codecs = codecs or [PLAIN] * len(shapes)
-    order = in_order(codecs) if order is None else order
-    shares = tuple(_share(tuple(shape), num_shards, unit) for shape in shapes)
-    offsets, end, step = [0] * len(shapes), 0, max(ALIGNMENT, unit)
-    segments: list[Segment] = []
-    for i in order:
-        offsets[i] = start = end
-        # A leaf without elements takes room, too, so that no slab and no segment is empty.
-        end += max(1, -(-shares[i] // step)) * step
-        # Neighbours of one codec are one segment, alignment between them included.
-        if segments and segments[-1].codec == codecs[i]:
-            start = segments.pop().start
-        segments.append(Segment(codec=codecs[i], start=start, stop=end))
-    return Layout(
-        dtype=jnp.dtype(dtype).name,
-        shapes=tuple(tuple(s) for s in shapes),
-        shares=shares,
-        offsets=tuple(offsets),
-        size=end * num_shards,
-        num_shards=num_shards,
-        segments=tuple(segments),
-    )
-
-
-def in_order(kinds: Sequence[Hashable]) -> list[int]:
-    """Positions of leaves with those of one kind together: [a, b, a] gives [0, 2, 1]."""
-    first = {kind: n for n, kind in reversed(list(enumerate(kinds)))}
-    return sorted(range(len(kinds)), key=lambda i: first[kinds[i]])
-
-
-def _share(shape: tuple[int, ...], num_shards: int, unit: int) -> int:
-    """Elements of a leaf in each of so many shards.
-
-    They are whole rows along its first axis, so that a shard of the leaf is a box of it. Where too
-    much of that would be padding, more leading axes count as one: (8, 3, 64) over 4 shards gives
-    each two rows of 192 elements, but (3, 3, 64) would have three rows for four shards, and nine of
-    64 elements are no better; so each gets 144 of its 576 elements. Elements that are coded
-    together, a `unit`, are never divided: they are the same ones over any number of shards.
-    """
-    size = inner = math.prod(shape)
-    share = size
-    for axis in shape:
-        inner //= max(axis, 1)
-        share = -(-size // (inner * num_shards)) * inner if inner else 0
-        if share * num_shards <= size * (1 + _PADDING):
-            break
-    return share if num_shards == 1 else -(-share // unit) * unit

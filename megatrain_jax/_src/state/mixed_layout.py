@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from megatrain_jax._src.state.codec import Array, Part, Plain
 from megatrain_jax._src.state.draws import Draw
-from megatrain_jax._src.state.layout import PLAIN, Layout, layout_of
+from megatrain_jax._src.state.layout import PLAIN, Layout
+from megatrain_jax._src.state.offsets import layout_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
