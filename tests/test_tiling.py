@@ -251,6 +251,14 @@ def test_losses_that_mix_tokens_or_examples(loss, num_tiles):
     assert num_tiles in tile_counts(jaxpr)
 
 
+def test_an_axis_without_entries_is_none_to_divide():
+    def function(x):
+        return jnp.concatenate([jnp.zeros((len(x), 0)), jnp.tanh(x)], axis=1).sum()
+
+    traced = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((64, 8), jnp.float32))
+    assert tile_counts(traced) == (2, 4, 8, 16, 32, 64)
+
+
 def test_counts_of_tiles_are_divisors():
     def function(x, w):
         return jnp.sort(jnp.tanh(x @ w)) @ w.T

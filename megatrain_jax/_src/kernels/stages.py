@@ -271,6 +271,9 @@ def _pack_gradients(
         if dtype is not None:
             # Laid out as the masters are, whatever its dtype: updates read both by the same
             # offsets.
-            slab = dataclasses.replace(layout, dtype=dtype).pack(row, placement.spread)
-            packed.append(slab + next(earlier) if adds else slab)
+            lying = dataclasses.replace(layout, dtype=dtype)
+            if adds:
+                packed.append(lying.add(next(earlier), row, placement.spread))
+            else:
+                packed.append(lying.pack(row, placement.spread))
     return packed

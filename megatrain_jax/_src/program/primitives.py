@@ -75,7 +75,7 @@ FREE = _names(
     """
 )
 FUSED = ELEMENTWISE | FREE
-FUSING = FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate"}
+FUSING = FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate", "dynamic_update_slice"}
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 

@@ -14,7 +14,7 @@ and `encode` what they give, and nobody else looks inside.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice
 
 import jax
@@ -206,28 +206,46 @@ class Layout:
             leaves: The leaves.
             spread: Divides an array over the devices along its first axis.
         """
-        dtype, size = jnp.dtype(self.dtype), self.size // self.num_shards
-        slab = None
-        rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
-        for offset, share, leaf, shape in rows:
-            if leaf is None:
-                continue
-            flat = leaf.reshape(-1).astype(dtype)
-            if missing := self.num_shards * share - math.prod(shape):
-                flat = jnp.pad(flat, (0, missing))
-            # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
-            # others' shares, nor a whole slab to cut its own from.
-            part = spread(flat.reshape(*self._rows, share))
-            # Written one by one, as they are copied: of a concatenation, a GPU computes for each
-            # element where it comes from, which takes several times as long.
+        slab, size = None, self.size // self.num_shards
+        # Written one by one, as they are copied: of a concatenation, a GPU computes where each
+        # element comes from, which takes several times as long.
+        for offset, part in self._parts(leaves, spread):
             if slab is None:
-                # Alignment and padding are zeros, so that reductions over whole slabs don't see
-                # them.
-                around = [(0, 0)] * len(self._rows) + [(offset, size - offset - share)]
-                slab = jnp.pad(part, around)
+                # What no leaf fills is zeros: reductions over whole slabs don't see it.
+                behind = size - offset - part.shape[-1]
+                slab = jnp.pad(part, [(0, 0)] * len(self._rows) + [(offset, behind)])
             else:
                 slab = jax.lax.dynamic_update_slice_in_dim(slab, part, offset, axis=-1)
-        return jnp.zeros(self.size, dtype) if slab is None else slab.reshape(-1)
+        return jnp.zeros(self.size, self.dtype) if slab is None else slab.reshape(-1)
+
+    def add(
+        self, slab: jax.Array, leaves: Sequence[jax.Array | None], spread: Spread = _as_it_is
+    ) -> jax.Array:
+        """The sum of a slab and of these leaves, which are as `pack` takes them."""
+        rows, end, size = [], 0, self.size // self.num_shards
+        for offset, part in (*self._parts(leaves, spread), (size, None)):
+            if offset > end:
+                rows.append(jnp.zeros((*self._rows, offset - end), self.dtype))
+            if part is not None:
+                rows.append(part)
+                end = offset + part.shape[-1]
+        # Concatenated for the sum alone, they are in no array of their own.
+        return slab + jnp.concatenate(rows, axis=-1).reshape(-1)
+
+    def _parts(
+        self, leaves: Sequence[jax.Array | None], spread: Spread
+    ) -> Iterator[tuple[int, jax.Array]]:
+        """The leaves as rows of a slab's shards, each with its first column, as they lie."""
+        rows = zip(self.offsets, self.shares, leaves, self.shapes, strict=True)
+        # As they lie, which is the order of their codecs and not of their numbers.
+        for offset, share, leaf, shape in sorted(rows, key=lambda row: row[:2]):
+            if leaf is not None:
+                flat = leaf.reshape(-1).astype(self.dtype)
+                if missing := self.num_shards * share - math.prod(shape):
+                    flat = jnp.pad(flat, (0, missing))
+                # Divided leaf by leaf, where a gradient is made: no device needs the sums of the
+                # others' shares, nor a whole slab to cut its own from.
+                yield offset, spread(flat.reshape(*self._rows, share))
 
     @property
     def _rows(self) -> tuple[int, ...]:

@@ -153,7 +153,8 @@ def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
             # `outer` is the number of devices, so that a tile has rows of each device's part, and
             # no device waits while another one computes its own.
             label = Label(axis, num_devices, size // (num_tiles * num_devices))
-            if size % (num_tiles * num_devices) or any((v, label) in x.labels for x in found):
+            fits = size and size % (num_tiles * num_devices) == 0
+            if not fits or any((v, label) in x.labels for x in found):
                 continue
             found.append(carrier.carry(v, label, num_tiles))
 
