@@ -262,13 +262,13 @@ class Engine:
             )
             for g, gradient in zip(bound.trained, gradients, strict=True):
                 self.store.on_device[Key(Kind.GRADIENT, g)] = (gradient,)
-            # One result tells of all of a kernel's, as long as no other kernel takes it over.
-            pairs = zip(bound.leaving, back, strict=True)
-            lasting = [c for i, c in pairs if i not in live.step.taken_over]
-            self._dispatched.note_stage(task, (lasting or back or gradients)[0], hold=bool(back))
             if mode.give_outputs:
                 self._keep(live, bound, row, outputs, task)
             self._send(bound, cotangents, back)
+            # One result tells of all of a kernel's, as long as no other kernel takes it over.
+            lasting = [i for i in bound.leaving if i not in live.step.taken_over]
+            held = [cotangents[i] for i in lasting or bound.leaving]
+            self._dispatched.note_stage(task, (held or gradients)[0], hold=bool(held))
 
     def _keep(self, live: LiveValues, bound: BoundStage, row, outputs, task: int) -> None:
         step = live.step
