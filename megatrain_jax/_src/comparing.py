@@ -116,7 +116,7 @@ def _named(argument: str, values: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name, value in pairs:
         if not isinstance(name, str):
-            raise TypeError(checks.refused(argument, allowed, value))
+            raise TypeError(checks.refused(argument, allowed, values))
         if name in named:
             hint = "pass a mapping that gives each a name of its own"
             raise ValueError(f"`{argument}` has two values called {name!r}; {hint}")
