@@ -134,6 +134,34 @@ def needed_by(trainer):
     return compile_ahead(KernelCache(), spec.first, spec.layouts, spec.optimizer, on_one_device())
 
 
+def test_backward_is_divided_on_several_devices_too():
+    batches = [
+        jax.tree.map(lambda *rows: np.concatenate(rows), make_batch(512, n), make_batch(512, n + 9))
+        for n in range(3)
+    ]
+
+    def make(mesh):
+        precision = mt.Precision(compute=jnp.float32)
+        return mt.Trainer(
+            build, loss_fn, optax.sgd(0.1), batches[0], precision=precision, mesh=mesh
+        )
+
+    def needed(trainer):
+        kernel = stage_kernel(
+            spec_of(trainer).first, Op.BACKWARD, 2, engine_of(trainer).store.placement
+        )
+        compiled = jax.jit(kernel.build()).lower(*kernel.takes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one, two = make(None), make(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    whole = needed(two)
+    divide(two, 0)
+    assert needed(two) < whole / 8
+    runs = [train(trainer, batches, gradients=False) for trainer in (one, two)]
+    np.testing.assert_allclose(*(run.losses for run in runs), rtol=1e-6)
+    check_close(*(run.params for run in runs), TOLERANCE, "parameter")
+
+
 def test_stages_get_the_tiles_that_the_device_has_room_for(monkeypatch):
     whole = wide_trainer()
     most = needed_by(whole)

@@ -159,7 +159,7 @@ def test_a_plan_without_a_gpu_has_the_same_pieces_also_within_loops(monkeypatch,
     [
         ({"dropout_rate": 0.1}, "with dropout"),
         ({"bias": True}, "a bias or a mask"),
-        ({"kv_heads": 1}, "a row of one head of keys with its queries has, too"),
+        ({"kv_heads": 1}, "so has one head of keys with its queries in one row"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(cudnn, monkeypatch, options, message):

@@ -168,15 +168,19 @@ def _of_shapes(eqn: Any, piece: Callable[[Any], Any]) -> Any:
 def _check(eqn: Any, fitting: int) -> None:
     problem = None
     if not fitting:
-        problem = "a row of one head of keys with its queries has, too"
+        problem = "so has one head of keys with its queries in one row: use shorter sequences"
     elif eqn.params.get("dropout_rate"):
-        problem = "with dropout it can't be computed for some heads at a time: use none"
+        problem = (
+            "with dropout it can't be computed for some heads at a time: use none, or shorter "
+            "sequences"
+        )
     elif any(eqn.params.get("variadic_args", ())):
         problem = (
-            "with a bias or a mask it can't be computed for some heads at a time: leave it out"
+            "with a bias or a mask it can't be computed for some heads at a time: leave it out, or "
+            "use shorter sequences"
         )
     if problem:
         raise ValueError(
             f"attention over queries of shape {eqn.invars[0].aval.shape} has more elements than "
-            f"cuDNN counts ({_MOST_ELEMENTS:,}), and {problem}, or use shorter sequences"
+            f"cuDNN counts ({_MOST_ELEMENTS:,}), and {problem}"
         )

@@ -24,7 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.program.tiling.rules import MAPPED, Together, shape_of, together
+from megatrain_jax._src.program.tiling.rules import (
+    MAPPED,
+    Together,
+    is_divided,
+    shape_of,
+    together,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +107,7 @@ def _is_key(eqn: Any, at: int) -> bool:
 
 def _reshaped(eqn: Any, at: int, label: Label, num_tiles: int) -> Division | None:
     """The division of a reshape: where the entries before and after the divided ones end up."""
-    if eqn.params.get("dimensions") is not None or eqn.params.get("sharding") is not None:
+    if eqn.params.get("dimensions") is not None or is_divided(eqn.params.get("sharding")):
         return None
     if _is_key(eqn, 0):
         return None

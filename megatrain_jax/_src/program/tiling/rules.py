@@ -47,6 +47,20 @@ def together(eqn: Any) -> Iterator[Together]:
         yield from _elementwise(eqn)
 
 
+def is_divided(sharding: Any) -> bool:
+    """Whether a sharding that an equation asks for says how devices divide its result.
+
+    Derivatives on several devices ask for the one that their operands' types have, which leaves all
+    axes to the compiler unless the user's mesh is explicit.
+    """
+    if sharding is None:
+        return False
+    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
+    if mesh is None or spec is None:
+        return True
+    return not mesh.are_all_axes_auto or any(axis is not None for axis in spec)
+
+
 def _elementwise(eqn: Any) -> Iterator[Together]:
     count = len(eqn.invars)
     # Operands of fewer axes, scalars as a rule, and those with 1 where the result has more are read
@@ -99,7 +113,7 @@ def _squeeze(eqn: Any) -> Iterator[Together]:
 
 
 def _broadcast(eqn: Any) -> Iterator[Together]:
-    if len(eqn.invars) != 1 or eqn.params.get("sharding") is not None:
+    if len(eqn.invars) != 1 or is_divided(eqn.params.get("sharding")):
         return
     dims, old = tuple(eqn.params["broadcast_dimensions"]), shape_of(eqn, 0)
     for axis, size in enumerate(eqn.params["shape"]):
@@ -111,7 +125,7 @@ def _made(eqn: Any) -> Iterator[Together]:
     """Arrays made of nothing that has axes: counters, and random bits of a key."""
     at = len(eqn.invars)
     # With a sharding asked for, the shape says how devices divide it: a tile's would be another.
-    if eqn.params.get("sharding") is None:
+    if not is_divided(eqn.params.get("sharding")):
         yield from (([(at, axis)], MAPPED) for axis in range(len(shape_of(eqn, at))))
 
 
@@ -135,7 +149,7 @@ def _transpose(eqn: Any) -> Iterator[Together]:
 
 def _dot_general(eqn: Any) -> Iterator[Together]:
     contracted, batch = eqn.params["dimension_numbers"]
-    if eqn.params.get("out_sharding") is not None:
+    if is_divided(eqn.params.get("out_sharding")):
         return
     for new, pair in enumerate(zip(*batch, strict=True)):
         yield [*enumerate(pair), (2, new)], MAPPED
