@@ -17,6 +17,7 @@ import numpy as np
 from jax import core
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType, NamedSharding
 
 from megatrain_jax._src.program.primitives import CALLS, REMAT
 
@@ -147,6 +148,18 @@ def strong(aval: Any) -> Any:
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an abstract value."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def is_automatic(value: Any) -> bool:
+    """Whether a parameter is a sharding that leaves every axis to the compiler.
+
+    Derivatives on several devices ask for the ones that their operands' types have, which are such
+    unless the user's mesh is explicit.
+    """
+    if not isinstance(value, NamedSharding):
+        return False
+    automatic = all(kind == AxisType.Auto for kind in value.mesh.axis_types)
+    return automatic and all(name is None for name in value.spec)
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import CUSTOM_RULES
@@ -137,16 +136,8 @@ def _params_key(eqn, level):
         return (key, _vjp_key(eqn)) if level == _RULES else key
     skipped = ("name",) if "jaxpr" in params else ()
     if eqn.primitive.name != "sharding_constraint":
-        params = {k: None if _says_nothing(v) else v for k, v in params.items()}
+        params = {k: None if jx.is_automatic(v) else v for k, v in params.items()}
     return tuple((k, _param_key(v, level)) for k, v in sorted(params.items()) if k not in skipped)
-
-
-def _says_nothing(value) -> bool:
-    """Whether a parameter is a sharding that leaves every axis to the compiler."""
-    if not isinstance(value, NamedSharding):
-        return False
-    automatic = all(kind == AxisType.Auto for kind in value.mesh.axis_types)
-    return automatic and all(name is None for name in value.spec)
 
 
 # Types of most parameters, and of the numbers in their tuples.

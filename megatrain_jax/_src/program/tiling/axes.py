@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from megatrain_jax._src.program.tiling.rules import (
     MAPPED,
     Together,
-    is_divided,
+    is_placed,
     shape_of,
     together,
 )
@@ -107,7 +107,7 @@ def _is_key(eqn: Any, at: int) -> bool:
 
 def _reshaped(eqn: Any, at: int, label: Label, num_tiles: int) -> Division | None:
     """The division of a reshape: where the entries before and after the divided ones end up."""
-    if eqn.params.get("dimensions") is not None or is_divided(eqn.params.get("sharding")):
+    if eqn.params.get("dimensions") is not None or is_placed(eqn):
         return None
     if _is_key(eqn, 0):
         return None

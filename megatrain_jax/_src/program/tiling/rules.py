@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
     CUMULATIVE,
@@ -47,18 +48,10 @@ def together(eqn: Any) -> Iterator[Together]:
         yield from _elementwise(eqn)
 
 
-def is_divided(sharding: Any) -> bool:
-    """Whether a sharding that an equation asks for says how devices divide its result.
-
-    Derivatives on several devices ask for the one that their operands' types have, which leaves all
-    axes to the compiler unless the user's mesh is explicit.
-    """
-    if sharding is None:
-        return False
-    mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
-    if mesh is None or spec is None:
-        return True
-    return not mesh.are_all_axes_auto or any(axis is not None for axis in spec)
+def is_placed(eqn: Any, name: str = "sharding") -> bool:
+    """Whether an equation has a sharding in a parameter that says how devices divide its result."""
+    sharding = eqn.params.get(name)
+    return sharding is not None and not jx.is_automatic(sharding)
 
 
 def _elementwise(eqn: Any) -> Iterator[Together]:
@@ -113,7 +106,7 @@ def _squeeze(eqn: Any) -> Iterator[Together]:
 
 
 def _broadcast(eqn: Any) -> Iterator[Together]:
-    if len(eqn.invars) != 1 or is_divided(eqn.params.get("sharding")):
+    if len(eqn.invars) != 1 or is_placed(eqn):
         return
     dims, old = tuple(eqn.params["broadcast_dimensions"]), shape_of(eqn, 0)
     for axis, size in enumerate(eqn.params["shape"]):
@@ -125,7 +118,7 @@ def _made(eqn: Any) -> Iterator[Together]:
     """Arrays made of nothing that has axes: counters, and random bits of a key."""
     at = len(eqn.invars)
     # With a sharding asked for, the shape says how devices divide it: a tile's would be another.
-    if not is_divided(eqn.params.get("sharding")):
+    if not is_placed(eqn):
         yield from (([(at, axis)], MAPPED) for axis in range(len(shape_of(eqn, at))))
 
 
@@ -149,7 +142,7 @@ def _transpose(eqn: Any) -> Iterator[Together]:
 
 def _dot_general(eqn: Any) -> Iterator[Together]:
     contracted, batch = eqn.params["dimension_numbers"]
-    if is_divided(eqn.params.get("out_sharding")):
+    if is_placed(eqn, "out_sharding"):
         return
     for new, pair in enumerate(zip(*batch, strict=True)):
         yield [*enumerate(pair), (2, new)], MAPPED
