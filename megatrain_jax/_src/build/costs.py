@@ -28,7 +28,7 @@ from megatrain_jax._src.state.hardware import Hardware
 # What Python needs for one instruction, measured on the host of an H200.
 _SECONDS_PER_RECORD = 1.5e-4
 # What an update takes for a number that it decodes and encodes again, measured on an H200 for both
-# of Adam's moments in 8 bits: ten times as long as to read and write their codes.
+# of Adam's moments in 8 bits: 16 times as long as to read and write its code.
 _SECONDS_PER_CODE = 7e-12
 
 

@@ -150,8 +150,9 @@ def _backward(expert, saved, cotangents):
 
     # Several blocks of one expert add up: in fp32, as one long product would.
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    items = places.blocks(x, each), places.blocks(shares.reshape(-1), 1)
-    items = *items, places.blocks(cotangents, each), places.experts
+    rows, rows_cotangents = places.blocks(x, each), places.blocks(cotangents, each)
+    rows_shares = places.blocks(shares.reshape(-1), 1)
+    items = rows, rows_shares, rows_cotangents, places.experts
     sums, (drows, dshares) = jax.lax.scan(turn, zeros, items)
     dx = places.collected(drows, each).sum(1, dtype=jnp.float32).astype(x.dtype)
     dshares = places.collected(dshares, 1).reshape(shares.shape).astype(shares.dtype)
