@@ -32,7 +32,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, line in enumerate(FLOORS) for room in line.split()}
 FILES = sorted(SOURCES.rglob("*.py"))
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 60
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 
 def short(path: Path) -> str:
