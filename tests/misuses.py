@@ -92,6 +92,8 @@ NO_COUNTS = (
     *(np.int64(0), np.int8(-3), np.float32(2), np.bool_(True), np.array([2, 3]), np.array([2])),
     *(Decimal(2), Fraction(4, 2), jnp.float32(2), *NOTHING_USEFUL),
 )
+# A number alone is one of bytes.
+NO_BYTES = ("8 gigs", "GiB", "-1GiB", 8e9, *(v for v in NO_COUNTS if v is not NO_COUNTS[0]))
 COUNTS = (2, np.int64(2), np.uint8(4), np.array(1), jnp.int32(2), Index())
 NO_PATHS = (3, 1.5, True, b"there", BytesPath(), "", "a\0b", ["there"], object(), lambda: "there")
 NO_BATCHES = (
@@ -128,8 +130,9 @@ RUN = {
         ("bf16", "float32", jnp.bfloat16, np.dtype("float32"), None, 16, mt.Precision, {}),
     ),
     "device_budget": Argument(
-        ("least", None, 2**30, np.int64(2**30)), ("Least", "8GB", 8e9, *NO_COUNTS)
+        ("least", None, 2**30, np.int64(2**30), "1 GiB", "24g"), ("Least", *NO_BYTES)
     ),
+    "host_budget": Argument((None, 2**36, np.int64(2**36), "64GiB", "70 GB"), ("least", *NO_BYTES)),
     "trainable": Argument(
         (None, "layers", lambda path: True, re.compile("layers").search),
         (

@@ -244,7 +244,11 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
         ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),
         ("plan", {"num_gpus": 2, "mesh": MESH}, "`num_gpus`=2 and `mesh` can't both"),
-        ("Trainer", {"device_budget": "Least"}, "\"least\", or None .*, but is 'Least'"),
+        (
+            "Trainer",
+            {"device_budget": "Least"},
+            "bytes such as .* is 'Least'; .*least",
+        ),
         (
             "plan",
             {"mesh": 4},

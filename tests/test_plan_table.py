@@ -451,6 +451,7 @@ def test_known_cards(monkeypatch):
 
     placement = replace(on_one_device(), devices=(Card(),))
     monkeypatch.setattr(jax, "local_devices", lambda: [Card()])
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, "64")
     monkeypatch.setattr(cards.host_memory, "total_bytes", lambda: 64 * GIB)
     assert cards.this_machine() == replace(
         cards.RTX_4090, host_bytes=64 * GIB, device_bytes=18 * GIB, device_share=1.0

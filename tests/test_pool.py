@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parents[1] / "experiments/results/h200"
 
 
 @pytest.mark.parametrize(
-    ("total_gib", "limit"), [(125, "115"), (252, "240"), (512, "489"), (3, "1")]
+    ("total_gib", "limit"), [(125, "114"), (252, "236"), (512, "485"), (3, "1")]
 )
 def test_limit_is_set_once(monkeypatch, total_gib, limit):
     monkeypatch.setattr(pool_limit, "total_bytes", lambda: total_gib * GIB + 5)
@@ -110,7 +110,7 @@ def gpu(monkeypatch):
         # The machine that runs the tests may refuse even untouched zeros of these sizes.
         zeros = SimpleNamespace(uint8=np.uint8, zeros=lambda n, dtype: SimpleNamespace(nbytes=n))
         monkeypatch.setattr(pool, "np", zeros)
-        monkeypatch.setattr(pool, "total_bytes", lambda: total_gib * GIB)
+        monkeypatch.setenv(pool.LIMIT_VARIABLE, str(pool_limit.limit_bytes(total_gib * GIB) // GIB))
         monkeypatch.setattr(pool, "available_bytes", lambda: fake.available)
         monkeypatch.setattr(pool, "_pools", {})
         monkeypatch.setattr(pool, "_pinned_bytes_in_use", lambda ds: dict.fromkeys(ds, fake.live))
@@ -123,9 +123,9 @@ def gpu(monkeypatch):
 def test_gpu_takes_little_more_than_is_needed_and_uses_it_again(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
     fake.reserve(85 * GIB)
-    assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
+    assert fake.regions == [1 * GIB, 4 * GIB, 16 * GIB, 64 * GIB]
     fake.reserve(85 * GIB)
-    assert fake.regions == [8 * GIB, 16 * GIB, 64 * GIB]
+    assert fake.regions == [1 * GIB, 4 * GIB, 16 * GIB, 64 * GIB]
 
 
 def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
@@ -146,8 +146,8 @@ def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
 
     fake.take = take_when_seen
     fake.reserve(85 * GIB, 0, shown)
-    assert [taken for taken, _ in seen[:12]] == [min(10 * i, 88) * GIB for i in range(1, 13)]
-    assert {of for _, of in seen} == {88 * GIB} and seen[-1][0] == 88 * GIB
+    assert [taken for taken, _ in seen[:12]] == [min(10 * i, 85) * GIB for i in range(1, 13)]
+    assert {of for _, of in seen} == {85 * GIB} and seen[-1][0] == 85 * GIB
     fake.reserve(85 * GIB, 0, lambda *_: pytest.fail("nothing is taken again"))
 
 
@@ -156,7 +156,7 @@ def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
 def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
     fake = gpu(limit_gib=115, available_gib=123)
     fake.reserve(int(gib * GIB), int(array_gib * GIB))
-    assert gib <= sum(fake.regions) / GIB <= 1.13 * (gib + 3 * array_gib)
+    assert gib <= sum(fake.regions) / GIB <= 1.03 * (gib + 4 * array_gib)
     if array_gib:
         fitting = sum(region // int(array_gib * GIB) for region in fake.regions)
         assert fitting >= int(gib / array_gib)
@@ -165,7 +165,7 @@ def test_pieces_hold_arrays_of_their_size(gpu, gib, array_gib):
 def test_gpu_takes_smaller_pieces_where_larger_ones_exceed_the_limit(gpu):
     fake = gpu(limit_gib=115, available_gib=123)
     fake.reserve(108 * GIB, 2 * GIB)
-    assert fake.regions == [2 * GIB, 16 * GIB, 32 * GIB, 64 * GIB]
+    assert fake.regions == [2 * GIB, 4 * GIB, 8 * GIB, 32 * GIB, 64 * GIB]
 
 
 def test_gpu_takes_one_region_up_to_the_limit_where_pieces_would_exceed_it(gpu):
@@ -189,12 +189,14 @@ def test_gpu_grows_when_what_is_left_is_too_small(gpu):
 
 
 def test_gpu_refuses_before_it_takes_anything(gpu):
-    fake = gpu(limit_gib=115, available_gib=90)
-    with pytest.raises(MemoryError, match=r"needs 91\.00 GiB in host memory, 90\.00 GiB avail"):
-        fake.reserve(91 * GIB)
-    # 89 GiB fit, but not what pieces of that size hold in all.
-    with pytest.raises(MemoryError, match=rf"take 96\.00 GiB.*{pool.LIMIT_VARIABLE}=89 "):
-        fake.reserve(89 * GIB)
+    fake = gpu(limit_gib=115, available_gib=93)
+    # 90 GiB, 2.81 of lists of what is free in them, 1.12 of notes on pinned pages.
+    words = r"needs 90\.00 GiB in host memory and 3\.94 GiB to manage it, 93\.00 GiB available"
+    with pytest.raises(MemoryError, match=words):
+        fake.reserve(90 * GIB)
+    # 85 GiB fit, but not the pieces that hold as much in arrays of 30 GiB: 124 do, or one region.
+    with pytest.raises(MemoryError, match=rf"take 114\.00 GiB.*{pool.LIMIT_VARIABLE}=85 "):
+        fake.reserve(85 * GIB, 30 * GIB)
     assert fake.regions == []
     fake.reserve(64 * GIB)
     assert fake.regions == [64 * GIB]
@@ -234,7 +236,7 @@ def test_each_device_s_pool_takes_its_share(gpu, monkeypatch):
     _, second = devices = jax.devices()[:2]
     placement = dataclasses.replace(placed_on(Mesh(devices, "data")), platform="gpu")
     pool.reserve(placement, 72 * GIB, 2 * GIB)
-    expected = [(d, gib) for d in devices for gib in (4, 8, 32)]
+    expected = [(d, gib) for d in devices for gib in (2, 4, 32)]
     assert sorted(taken, key=str) == sorted(expected, key=str)
     pools = sum(gib for _, gib in taken) * GIB
     assert pools + pool_limit.beside_bytes(pools) == pool.process_bytes(
@@ -249,9 +251,9 @@ def test_each_device_s_pool_takes_its_share(gpu, monkeypatch):
 
 
 def test_several_devices_pools_are_refused_before_any_is_taken(gpu):
-    gpu(limit_gib=115, available_gib=80)
+    gpu(limit_gib=115, available_gib=78)
     placement = dataclasses.replace(placed_on(Mesh(jax.devices()[:2], "data")), platform="gpu")
-    with pytest.raises(MemoryError, match=rf"take 88\.00 GiB.*{pool.LIMIT_VARIABLE}=36 "):
+    with pytest.raises(MemoryError, match=rf"take 76\.00 GiB.*{pool.LIMIT_VARIABLE}=36 "):
         pool.reserve(placement, 72 * GIB, 2 * GIB)
 
 
@@ -274,25 +276,59 @@ def test_reserved_room_can_be_filled_and_replaced():
 
 
 @pytest.mark.parametrize(
-    ("result", "array_gib"),
+    ("result", "pool_gib"),
     [
-        ("updates/immediate-least", 1.16),
-        ("updates/clip-1-least", 1.16),
-        ("batches/clip/64-sequences-40-gib-clip-1", 1.16),
-        ("updates/clip-1-auto", 1.16),
-        ("small_gpu/10-gib-auto-clip-1", 1.16),  # one region, as several pieces would take more
-        ("held/clip-1-60-gib-compact-14b", 1.45),
-        ("long/131072", 2.03),
-        ("long/262144", 2.03),
-        ("long/524288", 2.03),
+        ("updates/immediate-least", 56),
+        ("updates/clip-1-least", 60),
+        ("batches/clip/64-sequences-40-gib-clip-1", 60),
+        ("updates/clip-1-auto", 44),
+        ("small_gpu/10-gib-auto-clip-1", 64),
+        ("held/clip-1-60-gib-compact-14b", 96),
+        ("long/131072", 115),
+        ("long/262144", 184),
+        ("long/524288", 219),
     ],
 )
-def test_what_a_process_takes_is_what_it_took(result, array_gib):
-    measured = json.loads((RESULTS / f"{result}.json").read_text())
-    reserved = int(measured["planned_host_peak_gib"] * GIB)
-    total = int(measured["hardware"]["host_gib"] * GIB)
-    taken = pool.process_bytes(reserved, int(array_gib * GIB), total)
-    assert taken == pytest.approx(measured["peak_host_gib"] * GIB, rel=0.01)
+def test_a_process_takes_beside_its_pool_what_it_took(result, pool_gib):
+    measured = json.loads((RESULTS / f"{result}.json").read_text())["peak_host_gib"]
+    taken = pool_gib * GIB + pool_limit.beside_bytes(pool_gib * GIB)
+    assert taken == pytest.approx(measured * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize("total_gib", [4, 16, 64, 125, 252, 512, 2048])
+def test_a_machine_holds_pools_lists_notes_and_the_system(total_gib):
+    budget = pool_limit.process_budget(total_gib * GIB)
+    pools = pool_limit.pools_within(budget)
+    assert pools + pool_limit.beside_bytes(pools) == pytest.approx(budget, abs=GIB)
+    left = total_gib * GIB - budget - pool_limit.driver_bytes(pools)
+    assert left == pytest.approx(min(4, total_gib / 4) * GIB, abs=GIB / 16)
+
+
+def test_a_limit_of_the_users_bounds_what_plans_count_with(monkeypatch):
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, "60")
+    total = pool_limit.machine_bytes(125 * GIB, 1)
+    assert total is not None and 60 <= pool_limit.limit_bytes(total) / GIB <= 61
+    assert pool_limit.machine_bytes(32 * GIB, 1) == 32 * GIB
+    several = pool_limit.machine_bytes(512 * GIB, 4)
+    assert several is not None and pool_limit.limit_bytes(several) == pytest.approx(
+        240 * GIB, abs=GIB
+    )
+    monkeypatch.setenv(pool.LIMIT_VARIABLE, str(pool_limit.limit_bytes(125 * GIB) // GIB))
+    assert pool_limit.machine_bytes(125 * GIB, 1) == 125 * GIB
+    assert pool_limit.machine_bytes(None, 1) is None
+
+
+def test_memory_that_went_meanwhile_ends_a_start_with_words(gpu):
+    fake = gpu(limit_gib=115, available_gib=70)
+    take = fake.take
+
+    def take_beside_another_program(num_bytes):
+        take(num_bytes)
+        fake.available -= 11 * GIB // 2
+
+    fake.take = take_beside_another_program
+    with pytest.raises(MemoryError, match=r"available after 64\.00 GiB were pinned.*host_budget"):
+        fake.reserve(64 * GIB)
 
 
 def test_what_a_process_takes_holds_what_it_reserves():

@@ -114,9 +114,16 @@ def own_part(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: rows[index::count] for name, rows in batch.items()}
 
 
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-4),
+    # The factored second moments alone: no momentum, and rates that do not grow with parameters.
+    "adafactor": lambda: optax.adafactor(1e-4, multiply_by_parameter_scale=False),
+}
+
+
 def chosen_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Returns AdamW, after clipping if the options say so."""
-    optimizer = optax.adamw(1e-4)
+    """Returns the optimizer, after clipping if the options say so."""
+    optimizer = OPTIMIZERS[args.optimizer]()
     if args.clip is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
@@ -225,6 +232,7 @@ def parse_arguments() -> argparse.Namespace:
         "resident, and every stage computed again in backward as with least)",
     )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     for held in ("master", "state"):
         parser.add_argument(f"--{held}", default="float32", help="dtype that the host holds it in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")

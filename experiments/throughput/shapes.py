@@ -90,6 +90,19 @@ SHAPES = {
         batch_size=16,
         seq_len=2048,
     ),
+    # https://huggingface.co/mistralai/Mistral-Large-Instruct-2407: 122.6B parameters in 88 layers,
+    # a head of its own.
+    "mistral-large": Shape(
+        dim=12288,
+        num_layers=88,
+        num_heads=96,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=28672,
+        vocab_size=32768,
+        batch_size=4,
+        seq_len=2048,
+    ),
     # ViT-G/14 (https://arxiv.org/abs/2106.04560): 256 patches of an image, 1,000 classes.
     "vit-g": Shape(
         dim=1664,

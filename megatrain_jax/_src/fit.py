@@ -72,6 +72,8 @@ def fit(
         precision: The dtypes of masters, of compute and of optimizer state.
         device_budget: Bytes of device memory that state may occupy, "least", or None for what the
             device has left; see `Trainer`.
+        host_budget: Bytes of host memory that the process may take in all, or text such as
+            "200GiB"; None for what is available; see `Trainer`.
         trainable: The parameters that are trained, as a regular expression on their paths or a
             function of the path; None trains all. See `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,

@@ -47,6 +47,7 @@ def plan(
         precision: See `Trainer`.
         device_budget: See `Trainer`. None counts what `fit` would take on `hardware`, with an
             estimate of what compiled functions need, and the least if its memory isn't known.
+        host_budget: See `Trainer`. None counts what the host memory of `hardware` leaves.
         trainable: See `Trainer`.
         on_nonfinite: See `Trainer`.
         max_skipped: See `Trainer`; a plan doesn't depend on it.

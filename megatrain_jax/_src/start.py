@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
 from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import fit_to_host, peak_bytes
+from megatrain_jax._src.build.host import check_host, fit_to_host, peak_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -139,6 +139,7 @@ def _started(
                     spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
                 )
             # Refused here at the latest, before minutes of pinning.
+            check_host(spec, *processes.spread, has_pool=has_gpu)
             values = spec.first.program.values
             check_device(make_plan(spec, *processes.spread), free, values)
         # After compiling: only then is it known what waits in the host, and so how much to pin.

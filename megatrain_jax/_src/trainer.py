@@ -12,7 +12,7 @@ from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import in_room
-from megatrain_jax._src.build.host import on_same_host
+from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import (
@@ -74,11 +74,16 @@ class Trainer(RunState):
             microbatches: Number of equal parts that each training batch is split into. The loss and
                 the gradient are the means over the parts.
             precision: The dtypes of masters, of compute and of optimizer state.
-            device_budget: Bytes of device memory that state and activations may occupy. With more,
+            device_budget: Bytes of device memory that state and activations may occupy, as a
+                number or as text such as "22 GiB". With more,
                 less is moved, and less is computed again in backward: results may then differ in
                 the last bits. "least" for the smallest number with which no step waits for room;
                 None for what the device has left beside compiled functions, and the least where
                 JAX doesn't tell.
+            host_budget: Bytes of host memory that the process may take in all, in bytes or as text
+                such as "200GiB": pinned memory, what JAX, CUDA and XLA take, compilation, reading
+                and saving. None for what is available when the run starts, less what the system
+                needs to stay alive. With less, more is computed again in backward.
             trainable: The parameters that are trained: a regular expression to be found in their
                 paths, such as ``"layers/.*/(q|v)_proj"``, a function of the path, or None for all.
                 The others have neither gradients nor optimizer state and are only copied to the
@@ -115,6 +120,8 @@ class Trainer(RunState):
         if hardware and machine and hardware.host_bytes is None:  # a named card is in this host
             hardware = dataclasses.replace(hardware, host_bytes=machine.host_bytes)
         run = dataclasses.replace(run, hardware=hardware, mesh=mesh)
+        if machine is not None:
+            run = dataclasses.replace(run, host_budget=agreed_host_budget(run, placement))
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
         num_devices = len(placement.local_devices)

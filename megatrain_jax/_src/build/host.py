@@ -25,12 +25,15 @@ import math
 from collections.abc import Iterator
 
 from megatrain_jax._src.build.bound_step import BoundStep, spanning
+from megatrain_jax._src.build.options import Options
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.room import most_that_fit
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state import pool
+from megatrain_jax._src.state.host_memory import resident_bytes
+from megatrain_jax._src.state.placement import Placement
 
 _SPANS = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIB_BITS = 20
@@ -52,13 +55,11 @@ def fit_to_host(
     Returns:
         The run; None if the host never suffices.
     """
-    hardware = spec.options.machine
     own = spec.first.num_devices // num_processes
-    # Devices of a host share its memory: `times` says what all of them are on.
-    total = hardware and hardware.times(own * processes_per_host).assumed_host_bytes
-    if total is None:
+    total = _machine_bytes(spec.options, own * processes_per_host)
+    usable = most_of_a_process(spec.options, own, processes_per_host)
+    if usable is None:
         return spec
-    usable = pool.most_process_bytes(total, own, processes_per_host)
 
     def fits(peak: int) -> bool:
         return pool.process_bytes(peak, spec.largest_slab_bytes, total, own) <= usable
@@ -72,6 +73,83 @@ def fit_to_host(
         if fits(peak_bytes(first) // num_processes):
             return dataclasses.replace(spec, first=first)
     return None
+
+
+def most_of_a_process(
+    options: Options, num_devices: int, processes_per_host: int = 1
+) -> int | None:
+    """Host memory that a process may take: its budget, and no more than its share of the machine.
+
+    Args:
+        options: The run's options.
+        num_devices: Number of the process's devices.
+        processes_per_host: Number of processes that share the host.
+
+    Returns:
+        Bytes; None if neither a budget nor the machine's memory is known.
+    """
+    total = _machine_bytes(options, num_devices * processes_per_host)
+    limits = [] if options.host_bytes is None else [options.host_bytes]
+    if total is not None:
+        limits.append(pool.most_process_bytes(total, num_devices, processes_per_host))
+    return min(limits, default=None)
+
+
+def _machine_bytes(options: Options, num_devices: int) -> int | None:
+    """The memory of a host with so many of the run's devices; None if unknown."""
+    # Devices of a host share its memory: `times` says what all of them are on.
+    return options.machine and options.machine.times(num_devices).assumed_host_bytes
+
+
+def agreed_host_budget(options: Options, placement: Placement) -> int | None:
+    """The host memory that each of a run's processes may take on this machine, now.
+
+    Args:
+        options: The run's options: a budget of theirs is the most that it may be.
+        placement: The run's devices and processes.
+
+    Returns:
+        Bytes, the same in all processes; None if the system doesn't tell.
+    """
+    processes = placement.processes
+    limits = [] if options.host_bytes is None else [options.host_bytes]
+    if (here := pool.available_process_bytes(processes.num_here)) is not None:
+        limits.append(here)
+    found = processes.gather("asking for available host memory", min(limits, default=None))
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def check_host(spec: RunSpec, num_processes: int, processes_per_host: int, has_pool: bool) -> None:
+    """Refuses what takes more host memory than the process may have, before any is pinned.
+
+    Args:
+        spec: The run, fitted to its host as far as that goes.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+        has_pool: Whether arrays rest in a pool of pinned memory, as on a GPU.
+
+    Raises:
+        MemoryError: If it takes more.
+    """
+    own = spec.first.num_devices // num_processes
+    most = most_of_a_process(spec.options, own, processes_per_host)
+    if most is None:
+        return
+    peak = peak_bytes(spec.first) // num_processes
+    if has_pool:
+        total = _machine_bytes(spec.options, own * processes_per_host)
+        needed, _ = process_bytes(spec, num_processes, total)
+    else:
+        needed = peak + resident_bytes()
+    if needed <= most:
+        return
+    raise MemoryError(
+        f"Training needs {sized(needed)} of host memory: {sized(peak)} for state, what waits and "
+        f"what is on its way, {sized(needed - peak)} for the rest of the process. It may take "
+        f"{sized(most)} (`host_budget`, or what is available). Nothing was allocated. Use a larger "
+        "`host_budget`, end other programs, or store fewer bytes a parameter "
+        "(Precision.compact(), an optimizer with less state such as adafactor or lion)."
+    )
 
 
 def _computing_again(spec: RunSpec) -> Iterator[BoundStep]:
@@ -137,8 +215,8 @@ def on_same_host(
     )
 
 
-def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
-    """Host memory that a process takes in all for its devices' shares; see `pool.process_bytes`.
+def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> tuple[int, int]:
+    """Host memory that a process takes in all for its devices' shares, and its pools among it.
 
     Args:
         spec: The run.
@@ -146,8 +224,8 @@ def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
         total: The host's memory; None if unknown.
     """
     own = spec.first.num_devices // num_processes
-    peak = peak_bytes(spec.first) // num_processes
-    return pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
+    given = peak_bytes(spec.first) // num_processes, spec.largest_slab_bytes, total, own
+    return pool.process_bytes(*given), pool.pool_bytes(*given)
 
 
 def peak_bytes(step: BoundStep) -> int:

@@ -20,7 +20,8 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.state.hardware import Hardware
 
-DeviceBudget = int | Literal["least"] | None
+DeviceBudget = int | str | None
+HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
 Trainable = str | Callable[[str], bool] | None
 EvalData = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -35,6 +36,7 @@ class RunArguments(TypedDict, total=False):
     microbatches: int
     precision: Precision
     device_budget: DeviceBudget
+    host_budget: HostBudget
     trainable: Trainable
     on_nonfinite: OnNonfinite
     max_skipped: int
@@ -55,6 +57,7 @@ class Options:
     microbatches: int = 1
     precision: Precision = Precision()
     device_budget: DeviceBudget = None
+    host_budget: HostBudget = None
     trainable: Trainable = None
     on_nonfinite: OnNonfinite = "raise"
     max_skipped: int = 10
@@ -68,6 +71,12 @@ class Options:
         return 1 if self.mesh is None else self.mesh.size
 
     @property
+    def host_bytes(self) -> int | None:
+        """Bytes of host memory that the process may take; None for what the machine has."""
+        assert not isinstance(self.host_budget, str)
+        return self.host_budget
+
+    @property
     def machine(self) -> Hardware | None:
         """The hardware, which is stored as a record where a name was given."""
         assert not isinstance(self.hardware, str)
@@ -78,7 +87,8 @@ class Options:
         _store(
             self,
             microbatches=checks.integer("microbatches", self.microbatches),
-            device_budget=_device_budget(self.device_budget),
+            device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
+            host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
@@ -276,15 +286,6 @@ def _store(record: Any, **values: Any) -> None:
 
 def _integer_or_none(name: str, value: Any) -> int | None:
     return None if value is None else checks.integer(name, value, other=", or None")
-
-
-def _device_budget(value: Any) -> DeviceBudget:
-    if value is None or (isinstance(value, str) and value == "least"):
-        return value
-    other = ' (bytes), "least", or None for what the device has left'
-    if isinstance(value, str):
-        raise ValueError(refused("device_budget", f"an integer{other}", value))
-    return checks.integer("device_budget", value, other=other)
 
 
 def _check_precision(value: Any) -> None:

@@ -13,9 +13,8 @@ from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
 from megatrain_jax._src.cli.shapes import batch_shapes
-from megatrain_jax._src.cli.sizes import budget_of, bytes_of
 from megatrain_jax._src.common.remembering import Same, remembered
-from megatrain_jax._src.common.sizes import sized
+from megatrain_jax._src.common.sizes import bytes_of, sized
 
 # No host with a GPU has less; a number without a unit is bytes.
 _LEAST_HOST = 2**30
@@ -48,7 +47,7 @@ class Planner:
             "microbatches": settings.microbatches,
             "precision": precision,
             "trainable": settings.trainable,
-            "device_budget": budget_of(settings.device_budget),
+            "device_budget": settings.device_budget,
         }
         # No plan depends on the rate.
         self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)

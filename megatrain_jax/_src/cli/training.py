@@ -23,7 +23,6 @@ from megatrain_jax._src.cli.recipe import optimizer_of, precision_of, schedule_o
 from megatrain_jax._src.cli.reference import Joined, Reference, find_reference
 from megatrain_jax._src.cli.run_data import RunData, check_files, read
 from megatrain_jax._src.cli.run_folder import RunFolder
-from megatrain_jax._src.cli.sizes import budget_of
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
 # As a shell has it: 128 and the number of SIGINT.
@@ -108,7 +107,7 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
         "microbatches": settings.microbatches,
         "precision": precision_of(settings.state, settings.master, job.frozen, compute),
         "trainable": job.trainable,
-        "device_budget": budget_of(settings.device_budget),
+        "device_budget": settings.device_budget,
         "on_nonfinite": settings.on_nonfinite,
         "seed": settings.seed,
         "hardware": here,

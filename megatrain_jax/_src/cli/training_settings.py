@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from megatrain_jax._src.cli.choices import Decay, Master, OptimizerName, State
 from megatrain_jax._src.cli.needs import check_needed
-from megatrain_jax._src.cli.sizes import budget_of
 from megatrain_jax._src.common import checks
 
 LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
@@ -148,7 +147,7 @@ class TrainingSettings:
                 raise ValueError(checks.refused(name, "a share from 0 to 1", value))
         for name in ("weight_decay", "min_delta"):
             checks.number(name, getattr(self, name), least=0)
-        budget_of(self.device_budget)
+        checks.num_bytes("device_budget", self.device_budget, "least")
         self._check_data()
         self._check_evaluation()
         self._check_logs()

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatrain_jax._src.common.sizes import bytes_of
+
 # Integers to Python, but never meant as numbers of steps or bytes.
 _BOOLEANS = (bool, np.bool_)
 _shown = reprlib.Repr()
@@ -62,6 +64,29 @@ def integer(
     if number < least or (most is not None and number > most):
         raise ValueError(refused(name, bounds, value))
     return number
+
+
+def num_bytes(name: str, value: Any, *words: str) -> int | str | None:
+    """Returns a number of bytes, one of some words, or None.
+
+    Args:
+        name: The argument.
+        value: The value given: an integer, text such as "22 GiB", a word, or None.
+        words: The words that are allowed besides.
+
+    Raises:
+        TypeError: If it is neither an integer nor text.
+        ValueError: If it is below 1, or text that is no number of bytes.
+    """
+    if value is None or (isinstance(value, str) and value in words):
+        return value
+    listed = "".join(f'"{word}", ' for word in words)
+    if isinstance(value, str):
+        try:
+            return bytes_of(name, value)
+        except ValueError as error:
+            raise ValueError(f"{error}; {listed}and None are possible, too") from None
+    return integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
 
 
 def number(

@@ -1,6 +1,14 @@
-"""The spelling of numbers of bytes, in tables and messages alike."""
+"""Numbers of bytes as people read and write them."""
+
+import re
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_WRITTEN = {"": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)")
 
 
 def sized(num_bytes: int, largest: int = 0) -> str:
@@ -16,3 +24,24 @@ def sized(num_bytes: int, largest: int = 0) -> str:
         if num_bytes >= (scale / 100 if scale == common else scale):
             return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def bytes_of(name: str, given: str) -> int:
+    """Reads a number of bytes.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: A number with or without a unit; GiB and G are 2^30 bytes, GB are 10^9.
+
+    Raises:
+        ValueError: If it is none, or below 1.
+
+    Examples:
+        >>> bytes_of("host", "1.5GiB"), bytes_of("host", "2 GB")
+        (1610612736, 2000000000)
+    """
+    found = _SIZE.fullmatch(given.strip().lower())
+    size = int(float(found[1]) * _WRITTEN[found[2]]) if found and found[2] in _WRITTEN else 0
+    if size < 1:
+        raise ValueError(f"`{name}` must be bytes such as 512GiB, 24G or 80GB, but is {given!r}")
+    return size

@@ -14,8 +14,8 @@ from megatrain_jax._src.kernels.liveness import temporary_bytes
 from megatrain_jax._src.program import jaxpr as jx
 
 # With memory pending, CUDA's pool was seen to refuse a kernel's 5.8 GiB while 53 GiB of the GPU
-# were free. So stages with as much are dispatched one by one: each then reaches the device some
-# milliseconds late, which updates and reductions in between hide in part.
+# were free, and 7 GiB while 33 of 67 were in use. So kernels with as much are dispatched one by
+# one: each then reaches the device some milliseconds late.
 _LARGE_TEMPORARIES = 4 * 2**30
 
 
@@ -71,9 +71,9 @@ class KernelCache:
         return max(temporaries + k.beside_bytes for k, temporaries in found.items())
 
     def has_large_temporaries(self, kernel: Kernel) -> bool:
-        """Whether a stage may only be dispatched once the device is through with the one before it.
+        """Whether a kernel is only dispatched once the device is through with large ones before it.
 
-        Until then, memory that earlier stages give back is pending.
+        Until then, the memory that they give back is pending.
         """
         return self._temporaries.get((kernel.name, kernel.key), 0) >= _LARGE_TEMPORARIES
 

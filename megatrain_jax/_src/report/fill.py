@@ -43,9 +43,10 @@ def fills(plan: "Plan") -> tuple[Fill, Fill]:
     state, peak = (size * own // of for size in (plan.host_bytes, plan.host_peak_bytes))
     host = [("masters and optimizer state", state), ("waiting and in flight", peak - state)]
     if plan.host_process_bytes is not None:
-        # With the ends of the pool's pieces that stay empty.
-        taken = plan.host_process_bytes * plan.processes_per_host
-        host.append(("the process beside them", max(0, taken - peak)))
+        number = plan.processes_per_host
+        pools = max(peak, (plan.host_pool_bytes or 0) * number)
+        host.append(("the pool's unused ends", pools - peak))
+        host.append(("the rest of the process", max(0, plan.host_process_bytes * number - pools)))
     device = [
         ("state and activations", plan.device_state_bytes),
         ("other values", plan.device_other_bytes),

@@ -72,6 +72,8 @@ class Plan:
         host_peak_bytes: That with waiting gradients, activations and arrays in flight.
         host_process_bytes: Host memory that a process takes in all for its devices' shares, with
             the pool's unused ends; None without a GPU.
+        host_pool_bytes: Pinned memory among it, the pool's unused ends included; None without one.
+        host_budget: Host memory that a process may take; None for its share of the machine's.
         device_budget: Bytes of each device that state and activations may take; None for the least.
         device_state_bytes: Most memory of each device that the schedule gives to them.
         device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
@@ -139,6 +141,8 @@ class Plan:
     seconds_loops: float = 0.0
     tiles: tuple[TileRow, ...] = ()
     num_again: int = 0
+    host_pool_bytes: int | None = None
+    host_budget: int | None = None
     device_budget: int | None = None
     num_devices: int = 1
     num_processes: int = 1
@@ -250,8 +254,7 @@ class Plan:
         """Whether a host's memory suffices for its processes; `None` if it isn't known."""
         # Without a GPU there is no pool, and a process takes what its arrays do.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
-        total = self.hardware and self.hardware.assumed_host_bytes
-        return _fits(process, total and most_of_a_process(self, total))
+        return _fits(process, most_of_a_process(self))
 
     @property
     def fits_device(self) -> bool | None:

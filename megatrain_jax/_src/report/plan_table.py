@@ -204,22 +204,27 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
     return ", ".join([*rates, f"{machine.flops_per_s / 1e12:g} TFLOP/s", machine.source])
 
 
-def most_of_a_process(plan: "Plan", total: int) -> int:
-    """The most host memory that one of a plan's processes can take of so much."""
-    own = plan.devices_per_host // plan.processes_per_host
-    return most_process_bytes(total, own, plan.processes_per_host)
+def most_of_a_process(plan: "Plan") -> int | None:
+    """The most host memory that one of a plan's processes may take; None if it isn't known."""
+    limits = [] if plan.host_budget is None else [plan.host_budget]
+    if plan.hardware is not None and (total := plan.hardware.assumed_host_bytes) is not None:
+        own = plan.devices_per_host // plan.processes_per_host
+        limits.append(most_process_bytes(total, own, plan.processes_per_host))
+    return min(limits, default=None)
 
 
 def _host_verdict(plan: "Plan") -> str:
-    machine = plan.hardware
+    machine, most = plan.hardware, most_of_a_process(plan)
+    limit = machine and machine.assumed_host_bytes
+    if most is not None and (limit is None or most == plan.host_budget):
+        return f"{_verdict(plan.fits_host)} in a budget of {sized(most)}"
     if machine is None:
         return ""
-    if (limit := machine.assumed_host_bytes) is None:
+    if most is None or limit is None:
         return "unknown: the hardware has no `host_bytes`"
     typical = "" if machine.host_bytes is not None else ", a typical host"
     if plan.processes_per_host > 1:
         typical += f", together with {plan.processes_per_host - 1} more"
-    most = most_of_a_process(plan, limit)
     if plan.fits_host is False and most < limit // plan.processes_per_host:
         typical += f", of which a process can take {sized(most)}"
     return f"{_verdict(plan.fits_host)} in {sized(limit)}{typical}"

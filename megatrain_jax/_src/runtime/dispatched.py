@@ -53,6 +53,10 @@ class Dispatched:
         else:
             self._of_stage.block_until_ready()
 
+    def forget_stage(self) -> None:
+        """Lets the next `wait_for_stage` wait for all, unless a stage is noted before."""
+        self._of_stage = None
+
     def wait_for_all(self) -> None:
         """Blocks until the device is through with all that was noted."""
         live = (x for x in reversed(self._results.values()) if x is not None and not x.is_deleted())

@@ -223,7 +223,11 @@ class Engine:
     def _of_group(self, op: Op, number: int, gradient: np.dtype) -> Callable:
         key, store = (op, number, gradient), self.store
         what = self.optimizer, store.layouts, gradient, store.placement
-        return self._find(key, lambda: group_kernel(op, number, *what))
+        function = self._find(key, lambda: group_kernel(op, number, *what))
+        if key in self._large:
+            self._dispatched.wait_for_stage()
+            self._dispatched.forget_stage()  # the next large kernel waits for this one
+        return function
 
     def _masters(self, bound: BoundStage) -> list[Slabs]:
         return [self.store.on_device[Key(Kind.MASTERS, g)] for g in bound.groups]

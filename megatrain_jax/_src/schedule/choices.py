@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule import room
 from megatrain_jax._src.schedule.order import gradient_tasks
 from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
@@ -35,10 +35,13 @@ class Choice:
     Attributes:
         lists: The tasks.
         num_travelling: Number of stages whose residuals may wait in the host, as activations may.
+        spares_host: Whether activations stay on the device in preference to masters and optimizer
+            state: an activation that stays needs no host memory, and state has its place there.
     """
 
     lists: TaskLists
     num_travelling: int = 0
+    spares_host: bool = False
 
     @property
     def num_kept(self) -> int:
@@ -53,7 +56,9 @@ class Choice:
     @functools.cached_property
     def units(self) -> list[tuple[Key, ...]]:
         """Parts that may stay, best first; those of a unit stay together or not at all."""
-        return [*_units(self.lists), *((key,) for key in self._residuals[self._num_staying :])]
+        travelling = [(key,) for key in self._residuals[self._num_staying :]]
+        units = [*_units(self.lists), *travelling]
+        return sorted(units, key=_rests_in_host) if self.spares_host else units
 
     def residents(self, count: int) -> frozenset[Key]:
         """The parts that stay if the first so many units do."""
@@ -156,6 +161,11 @@ def _ranked(workload: Workload) -> list[int]:
     seconds, sizes = workload.costs.recompute, workload.residuals
     able = (stage for stage, size in enumerate(sizes) if size and stage not in workload.again)
     return sorted(able, key=lambda stage: (-seconds[stage] / sizes[stage], -stage))
+
+
+def _rests_in_host(unit: tuple[Key, ...]) -> bool:
+    """Whether a unit has its place in the host anyway; the others take more of it to wait there."""
+    return unit[0].kind in LASTING
 
 
 def _units(lists: TaskLists) -> list[tuple[Key, ...]]:

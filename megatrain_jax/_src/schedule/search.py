@@ -19,6 +19,7 @@ and 9 don't fit, beside what the others need to come and go. Where the host is s
 those count whose gradients, activations and residuals find room there while they wait.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,7 +146,11 @@ def find_schedule(
     choices = [Choice(lists=lists)]
     if room.device > smallest:
         choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
-    return _finished(_best(list(_worth_trying(choices, room)), room), smallest)
+    steps = _best(list(_worth_trying(choices, room)), room)
+    if not steps.fits_host(room.host):
+        sparing = [dataclasses.replace(choice, spares_host=True) for choice in choices]
+        steps = _best([steps, *_worth_trying(sparing, room)], room)
+    return _finished(steps, smallest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.state import host_memory
+from megatrain_jax._src.state import host_memory, pool_limit
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.placement import default_device
+from megatrain_jax._src.state.placement import default_device, num_local_devices
 
 _GIB = 2**30
 
@@ -259,6 +259,5 @@ def this_machine() -> Hardware | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     share = 1.0 if limit else known.device_share
     limit = limit or known.device_bytes
-    return replace(
-        known, host_bytes=host_memory.total_bytes(), device_bytes=limit, device_share=share
-    )
+    host = pool_limit.machine_bytes(host_memory.total_bytes(), num_local_devices())
+    return replace(known, host_bytes=host, device_bytes=limit, device_share=share)

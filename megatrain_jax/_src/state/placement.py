@@ -228,6 +228,11 @@ def default_device() -> Any:
     return jax.local_devices()[0]
 
 
+def num_local_devices() -> int:
+    """The number of JAX's devices of this process; starts JAX's backend."""
+    return len(jax.local_devices())
+
+
 def default_mesh() -> Mesh:
     """All GPUs that JAX sees, of all processes, or its first device where there is no GPU.
 

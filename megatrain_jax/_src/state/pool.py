@@ -19,13 +19,23 @@ from jax.sharding import SingleDeviceSharding
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
 from megatrain_jax._src.state.placement import Placement
-from megatrain_jax._src.state.pool_limit import LIMIT_VARIABLE, beside_bytes, limit_bytes
+from megatrain_jax._src.state.pool_limit import (
+    LIMIT_VARIABLE,
+    POOLS_OF_A_LIST,
+    beside_bytes,
+    driver_bytes,
+    limit_bytes,
+    limit_in_force,
+    process_budget,
+)
 
 _GIB = 2**30
 # How often what was taken is shown.
 _SECONDS_AT_A_TIME = 0.2
-# The ends of a fresh pool's pieces that may stay empty, in largest arrays.
-_SPARE_ARRAYS = 3
+# Memory that has to be available once all is pinned, for compilation and the system.
+_LEAST_LEFT = _GIB
+# A fresh pool's size is found to so many binary places.
+_PIECE_BITS = 9
 # JAX's pool grows by regions of 2 MiB times a power of two.
 _SMALLEST_REGION_BITS = 21
 
@@ -100,8 +110,10 @@ def reserve(
     rooms = {d: _room(share, array_bytes, pools[d], in_use[d]) for d in wanting}
     growth = sum(growth for _, growth in rooms.values())
     # All look before any takes, and what processes of one host need adds up.
-    beside = placement.processes.num_here
-    _check(beside * num_bytes, beside * growth, share)
+    number = placement.processes.num_here
+    # JAX's lists and the driver's notes come with the pages.
+    beside = growth // POOLS_OF_A_LIST + driver_bytes(growth)
+    _check(number * num_bytes, number * growth, share, number * beside)
     placement.processes.gather("taking host memory")
     # JAX doesn't say how far it is; the pages that this process has do.
     before = resident_bytes()
@@ -112,6 +124,12 @@ def reserve(
         for future in waited:
             future.result()
     shown(growth, growth)
+    if (left := available_bytes()) < _LEAST_LEFT:
+        raise MemoryError(
+            f"{sized(left)} of host memory are available after {sized(growth)} were pinned, and "
+            f"less than {sized(_LEAST_LEFT)} may get this process killed: another program has "
+            "taken memory meanwhile. End it, or give a smaller `host_budget`."
+        )
     for device, (_, growth) in rooms.items():
         likely = pools[device].likely_bytes + growth
         _pools[device] = _Pool(proven_bytes=in_use[device] + share, likely_bytes=likely)
@@ -119,7 +137,7 @@ def reserve(
 
 def _room(num_bytes: int, array_bytes: int, pool: _Pool, in_use: int) -> tuple[list[int], int]:
     """Returns the sizes to take from a pool for so many bytes more, and by how much it grows."""
-    limit = limit_bytes(total_bytes())
+    limit = limit_in_force()
     if num_bytes <= pool.likely_bytes - in_use:
         return [num_bytes], 0
     if pool.likely_bytes:
@@ -139,9 +157,15 @@ def process_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devic
         total: The machine's host memory; None if unknown.
         num_devices: Number of the process's devices.
     """
+    pools = pool_bytes(num_bytes, array_bytes, total, num_devices)
+    return pools + beside_bytes(pools)
+
+
+def pool_bytes(num_bytes: int, array_bytes: int, total: int | None, num_devices: int = 1) -> int:
+    """Returns the pinned memory of all fresh pools that `reserve` makes; see `process_bytes`."""
     share = -(-num_bytes // num_devices)
     _, growth = _fresh(share, array_bytes, limit_bytes(total))
-    return num_devices * growth + beside_bytes(num_devices * growth)
+    return num_devices * growth
 
 
 def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1) -> int:
@@ -153,31 +177,48 @@ def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1)
         num_processes: Number of processes that share the memory.
     """
     most = num_devices * limit_bytes(total)
-    return min(total // num_processes, most + beside_bytes(most))
+    return min(process_budget(total) // num_processes, most + beside_bytes(most))
+
+
+def available_process_bytes(num_processes: int = 1) -> int | None:
+    """Returns the host memory that this process may take in all, from what is available now.
+
+    Args:
+        num_processes: Number of processes on this machine that are about to take as much.
+    """
+    total = total_bytes()
+    if total is None:
+        return None
+    # What this process has is at its disposal, such as a pool that an earlier run has left.
+    return process_budget(min(total, num_processes * resident_bytes() + available_bytes())) // (
+        num_processes
+    )
 
 
 def _fresh(num_bytes: int, array_bytes: int, limit: int) -> tuple[list[int], int]:
     """Returns the sizes to take from a fresh pool, and the bytes it takes from the system for them.
 
-    No array lies across two pieces, so these need spare room, and one region may be smaller.
-    For 40 GiB in arrays of at most 1 GiB these are pieces of 4, 8 and 32 GiB, 44 in all; one
+    For 40 GiB in arrays of at most 1 GiB these are pieces of 1, 8 and 32 GiB, 41 in all; one
     region would take 64 GiB.
     """
     growth = _region_bytes(num_bytes, 0, limit)
-    exact = _pieces(num_bytes + _SPARE_ARRAYS * array_bytes, limit)
+    exact = _pieces(num_bytes, array_bytes, limit)
     return (exact, sum(exact)) if exact and sum(exact) < growth else ([num_bytes], growth)
 
 
-def _pieces(num_bytes: int, limit: int) -> list[int]:
+def _pieces(num_bytes: int, array_bytes: int, limit: int) -> list[int]:
     """Returns sizes that a fresh pool takes exactly: powers of two, each larger than the last.
 
-    As few as an eighth more memory allows, or more if that would exceed the limit; none if all do.
+    No array lies across two pieces, so a piece holds a whole number of the largest arrays, and its
+    end may stay empty. One array more than needed has room, as arrays of several sizes leave gaps.
+    Returns the fewest bytes that will do, to an eighth of a percent; none if the limit is lower.
     """
-    for bits in (4, 5, 6, 7, 8):
-        granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - bits)
-        rounded = -(-num_bytes // granule) * granule
-        if rounded <= limit:
-            return [1 << bit for bit in range(rounded.bit_length()) if rounded >> bit & 1]
+    granule = 1 << max(_SMALLEST_REGION_BITS, num_bytes.bit_length() - _PIECE_BITS)
+    needed, unit = num_bytes + array_bytes, max(1, array_bytes)
+    for total in range(-(-needed // granule) * granule, limit + 1, granule):
+        pieces = [1 << bit for bit in range(total.bit_length()) if total >> bit & 1]
+        if sum(piece // unit for piece in pieces) * unit >= needed:
+            return pieces
     return []
 
 
@@ -188,16 +229,17 @@ def _region_bytes(num_bytes: int, pool_bytes: int, limit: int) -> int:
     return max(num_bytes, min(max(region, pool_bytes), limit - pool_bytes))
 
 
-def _check(num_bytes: int, growth: int, share: int) -> None:
+def _check(num_bytes: int, growth: int, share: int, beside: int = 0) -> None:
     """Refuses what the machine has no memory for; a `share` of it is each device's."""
     available = available_bytes()
-    if growth <= available:
+    if growth + beside <= available:
         return
     need = f"Training needs {sized(num_bytes)} in host memory"
-    if num_bytes > available:
+    if num_bytes + beside > available:
+        also = f" and {sized(beside)} to manage it" if beside else ""
         raise MemoryError(
-            f"{need}, {sized(available)} available. Nothing was allocated. Use a smaller model or "
-            "an optimizer with less state (adafactor, lion, mu_dtype=bfloat16), end other "
+            f"{need}{also}, {sized(available)} available. Nothing was allocated. Use a smaller "
+            "model or an optimizer with less state (adafactor, lion, mu_dtype=bfloat16), end other "
             "programs, drop earlier trainers, or give this process or container more memory."
         )
     raise MemoryError(

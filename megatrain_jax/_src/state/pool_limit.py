@@ -1,6 +1,20 @@
-"""The limit of JAX's pinned-host pools, which has to be set before JAX's backend starts.
+"""The limit of JAX's pinned-host pools, and the host memory that a process takes for them.
 
-Without JAX, so that the package sets it at once and imports the rest when it is asked for.
+JAX reads the limit when its backend starts, so the package sets it on import. This file needs no
+JAX for that: the rest of the package is imported when it is asked for.
+
+A worked example, pools of 234 GiB on a host of 251.8 GiB with an H100, as measured:
+
+    pools                                                      234.0 GiB
+    JAX's lists of what is free in them, 1/32 of their size      7.3
+    interpreter, CUDA, XLA, compiled functions                   1.7
+    the process                                                243.0
+    the driver's notes on pinned pages, 1/80 of the pools        2.9 GiB, beside the process
+    the system, other programs, the driver                       2.3
+    still available                                              3.6
+
+JAX makes its lists after the pages are pinned. Where pinning leaves less than they take, the kernel
+kills the process without a message.
 """
 
 import os
@@ -11,17 +25,21 @@ from megatrain_jax._src.state.host_memory import total_bytes
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _GIB = 2**30
-_HEAD_ROOM_BYTES = 10 * _GIB
-# What the interpreter, CUDA and XLA take beside the pools, as processes of one and two H100s or
-# H200s were seen to with CUDA's memory pool: 2.5 GiB at 16 GiB of pools, 3.0 at 60, 5.1 at 115 and
-# 8.6 at 218. The driver keeps notes of each page that it pins.
-_LEAST_BESIDE, _FIXED_BESIDE, _POOLS_OF_A_BYTE_BESIDE = 5 * _GIB // 2, 6 * _GIB // 5, 30
-# Share of a large machine's memory that the process may take in all.
-_SHARE = 0.99
+# XLA's allocator keeps a number of 8 bytes for every 256 bytes of its pool (BFCAllocator,
+# kMinAllocationSize and ChunkHandle).
+POOLS_OF_A_LIST = 32
+# Measured in processes of one and two H100s or H200s with CUDA's memory pool: 2.5 GiB beside pools
+# of 16 GiB, lists included, 3.0 at 60, 5.1 at 115, 8.6 at 218 and 9.0 at 234.
+_LEAST_BESIDE, _FIXED_BESIDE = 5 * _GIB // 2, 3 * _GIB // 2
+# Memory of the driver, outside of the process.
+_POOLS_OF_THE_DRIVER = 80
+# The system and the driver's fixed part take about 1.5 GiB; the rest keeps the system alive. On a
+# small machine it is a share.
+_SYSTEM, _SYSTEM_SHARE = 4 * _GIB, 4
 
 
 def set_limit() -> None:
-    """Lets JAX's pinned-host pool grow to this machine's memory less head room.
+    """Lets JAX's pinned-host pools grow to what this machine can give a process.
 
     Has an effect only before JAX's backend starts, and leaves a limit the user set alone.
     """
@@ -29,16 +47,53 @@ def set_limit() -> None:
         os.environ.setdefault(LIMIT_VARIABLE, str(limit_bytes(total) // _GIB))
 
 
+def limit_in_force() -> int:
+    """Returns the limit of each of JAX's pools in this process, in bytes: the user's or ours."""
+    given = os.environ.get(LIMIT_VARIABLE, "")
+    return int(given) * _GIB if given.isdecimal() else sys.maxsize
+
+
 def limit_bytes(total: int | None) -> int:
     """Returns the bytes that `set_limit` allows the pool on a machine with so much memory."""
     if total is None:
         return sys.maxsize
-    # From 250 GiB on, what the process takes beside the pool is more than the head room.
-    per_byte = 1 + 1 / _POOLS_OF_A_BYTE_BESIDE
-    most = min(total - _HEAD_ROOM_BYTES, int((_SHARE * total - _FIXED_BESIDE) / per_byte))
-    return max(1, most // _GIB) * _GIB
+    return max(1, pools_within(process_budget(total)) // _GIB) * _GIB
+
+
+def process_budget(total: int) -> int:
+    """Returns the bytes of a machine's memory that processes can take in all.
+
+    Solves ``pools + beside + pools / 80 + system = total`` for the process, ``pools + beside``.
+    """
+    left = total - min(_SYSTEM, total // _SYSTEM_SHARE)
+    pools = (left - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST + 1 / _POOLS_OF_THE_DRIVER)
+    return left - driver_bytes(max(0, int(pools)))
+
+
+def pools_within(budget: int) -> int:
+    """Returns the largest pools of a process that takes so many bytes in all."""
+    by_lists = int((budget - _FIXED_BESIDE) / (1 + 1 / POOLS_OF_A_LIST))
+    return max(0, min(by_lists, budget - _LEAST_BESIDE))
+
+
+def driver_bytes(pools: int) -> int:
+    """Returns the memory that the driver takes outside of the process for such pools."""
+    return pools // _POOLS_OF_THE_DRIVER
+
+
+def machine_bytes(total: int | None, num_devices: int) -> int | None:
+    """Returns a machine's memory, or as much of it as pools of the limit in force make use of.
+
+    Args:
+        total: Its memory; None if unknown.
+        num_devices: Number of the process's devices, each with a pool.
+    """
+    if total is None or limit_in_force() >= limit_bytes(total):
+        return total
+    pools = num_devices * limit_in_force()
+    return min(total, pools + beside_bytes(pools) + driver_bytes(pools) + _SYSTEM)
 
 
 def beside_bytes(pools: int) -> int:
     """Returns the host memory that a process takes beside its pools of so many bytes."""
-    return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // _POOLS_OF_A_BYTE_BESIDE)
+    return max(_LEAST_BESIDE, _FIXED_BESIDE + pools // POOLS_OF_A_LIST)
