@@ -7,7 +7,9 @@ variables are numbered in the order in which they appear:
     c:f32[8] = dot b w2; d:f32[8] = tanh c     dot 0 1 -> 2; tanh 2 -> 3
 
 Literals and constants count by their bytes, parameters of equations recursively, names of nested
-jits not at all, and a custom derivative rule by what its VJP computes.
+jits not at all, and a custom derivative rule by what its VJP computes. A rule that is told which
+operands are perturbed, or refuses some, is compared within the VJP of the whole jaxpr, where it
+sees what it will see in training.
 """
 
 import functools
@@ -40,15 +42,38 @@ _keys: WeakValueDictionary[Hashable, StructuralKey] = WeakValueDictionary()
 _inner_keys: WeakKeyDictionary[Any, dict[int, StructuralKey]] = WeakKeyDictionary()
 
 
-def structural_key(jaxpr: Any, consts: Sequence[Any] = ()) -> StructuralKey:
+def structural_key(
+    jaxpr: Any, consts: Sequence[Any] = (), perturbed: Sequence[bool] | None = None
+) -> StructuralKey:
     """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
 
-    `consts` are the values of the jaxpr's first inputs, if these are fixed.
     Variables are numbered, literals and constants compared by their bytes, parameters recursively,
     names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
     The context that an equation was traced in, such as a mesh, counts, too.
+
+    Args:
+        jaxpr: Open jaxpr.
+        consts: Values of its first inputs, if these are fixed.
+        perturbed: Whether the loss is differentiated by each of its other inputs; None for all that
+            are floating-point numbers.
     """
-    return _standing_for(_jaxpr_key(jaxpr, consts, _RULES))
+    try:
+        return _standing_for(_jaxpr_key(jaxpr, consts, _RULES))
+    except _AsksForPerturbedError:
+        pass
+    inputs = jaxpr.invars[len(consts) :]
+    perturbed = [jx.is_float(v.aval) for v in inputs] if perturbed is None else perturbed
+    try:
+        pullback = _pullback_key(jaxpr, [*[False] * len(consts), *perturbed])
+    except Exception:
+        # Nothing tells such a derivative from another one, so that the key is equal to itself
+        # alone. Where the loss is differentiated, the error comes again, to the user.
+        return StructuralKey()
+    return _standing_for((_jaxpr_key(jaxpr, consts, _VALUES), pullback))
+
+
+class _AsksForPerturbedError(Exception):
+    """A derivative rule depends on which operands are perturbed, or allows only some to be."""
 
 
 def _standing_for(key: Hashable) -> StructuralKey:
@@ -167,18 +192,44 @@ def _param_key(value, level):
 
 
 def _vjp_key(eqn):
-    """The key of the VJP of one equation: what tells two custom derivative rules apart."""
-    is_diff = [jx.is_float(v.aval) for v in eqn.invars]
-    keep = [jx.is_float(v.aval) for v in eqn.outvars]
+    """The key of the VJP of one equation: what tells two custom derivative rules apart.
+
+    Raises:
+        _AsksForPerturbedError: The rule can't be compared with all its operands perturbed.
+    """
+    if eqn.params.get("symbolic_zeros"):
+        raise _AsksForPerturbedError
+    try:
+        return _key_of_pullback(
+            lambda *args: jx.bind(eqn, args), eqn.invars, eqn.outvars, [True] * len(eqn.invars)
+        )
+    except Exception as error:
+        # The user's own rule may raise anything.
+        raise _AsksForPerturbedError from error
+
+
+def _pullback_key(jaxpr, perturbed):
+    """The key of the VJP of a jaxpr with some inputs perturbed; of its rules it has the results."""
+    if not jaxpr.outvars or not any(perturbed):
+        return ()
+    return _key_of_pullback(
+        lambda *args: jx.evaluate(jaxpr, args), jaxpr.invars, jaxpr.outvars, perturbed
+    )
+
+
+def _key_of_pullback(function, invars, outvars, perturbed):
+    """The key of a function's values and cotangents, as a jaxpr of operands and cotangents."""
+    is_diff = [p and jx.is_float(v.aval) for p, v in zip(perturbed, invars, strict=True)]
+    keep = [jx.is_float(v.aval) for v in outvars]
 
     def vjp(diff, others, cotangents):
         diff_out, pull = jax.vjp(
-            lambda *d: _floats(jx.bind(eqn, jx.merge(is_diff, d, others)), keep), *diff
+            lambda *d: _floats(function(*jx.merge(is_diff, d, others)), keep), *diff
         )
         return diff_out, pull(cotangents)
 
-    diff, others = jx.split(is_diff, [jx.shape_of(v.aval) for v in eqn.invars])
-    cotangents = [jx.shape_of(v.aval) for v, k in zip(eqn.outvars, keep, strict=True) if k]
+    diff, others = jx.split(is_diff, [jx.shape_of(v.aval) for v in invars])
+    cotangents = [jx.shape_of(v.aval) for v, k in zip(outvars, keep, strict=True) if k]
     traced = jx.trace(vjp, diff, others, cotangents)
     return _jaxpr_key(traced.jaxpr, traced.consts, _VALUES)
 

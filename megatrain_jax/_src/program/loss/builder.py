@@ -324,6 +324,11 @@ class _Body:
         consts = self.operands()[0]
         return structural_key(self.jaxpr(()), [self.builder.consts[v] for v in consts])
 
+    def _is_perturbed(self, var) -> bool:
+        """Whether the loss may be differentiated by an operand of the stage."""
+        var = self.builder.aliases.get(var, var)
+        return var in self.builder.flow.trainable and jx.is_float(var.aval)
+
     def numbers(self) -> dict[Any, int]:
         return variable_numbers(self.jaxpr(()))
 
@@ -339,7 +344,7 @@ class _Body:
             name=stretch.name,
             jaxpr=jaxpr,
             consts=values,
-            key=structural_key(jaxpr, values),
+            key=structural_key(jaxpr, values, [self._is_perturbed(v) for v in (*leaves, *inputs)]),
             leaves=tuple(number[v] for v in leaves),
             is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),
