@@ -38,6 +38,7 @@ from megatrain_jax._src.program.loss.partition import (
     Stretch,
     find_stretches,
 )
+from megatrain_jax._src.program.loss.shared import find_shared, without_block
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.program.loss.state import find_state_use
 from megatrain_jax._src.program.loss.warnings import find_warnings
@@ -60,7 +61,11 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
     refuse_answers(flow)
-    return _Builder(flow, find_stretches(flow)).program(num_variables)
+    if shared := find_shared(flow):
+        leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
+        flow = Dataflow(traced, leaves)
+    program = _Builder(flow, find_stretches(flow)).program(num_variables)
+    return dataclasses.replace(program, shared=shared)
 
 
 class _Builder:
