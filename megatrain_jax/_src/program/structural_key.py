@@ -6,12 +6,14 @@ variables are numbered in the order in which they appear:
     a:f32[8] = dot x w1; b:f32[8] = tanh a     dot 0 1 -> 2; tanh 2 -> 3
     c:f32[8] = dot b w2; d:f32[8] = tanh c     dot 0 1 -> 2; tanh 2 -> 3
 
-Literals and constants count by their bytes, parameters of equations recursively, names of nested
-jits not at all, and a custom derivative rule by what its VJP computes. A rule that is told which
-operands are perturbed, or refuses some, is compared within the VJP of the whole jaxpr, where it
-sees what it will see in training.
+Literals and constants count by their bytes, parameters of equations recursively, functions among
+them by their code and what they close over, names of nested jits not at all, and a custom
+derivative rule by what its VJP computes. A rule that is told which operands are perturbed, or
+refuses some, is compared within the VJP of the whole jaxpr, where it sees what it will see in
+training.
 """
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Hashable, Sequence
@@ -21,8 +23,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.function_key import function_key, is_function
 from megatrain_jax._src.program.primitives import CUSTOM_RULES
 
 
@@ -137,6 +141,7 @@ def _aval_key(aval):
         getattr(aval, "shape", None),
         _dtype_name(getattr(aval, "dtype", aval)),
         getattr(aval, "weak_type", False),
+        getattr(aval, "memory_space", None),  # of the references in a kernel of Pallas
     )
 
 
@@ -146,6 +151,9 @@ _dtype_name = functools.lru_cache(maxsize=256)(str)
 
 def value_key(value: Any) -> tuple[Any, ...]:
     """Shape, dtype and bytes of a fixed array; a hash of the bytes if they are many."""
+    if isinstance(value, Tracer):
+        # Kernels of Pallas close over references, which have no values: each is equal to itself.
+        return ("tracer", id(value))
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
     array = np.asarray(value)
@@ -180,8 +188,14 @@ def _param_key(value, level):
         return tuple((k, _param_key(v, level)) for k, v in sorted(value.items(), key=str))
     if isinstance(value, (np.ndarray, jax.Array)):
         return value_key(value)
-    # Nothing tells what a function computes, so that one is equal to itself alone. A stage with the
-    # key has its jaxpr, too, which holds the function: no other gets its id meanwhile.
+    if _is_frozen_dataclass(value):
+        # A grid of Pallas, whose jaxprs each trace makes anew, or a function with its arguments.
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return (type(value), *(_param_key(v, level) for v in fields))
+    # A stage with the key has its jaxpr, too, which holds the function: none that is made meanwhile
+    # gets its id, or that of what it closes over.
+    if is_function(value):
+        return function_key(value)
     if callable(value) and not isinstance(value, type):
         return ("callable", id(value))
     try:
@@ -189,6 +203,12 @@ def _param_key(value, level):
     except TypeError:
         return ("object", id(value))
     return (type(value).__name__, value)
+
+
+def _is_frozen_dataclass(value):
+    """Whether a value is what its fields are, and stays so."""
+    params = getattr(type(value), "__dataclass_params__", None)
+    return params is not None and params.frozen
 
 
 def _vjp_key(eqn):
