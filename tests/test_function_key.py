@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
@@ -131,7 +132,7 @@ def test_kernels_with_two_kinds_of_memory_differ():
                 scratch[...] = x_ref[...]
                 out_ref[...] = scratch[...]
 
-            pl.run_scoped(body, space((4,), jnp.float32))
+            pl.run_scoped(body, pl.MemoryRef(ShapedArray((4,), jnp.dtype("float32")), space))
 
         out = jax.ShapeDtypeStruct((4,), jnp.float32)
         traced = jx.trace(pl.pallas_call(kernel, out), out)
