@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import equinox.internal as eqxi
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -313,3 +315,66 @@ def test_a_literal_that_decides_what_is_computed_stays_in_the_template(literals)
         return x @ p["head"]
 
     assert len(set(block_keys(cut_forward(forward)[1]))) == 2
+
+
+def rule_of(slope: float) -> Callable[..., jax.Array]:
+    """Return `tanh(x * angle)` with a rule that refuses a derivative by the angle."""
+
+    @eqx.filter_custom_vjp
+    def rule(x, angle):
+        return jnp.tanh(x * angle)
+
+    @rule.def_fwd
+    def forward(perturbed, x, angle):
+        return rule(x, angle), None
+
+    @rule.def_bwd
+    def backward(residuals, cotangent, perturbed, x, angle):
+        return slope * cotangent * angle * (1 - jnp.tanh(x * angle) ** 2)
+
+    return lambda x, angle: rule(x, angle=angle)
+
+
+def looped(x: jax.Array, angle: jax.Array) -> jax.Array:
+    """A loop whose derivative is its own rule, on an array that must not be differentiated."""
+    angle = eqxi.nondifferentiable(angle)
+    step = lambda y: jnp.tanh(y * angle)  # noqa: E731
+    more = lambda y: jnp.sum(y**2) > 1e-3  # noqa: E731
+    return eqxi.while_loop(more, step, x, max_steps=2, kind="checkpointed")
+
+
+def with_rules(rules: list[Callable[..., jax.Array]]) -> Forward:
+    def forward(p, t, key):
+        angle = jnp.cos(t)[..., None]  # data, with which the loss is not differentiated
+        x = p["embed"][t]
+        for block, rule in zip(p["blocks"], rules, strict=True):
+            x = x + rule(mlp(block, x), angle)
+        return x @ p["head"]
+
+    return forward
+
+
+def test_rules_are_compared_with_what_the_loss_differentiates_by():
+    traced, program, arrays = cut_forward(with_rules([rule_of(1.0)] * 4))
+    assert_one_template(program)
+    assert_computes_the_loss(traced, program, arrays)
+    assert_one_template(cut_forward(with_rules([looped] * 4))[1])
+
+
+def test_rules_that_differ_are_two_templates():
+    program = cut_forward(with_rules([rule_of(1.0), rule_of(2.0)] * 2))[1]
+    keys = block_keys(program)
+    assert keys[0] is keys[2] and keys[1] is keys[3] and keys[0] is not keys[1]
+
+
+def test_a_rule_that_allows_no_derivative_is_no_template():
+    @jax.custom_jvp
+    def refused(x):
+        return jnp.tanh(x)
+
+    @refused.defjvp
+    def jvp(primals, tangents):
+        raise TypeError("there is no derivative")
+
+    rules = [lambda x, angle: refused(x)] * 4
+    assert len(set(block_keys(cut_forward(with_rules(rules))[1]))) == 4

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from zoo_case import (
     DIM,
@@ -272,9 +273,17 @@ def stack(kinds: Sequence[Callable[..., nnx.Module]], cls: type = Decoder) -> Ca
 
 
 def once(build: Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
-    """Return a builder of equal models that share the first one's arrays: drawing takes long."""
+    """Return a builder of equal models that share the first one's arrays: drawing takes long.
+
+    A traced call builds a model of its own, since its tracers must not outlive the trace.
+    """
     parts = functools.cache(lambda: nnx.split(build()))
-    return lambda: nnx.merge(*parts(), copy=True)
+
+    def model() -> nnx.Module:
+        is_traced = isinstance(jnp.zeros(()), Tracer)
+        return build() if is_traced else nnx.merge(*parts(), copy=True)
+
+    return model
 
 
 def scaled(scale: float) -> Callable[..., Block]:

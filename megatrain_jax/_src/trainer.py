@@ -127,6 +127,7 @@ class Trainer(RunState):
         num_devices = len(placement.local_devices)
         check_batch(sample_batch, run.microbatches, "sample_batch", num_devices, or_shapes=True)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
+        initial.check()
         # What isn't part of the run may go: the caller may have given up its own reference, too.
         del model
         adapted.check_batch(sample_batch)

@@ -16,6 +16,7 @@ from jax.core import eval_jaxpr
 from jax.interpreters import partial_eval
 
 from megatrain_jax._src.program import effects
+from megatrain_jax._src.program.jaxpr import outlived
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +29,29 @@ class InitialValues:
         variables: `variables()` gives the state that isn't trained, in the order of
             `AdaptedModel.variable_paths`, as arrays nobody else holds.
         files: The files that the values of parameters are read from, in the order of these.
+        outlived: Shape and dtype of an array that an earlier trace has left in the model, so that
+            it has no values; None if there is none.
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]
     variables: Callable[[], tuple[jax.Array, ...]]
     files: tuple[Path, ...] = ()
+    outlived: str | None = None
+
+    def check(self) -> None:
+        """Checks that all values exist.
+
+        A plan does without them: a builder that is cached can be planned, but not trained.
+
+        Raises:
+            ValueError: The model holds an array that an earlier trace has made.
+        """
+        if self.outlived is not None:
+            raise ValueError(
+                f"model holds an array ({self.outlived}) that was made while it was traced before, "
+                "as by `plan`, and so has no values: a cache (`functools.cache`, a global) has "
+                "kept it. Let a function that builds the model build a new one at every call."
+            )
 
 
 def strong_array(value: Any, dtype: Any) -> jax.Array:
@@ -68,7 +87,7 @@ def initial_values_of(
     def copies() -> tuple[jax.Array, ...]:
         return _copies([value(index) for index in range(len(params), len(values))])
 
-    return InitialValues(leaves=leaves, variables=copies)
+    return InitialValues(leaves=leaves, variables=copies, outlived=outlived(values))
 
 
 def initial_values_of_trace(
@@ -115,7 +134,7 @@ def initial_values_of_trace(
     def variables() -> tuple[jax.Array, ...]:
         return _copies(evaluate(range(num_params, num_outputs)))
 
-    return InitialValues(leaves=leaves, variables=variables)
+    return InitialValues(leaves=leaves, variables=variables, outlived=outlived(consts))
 
 
 def _copies(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

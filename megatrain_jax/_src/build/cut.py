@@ -16,6 +16,7 @@ from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.loss.gradients import refuse_no_gradient
+from megatrain_jax._src.program.loss.shared import without_block
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
 from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
@@ -79,6 +80,9 @@ def _cut(
     """Cuts so that each layer of the given stacks is a leaf."""
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
     program = cut_loss(traced, leaves)
+    leaves = tuple(
+        without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
+    )
     if warning := refuse_no_gradient(program, leaves):
         program = program.warning(warning)
     if options.microbatches > 1:

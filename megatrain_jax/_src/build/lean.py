@@ -48,7 +48,7 @@ def lean_residuals(stage: Stage, every: Residuals | None, hardware: Hardware) ->
         return None
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
-        return is_kept(primitive, **params) and _kind(primitive, avals) in costly
+        return is_kept(primitive, *avals, **params) and _kind(primitive, avals) in costly
 
     return find_residuals(stage, keeps, lean=True)
 
@@ -83,7 +83,9 @@ def _bytes_by_kind(residuals: Residuals) -> Counter[Hashable]:
     # A set, since an array may be in the pullback several times, and is kept once.
     for v in set(jx.variables(jaxpr.outvars[residuals.num_outputs :])):
         maker = _maker(jaxpr, v)
-        if maker is not None and is_kept(maker.primitive, **maker.params):
+        if maker is not None and is_kept(
+            maker.primitive, *(a.aval for a in maker.invars), **maker.params
+        ):
             found[_kind_of(maker)] += jx.num_bytes(v.aval)
     return found
 

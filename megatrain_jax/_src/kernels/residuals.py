@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.attention import is_attention, is_attention_forward
@@ -33,12 +34,15 @@ Keeps = Callable[..., bool]
 """Whether to keep the results of a primitive; a policy of `jax.checkpoint`."""
 
 
-def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Whether a primitive's results are worth keeping, where there is room for all of them.
 
     Products with batch axes are left out: their results, such as attention's scores, are large
-    for the work in them.
+    for the work in them. So are complex ones: what `jax.checkpoint` keeps it rounds to its own
+    dtype (`reduce_precision`), which no complex number can be.
     """
+    if any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
+        return False
     if primitive.name == "dot_general":
         return not params["dimension_numbers"][1][0]
     if is_attention_forward(primitive, params):

@@ -95,6 +95,12 @@ def _host_constant(value: Any) -> Any:
     return value
 
 
+def outlived(values: Iterable[Any]) -> str | None:
+    """Shape and dtype of the first value that belongs to a trace that has ended, or None."""
+    found = (v for v in values if isinstance(v, core.Tracer))
+    return next((v.aval.str_short() for v in found), None)
+
+
 def opened(jaxpr: Any) -> Any:
     """The open form of a jaxpr that may be closed."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from megatrain_jax._src.common.keys import Kind
-from megatrain_jax._src.program.blocks import Leaf, common_prefix
+from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.state.codec import Plain
 from megatrain_jax._src.state.draws import Draw, draw_of, part_of
 from megatrain_jax._src.state.layout import PLAIN, Layout
@@ -150,8 +150,12 @@ def group_leaves(leaves: Sequence[Leaf], stages: Sequence[Sequence[int]]) -> Gro
 
 def _name(leaves: Sequence[Leaf], rows: Sequence[int]) -> str:
     """The name of a group outside blocks: its leaves' modules, at most three of them."""
+    blocks = {leaf.block for leaf in leaves}
     paths = [leaves[i].path for i in rows]
-    modules = dict.fromkeys(".".join(map(str, common_prefix([p, p])[:-1] or p)) for p in paths)
+    # A parameter that lies in a block and belongs to none has its own name, not the block's.
+    modules = dict.fromkeys(
+        ".".join(map(str, p if len(p) == 1 or p[:-1] in blocks else p[:-1])) for p in paths
+    )
     return ", ".join(list(modules)[:3]) + (", …" if len(modules) > 3 else "")
 
 

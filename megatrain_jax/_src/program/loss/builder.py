@@ -38,6 +38,7 @@ from megatrain_jax._src.program.loss.partition import (
     Stretch,
     find_stretches,
 )
+from megatrain_jax._src.program.loss.shared import find_shared, without_block
 from megatrain_jax._src.program.loss.stages import Program, Stage
 from megatrain_jax._src.program.loss.state import find_state_use
 from megatrain_jax._src.program.loss.warnings import find_warnings
@@ -60,7 +61,11 @@ def cut(traced: jx.Traced, leaves: Sequence[Leaf], num_variables: int) -> Progra
             "the loss that loss_fn returns does not depend on any parameter that is `trainable`"
         )
     refuse_answers(flow)
-    return _Builder(flow, find_stretches(flow)).program(num_variables)
+    if shared := find_shared(flow):
+        leaves = [without_block(leaf) if i in shared else leaf for i, leaf in enumerate(leaves)]
+        flow = Dataflow(traced, leaves)
+    program = _Builder(flow, find_stretches(flow)).program(num_variables)
+    return dataclasses.replace(program, shared=shared)
 
 
 class _Builder:
@@ -324,6 +329,11 @@ class _Body:
         consts = self.operands()[0]
         return structural_key(self.jaxpr(()), [self.builder.consts[v] for v in consts])
 
+    def _is_perturbed(self, var) -> bool:
+        """Whether the loss may be differentiated by an operand of the stage."""
+        var = self.builder.aliases.get(var, var)
+        return var in self.builder.flow.trainable and jx.is_float(var.aval)
+
     def numbers(self) -> dict[Any, int]:
         return variable_numbers(self.jaxpr(()))
 
@@ -339,7 +349,7 @@ class _Body:
             name=stretch.name,
             jaxpr=jaxpr,
             consts=values,
-            key=structural_key(jaxpr, values),
+            key=structural_key(jaxpr, values, [self._is_perturbed(v) for v in (*leaves, *inputs)]),
             leaves=tuple(number[v] for v in leaves),
             is_trainable=tuple(builder.flow.leaves[number[v]].is_trainable for v in leaves),
             inputs=tuple(builder.id(v) for v in inputs),

@@ -153,6 +153,14 @@ class Dataflow:
         ins = jx.variables(self.jaxpr.eqns[i].invars)
         return frozenset().union(*(self.reads.get(v, ()) for v in ins))
 
+    def events(self) -> list[tuple[int, frozenset[int]]]:
+        """The reads in order: position among the main equations, and the leaves that are read."""
+        main = [i for i, kind in enumerate(self.eqn_kind) if kind == MAIN]
+        # A floating equation is computed wherever its block is: where it stands says nothing of
+        # order.
+        found = [(p, self.read_by(i)) for p, i in enumerate(main) if i not in self.floating]
+        return [(p, reads) for p, reads in found if reads]
+
 
 def find_stretches(flow: Dataflow) -> list[Stretch]:
     """Lists the stretches of reads, one for each stage, in forward order.
@@ -160,10 +168,7 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
     A module outside blocks that is applied several times in a row counts as a block; a block
     whose reads repeat gives a stretch for each pass.
     """
-    main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
-    # A floating equation is computed wherever its block is: where it stands says nothing of order.
-    events = [(p, flow.read_by(i)) for p, i in enumerate(main) if i not in flow.floating]
-    events = [(p, reads) for p, reads in events if reads]
+    events = flow.events()
     loops = _loops(flow.leaves, events)
     stretches: list[Stretch] = []
     history: list[list[tuple[int, int]]] = []

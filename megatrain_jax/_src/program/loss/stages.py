@@ -89,6 +89,7 @@ class Program:
         examples: The values with rows for the batch's examples.
         state: What the model's variables depend on.
         warnings: What could not be cut, in words.
+        shared: Leaves that lie in a block, but belong to none, since other blocks read them, too.
     """
 
     stages: tuple[Stage, ...]
@@ -100,6 +101,7 @@ class Program:
     examples: Examples
     state: StateUse
     warnings: tuple[str, ...]
+    shared: frozenset[int] = frozenset()
 
     def num_bytes(self, i: int, num_devices: int) -> int:
         """Bytes of a value on each of so many devices."""

@@ -60,7 +60,8 @@ def trace_loss(
 
     Raises:
         ValueError: It computes in a mesh of its own, and there or in the run are several devices;
-            or it has ordered callbacks, and the run has several.
+            or it has ordered callbacks, and the run has several; or it reads an array that an
+            earlier trace has made.
     """
     names: tuple[str, ...] = ()
 
@@ -78,6 +79,12 @@ def trace_loss(
     # for that number.
     with shared_by(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
+    if (kept := jx.outlived(traced.consts)) is not None:
+        raise ValueError(
+            f"loss_fn, or the model that it calls, reads an array ({kept}) that was made while it "
+            "was traced before, and so has no values: a cache (`functools.cache`, an attribute, a "
+            "global) has kept it. Make the array anew at every call, or keep it as a NumPy array"
+        )
     mesh = jx.largest_mesh(traced.jaxpr)
     if mesh is not None and max(mesh.size, num_devices) > 1:
         entered = (

@@ -1,0 +1,124 @@
+"""Keys of functions among the parameters of equations: equal for those that do the same.
+
+A model may make a function for each layer: a policy of a `remat`, the function of a callback. All
+of them have one code. They do the same if what they close over is the same, and stays the same.
+
+Example: `make` is called for every layer, with equal names and a new list::
+
+    def make(name, rows):
+        return lambda x: print(name, x), lambda x: rows.append(x)
+
+The first functions have equal keys, as a text never changes. The second functions have different
+keys: each layer has its own list. So have functions with a variable that is assigned later.
+"""
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Hashable
+from typing import Any
+
+from jax.tree_util import PyTreeDef
+
+# Objects of these types never change, so that their values are compared.
+_FIXED = (bool, int, str, bytes, type(None), PyTreeDef)
+_NUMBERS = (float, complex)  # -0.0 is equal to 0.0, but written otherwise
+_COLLECTIONS = (list, dict, set)
+# Functions that lie in functions are compared to this depth: one that closes over itself has no
+# end.
+_DEPTH = 8
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is a function whose code is known, or a call of one with fixed arguments."""
+    return isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
+
+
+def function_key(function: Any, depth: int = 0) -> Hashable:
+    """A key that is equal for two functions only if they do the same.
+
+    It holds ids of objects, so that whoever keeps it has to keep the function.
+
+    Args:
+        function: The function; anything else is equal to itself alone.
+        depth: Number of functions that it lies in.
+    """
+    # Its code may read what somebody has written to it.
+    written = not isinstance(function, types.MethodType) and getattr(function, "__dict__", None)
+    if depth > _DEPTH or not is_function(function) or written:
+        return ("object", id(function))
+    if isinstance(function, types.MethodType):
+        return ("method", function_key(function.__func__, depth + 1), id(function.__self__))
+    if isinstance(function, functools.partial):
+        parts = function.func, function.args, tuple(sorted(function.keywords.items()))
+        return ("partial", _value_key(parts, depth + 1))
+    defaults = function.__defaults__, tuple(sorted((function.__kwdefaults__ or {}).items()))
+    return (
+        "function",
+        id(function.__code__),
+        id(function.__globals__),
+        _value_key(defaults, depth + 1),
+        tuple(_variable_key(function, i, depth + 1) for i in range(_num_variables(function))),
+    )
+
+
+def _num_variables(function: types.FunctionType) -> int:
+    return len(function.__closure__ or ())
+
+
+def _variable_key(function: types.FunctionType, i: int, depth: int) -> Hashable:
+    """The key of a variable that a function closes over.
+
+    Variables are compared by their values if nobody can assign another one: neither the function
+    itself, nor another function or a call that has the variable, too.
+    """
+    cells = function.__closure__ or ()
+    if _references(function, i) > _ALONE or _assigns(function.__code__):
+        return ("variable", id(cells[i]))
+    try:
+        value = cells[i].cell_contents
+    except ValueError:  # not assigned yet
+        return ("variable", id(cells[i]))
+    # JAX's own functions change nothing that they close over.
+    return _value_key(value, depth, (function.__module__ or "").startswith("jax."))
+
+
+def _references(function: types.FunctionType, i: int) -> int:
+    """The number of references to a variable that a function closes over."""
+    assert function.__closure__ is not None
+    return sys.getrefcount(function.__closure__[i])
+
+
+def _probe() -> types.FunctionType:
+    variable = object()
+
+    def function() -> object:
+        return variable
+
+    return function
+
+
+# The references to a variable that nobody else has: how many there are depends on the interpreter.
+_ALONE = _references(_probe(), 0)
+
+
+def _value_key(value: Any, depth: int, with_collections: bool = False) -> Hashable:
+    """The key of a value that a function closes over: by what it is, if it can't change."""
+    kind = type(value)
+    if kind in (tuple, frozenset) or with_collections and kind in _COLLECTIONS:
+        items = value.items() if kind is dict else value
+        keys = (_value_key(item, depth, with_collections) for item in items)
+        return (kind.__name__, frozenset(keys) if kind in (frozenset, set) else tuple(keys))
+    if kind in _FIXED:
+        return (kind.__name__, value)
+    return (kind.__name__, repr(value)) if kind in _NUMBERS else function_key(value, depth)
+
+
+@functools.lru_cache(maxsize=256)
+def _assigns(code: types.CodeType) -> bool:
+    """Whether a function, or one within it, assigns a variable that it closes over."""
+    return any(
+        step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
+        for step in dis.get_instructions(code)
+    ) or any(_assigns(c) for c in code.co_consts if isinstance(c, types.CodeType))
