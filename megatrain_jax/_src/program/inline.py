@@ -40,6 +40,7 @@ from megatrain_jax._src.program.pieces import (
     uniform_row,
 )
 from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
+from megatrain_jax._src.program.sliced_loops import loop_by_slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,9 @@ class Inliner:
             return self._plain(eqn, ins)
         if name == "scan" and _is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
+        if self.primal and name in ("scan", "while"):
+            out = loop_by_slice(eqn, ins, self._call)
+            return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
         # An equation that mixes slices gets the whole array, and reads their blocks together.
         out = piecewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out

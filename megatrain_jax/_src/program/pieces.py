@@ -18,9 +18,11 @@ import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
+from megatrain_jax._src.program.axis_rules import MAPPED, shape_of
+from megatrain_jax._src.program.axis_rules import together as axes_together
 from megatrain_jax._src.program.grid import moved
 from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
-from megatrain_jax._src.program.primitives import is_elementwise
+from megatrain_jax._src.program.primitives import LAYOUT, is_elementwise
 
 # The operation that makes one slice of two in a reduction along a sliced axis.
 FOLDS = {
@@ -159,7 +161,7 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
         return _map(eqn, ins)
     others = [v for v in ins[1:] if isinstance(v, Value)]
     if not isinstance(operand, Pieces) or len(others) < len(ins) - 1:
-        return None
+        return _apart(eqn, ins)
     if name in FOLDS and not set(eqn.params["axes"]).isdisjoint(operand.axes):
         return [_fold(eqn, operand)]
 
@@ -169,7 +171,7 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
 
     found = moved(eqn, operand.grid, operand.axes, integers)
     if found is None:
-        return None
+        return _apart(eqn, ins)
     if found[0].params is None:
         return [_of(m.grid, m.axes) for m in found]
     changed, taken = eqn.replace(params=found[0].params), [others[k - 1] for k in found[0].operands]
@@ -250,6 +252,52 @@ def _fold(eqn, operand: Pieces) -> Value | Pieces:
         totals.append(Value(total, join(cells)))
     new = tuple(axes[k] - sum(d < axes[k] for d in reduced) for k in kept)
     return _of(_grid(shape, totals), new)
+
+
+def _apart(eqn, ins: Sequence[Value | Pieces]) -> list[Pieces] | None:
+    """Binds an equation once per slice where its rule keeps the sliced axes of all operands apart.
+
+    The layers of a product of stacked matrices are one example, with the layers as a batch. Slices
+    have length 1 along these axes meanwhile, so that all axes keep their numbers. None if slices
+    mix.
+    """
+    # Parameters of those in LAYOUT hold a shape; where `grid.py` can't change it, slices mix.
+    if eqn.effects or eqn.primitive.name in LAYOUT:
+        return None
+    group_of = {place: (tuple(places), kind) for places, kind in axes_together(eqn)
+                for place in places}  # fmt: skip
+    stacks = {at: v.axes for at, v in enumerate(ins) if isinstance(v, Pieces)}
+    groups = dict.fromkeys(group_of.get((at, a)) for at, axes in stacks.items() for a in axes)
+    count, results = len(ins), len(eqn.outvars)
+    rows: list[dict[int, int]] = []  # by group, the axis of each array that it takes slices of
+    for group in groups:
+        if group is None or group[1] != MAPPED:
+            return None
+        rows.append(dict(group[0]))
+        # Two operands sliced along axes of their own: each slice of one would meet all of the
+        # other's. A result that isn't sliced would be made of all slices.
+        if not rows[-1].keys() >= {*stacks, *range(count, count + results)}:
+            return None
+    # By operand, then result: its sliced axes, ascending, with the groups' numbers.
+    along = [sorted((row[at], g) for g, row in enumerate(rows) if at in row)
+             for at in range(count + results)]  # fmt: skip
+    lengths = [shape_of(eqn, group[0][0][0])[group[0][0][1]] for group in groups if group]
+    cells = []
+    for position in np.ndindex(*lengths):
+        parts = []
+        for v, taken in zip(ins, along[:count], strict=True):
+            if taken:
+                axes = tuple(axis for axis, _ in taken)
+                v = piece(v, axes, tuple(position[g] for _, g in taken))
+                v = Value(jax.lax.expand_dims(v.array, axes), v.blocks)
+            parts.append(v)
+        outs = zip(_bound(eqn, parts), along[count:], strict=True)
+        cells.append([Value(jax.lax.squeeze(v.array, [a for a, _ in taken]), v.blocks)
+                      for v, taken in outs])  # fmt: skip
+    return [
+        Pieces(_grid(lengths, column).transpose([g for _, g in taken]), tuple(a for a, _ in taken))
+        for column, taken in zip(zip(*cells, strict=True), along[count:], strict=True)
+    ]
 
 
 def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:

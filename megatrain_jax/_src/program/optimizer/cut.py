@@ -49,7 +49,11 @@ _SUGGESTION = (
     "use a transformation that works per parameter (optax.adamw, lion, adafactor, ...) or couples "
     "parameters once and only through scalars, like optax.clip_by_global_norm"
 )
-_LIST = "; or keep the layers in a list, not in one array"
+_STACKED = (
+    ". These layers are stacked in one array: tell the optimizer which axes belong to one layer "
+    "(muon_weight_dimension_numbers of optax.contrib.muon), use jax.vmap over the layers' axis, or "
+    "keep the layers in a list"
+)
 
 
 class CoupledGroupsError(ValueError):
@@ -162,7 +166,7 @@ def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.
     shown = list(dict.fromkeys(name_of[v] for v in conflict.variables if v in name_of))[:6]
     return (
         f"optimizer can't be cut by group: {conflict.reason}, among {', '.join(shown)}; "
-        f"{_SUGGESTION}{_LIST if any(name.endswith(']') for name in shown) else ''}"
+        f"{_SUGGESTION}{_STACKED if any(name.endswith(']') for name in shown) else ''}"
     )
 
 

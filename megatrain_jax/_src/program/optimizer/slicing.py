@@ -146,7 +146,7 @@ class Slicer:
         mixed = any(self.group[v] == MIXED for v in labelled)
         from_scalars = all(v in self.scalar for v in labelled)
         if len(large) > 1:
-            raise Conflict("arrays of several groups meet", self._meeting(ins))
+            raise self._meet(eqn)
         if large:
             group = next(iter(large))
             # Another group's scalar, taken as it is, becomes a message, as if it were mixed.
@@ -171,9 +171,21 @@ class Slicer:
             if junction:
                 self.junctions.add(v)
                 if v not in self.scalar:
-                    raise Conflict("arrays of several groups meet", self._meeting(ins))
+                    raise self._meet(eqn)
             if group == NEUTRAL and any(u in self.varying for u in ins):
                 self.varying.add(v)
+
+    def _meet(self, eqn) -> Conflict:
+        """The error of an equation that takes arrays of several groups."""
+        found = self._meeting(jx.variables(eqn.invars))
+        # Layers that were put together again: the operation that takes them as one array says more.
+        while _stacks(eqn):
+            readers = [e for e in self.jaxpr.eqns if eqn.outvars[0] in jx.variables(e.invars)]
+            if not readers:
+                break
+            eqn = readers[0]
+        name = eqn.primitive.name
+        return Conflict(f"arrays of several groups meet in one operation ({name})", found)
 
     def _meeting(self, operands) -> list:
         """Inputs of different groups behind the operands of an equation, a few of each operand."""
@@ -278,6 +290,14 @@ class Slicer:
         values = tuple(self.consts[v] for v in used)
         jaxpr = jx.sub_jaxpr(self.jaxpr, eqns, [*used, *arguments], outputs)
         return Fragment(jaxpr=jaxpr, consts=values, key=structural_key(jaxpr, values))
+
+
+def _stacks(eqn: Any) -> bool:
+    """Whether an equation puts slices together along an axis of their own."""
+    along = eqn.params.get("dimension")
+    if eqn.primitive.name != "concatenate" or len(eqn.invars) == 1:
+        return False
+    return all(a.aval.shape[along] == 1 for a in eqn.invars)
 
 
 def influences(

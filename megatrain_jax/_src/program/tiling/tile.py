@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.axis_rules import ADDED_INTO
 from megatrain_jax._src.program.pieces import FOLDS
 from megatrain_jax._src.program.primitives import PRODUCTS
 from megatrain_jax._src.program.tiling.axes import Division, Label
 from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
-from megatrain_jax._src.program.tiling.rules import ADDED_INTO
 
 
 def take(split: Any, label: Label, tile: Any) -> Any:

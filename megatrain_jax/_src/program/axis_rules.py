@@ -1,8 +1,10 @@
 """The axes that go together in an operation, by its primitive.
 
 A rule gives groups of axes, each with its array's position among the operands, then results. If
-one axis of a group is divided into tiles, so are the others, and arrays outside the group are read
-whole. A worked example, `dot_general x w` of x f32[8, 6] and w f32[6, 5]::
+one axis of a group is divided, into tiles or into the slices of a stack, so are the others, and
+arrays outside the group are read whole.
+
+A worked example, `dot_general x w` of x f32[8, 6] and w f32[6, 5]::
 
     [(0, 0), (2, 0)]    mapped      rows of x are rows of the result
     [(1, 1), (2, 1)]    mapped      columns of w are columns of the result
@@ -18,11 +20,12 @@ import jax
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
+    BARRIER,
     CUMULATIVE,
+    MATRICES,
     REDUCTIONS,
     is_elementwise,
 )
-from megatrain_jax._src.program.tiling.flow import BARRIER
 
 # How tiles make a result: each a tile of it; or all of them together, by the operation's own
 # reduction, or by adding into its first operand.
@@ -249,6 +252,13 @@ def _windows(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), (1, axis)], MAPPED
 
 
+def _matrices(eqn: Any) -> Iterator[Together]:
+    """Decompositions and solutions of many matrices, each by itself: all axes but the last two."""
+    positions = range(len(eqn.invars) + len(eqn.outvars))
+    for axis in range(len(shape_of(eqn, 0)) - 2):
+        yield [(at, axis) for at in positions], MAPPED
+
+
 ADDING = ("scatter-add", "scatter_add")
 
 _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
@@ -262,6 +272,7 @@ _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "iota": _made,
+    **dict.fromkeys(MATRICES, _matrices),
     "pad": _pad,
     "random_bits": _random_bits,
     **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _windows),
