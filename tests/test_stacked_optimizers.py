@@ -13,6 +13,7 @@ from megatrain_jax._src.program.pieces import Pieces, Value, sliced, stack
 from optim_trees import (
     blocks_along_axis_1,
     groups_of_blocks,
+    make_tree,
     run_both,
     stacked_blocks,
     worst_difference,
@@ -23,6 +24,12 @@ from runs import check_close, make_trainer, train
 from zoo import CASES
 
 TOLERANCE = 2e-6
+
+
+def stacked_experts():
+    """Layers that hold three matrices each."""
+    layers = {"w1": (3, 3, 4, 6), "b": (3, 4)}
+    return make_tree({"embed": {"w": (5, 4)}, "layers": layers}, stacked="layers")
 
 
 def matrices(reduction, output):
@@ -105,9 +112,11 @@ def for_each_layer(function):
         (stacked_blocks, for_each_layer(orthogonal)),
         (stacked_blocks, for_each_layer(orthogonal_in_a_loop)),
         (stacked_blocks, for_each_layer(whitened)),
+        (stacked_experts, muon(2, 3)),
+        (stacked_experts, muon(2, 3, ns_coeffs="dion", preconditioning="aol")),
     ],
     ids=["muon", "scan", "aol", "spectral", "axis 1", "groups", "multi_transform", "partition",
-         "vmap", "while", "eigh"],
+         "vmap", "while", "eigh", "experts", "scan of experts"],
 )  # fmt: skip
 def test_matrices_of_stacked_layers_are_updated_layer_by_layer(make, optimizer):
     tree = make()
@@ -117,8 +126,14 @@ def test_matrices_of_stacked_layers_are_updated_layer_by_layer(make, optimizer):
     assert len({cut.apply[g].key for g in tree.blocks}) == 1
 
 
-def test_a_number_of_all_layers_is_taken_of_matrices_of_each():
-    cut, mine, theirs = run_both(stacked_blocks(), lambda _: muon(adaptive=True), steps=3)
+@pytest.mark.parametrize(
+    "optimizer",
+    [muon(adaptive=True), contrib.prodigy(0.1, eps=1e-2), contrib.dadapt_adamw(),
+     contrib.momo_adam(0.01)],
+    ids=["adaptive muon", "prodigy", "dadapt", "momo_adam"],
+)  # fmt: skip
+def test_products_of_all_parameters_are_summed_over_layers(optimizer):
+    cut, mine, theirs = run_both(stacked_blocks(), lambda _: optimizer, steps=3)
     assert cut.deferred and worst_difference(mine, theirs) <= TOLERANCE
 
 
@@ -163,6 +178,13 @@ SQUARE = np.random.default_rng(1).uniform(size=(3, 4, 4)).astype(np.float32) + 4
 # An operation of each kind that has no rule in `grid.py`, on slices of its first operand along an
 # axis that it keeps apart.
 APART = {
+    "merged": (lambda x: jnp.sin(x.reshape(12, 6)), X, 0),
+    "merged and apart": (lambda x: 2 * x.reshape(12, 3, 2).sum(2).reshape(3, 4, 3), X, 0),
+    "regrouped": (lambda x: jnp.cos(x.reshape(6, 12)).reshape(3, 24) + X.reshape(3, 24), X, 0),
+    "merged products": (
+        lambda x: jnp.einsum("bij,bkj->bik", y := x.reshape(6, 2, 6), y).reshape(3, 2, 2, 2), X, 0),
+    "merged and broadcast": (lambda x: x.reshape(12, 6)[:, None] + X[0, 0], X, 0),
+    "merged and reduced": (lambda x: x.reshape(12, 6).max(1) - X.reshape(12, 6)[:, 0], X, 0),
     "batch": (lambda x: jax.lax.dot_general(x, x, (((2,), (2,)), ((0,), (0,)))), X, 0),
     "batch and plain": (lambda x: jnp.einsum("lij,lkj->lik", x, X), X, 0),
     "rows": (lambda x: jnp.einsum("lij,jk->lki", x, X[0].T), X, 0),

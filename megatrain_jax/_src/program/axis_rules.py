@@ -259,6 +259,37 @@ def _matrices(eqn: Any) -> Iterator[Together]:
         yield [(at, axis) for at in positions], MAPPED
 
 
+# Parameters that are a shape: of the result, or of what is taken of the operand.
+_SHAPES = {
+    "broadcast_in_dim": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+    "dynamic_slice": "slice_sizes",
+}
+
+
+def params_of_part(
+    eqn: Any, result_axis: int, operand_axis: int | None, length: int
+) -> dict[str, Any]:
+    """The parameters of an equation on a part of its arrays along axes that go together.
+
+    Args:
+        eqn: The equation.
+        result_axis: The axis of its first result.
+        operand_axis: The axis of its first operand; None if that is read whole.
+        length: Length of the part along these axes.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    key, axis = _SHAPES.get(name), result_axis
+    # Other primitives, products among them, take their shapes from their operands.
+    if name == "gather" and operand_axis is not None:
+        if params["slice_sizes"][operand_axis] > 1:  # an axis of windows, not of their numbers
+            key, axis = "slice_sizes", operand_axis
+    if key is None:
+        return params
+    return {**params, key: tuple(length if a == axis else n for a, n in enumerate(params[key]))}
+
+
 ADDING = ("scatter-add", "scatter_add")
 
 _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
