@@ -117,7 +117,9 @@ class Runner:
         self.params = tree.by_group(params)
         fragments = zip(cut.initial_state, self.params, strict=True)
         self.state = [self.run(fragment, *arrays) for fragment, arrays in fragments]
-        self.globals = self.run(cut.initial_globals)
+        starts = zip(cut.initial_scalars, self.params, strict=True)
+        scalars = [x for fragment, arrays in starts for x in self.run(fragment, *arrays)]
+        self.globals = self.run(cut.initial_globals, *scalars)
 
     def run(self, fragment: Fragment, *args: Any) -> list[Any]:
         if fragment.key not in self.compiled:
@@ -158,7 +160,10 @@ def run_both(tree: Tree, make: Callable[[Any], Any], steps: int = 5, bad_step: i
     extended = optax.with_extra_args_support(optimizer)
 
     def update(params, state, grads, loss):
-        updates, state = extended.update(grads, state, params, value=loss)
+        try:
+            updates, state = extended.update(grads, state, params, value=loss)
+        except TypeError:  # contrib.sam takes no `value`
+            updates, state = extended.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     whole = jax.jit(update, compiler_options={"xla_backend_optimization_level": 0})

@@ -91,6 +91,21 @@ class PlainTuple(nnx.Module):
         self.tables = (jnp.ones(3),)
 
 
+class WithDefault(nnx.Module):
+    """A module whose random numbers are an argument's default, made with the class."""
+
+    def __init__(self, draws: nnx.Rngs = nnx.Rngs(42)):  # noqa: B008
+        self.linear = nnx.Linear(3, 3, rngs=draws)
+
+
+class HasOneInside(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.inner = nnx.Linear(3, 3, rngs=rngs), WithDefault()
+
+
+RNGS = nnx.Rngs(0)
+
+
 def needs_values() -> nnx.Module:
     return nnx.Linear(3, int(jnp.arange(4)[3]), rngs=nnx.Rngs(0))
 
@@ -107,6 +122,12 @@ def needs_values() -> nnx.Module:
         (lambda: "gpt", TypeError, "<lambda> builds a str; a model is"),
         (lambda: Net, TypeError, "<lambda> returns the class Net, not an instance"),
         (needs_values, ValueError, "needs_values can't be traced"),
+        (
+            lambda: HasOneInside(nnx.Rngs(0)),
+            ValueError,
+            "<lambda> can't be traced.* WithDefault .* argument `draws`.*pass nnx.Rngs",
+        ),
+        (lambda: Net(RNGS), ValueError, "<lambda> can't be traced.* made outside of it.*nnx.Rngs"),
         (lambda: PlainTuple(), ValueError, "attribute 'tables' is a plain container"),
         (None, TypeError, "model is a NoneType; a model is"),
         ({"depth": 3}, ValueError, "no parameters"),

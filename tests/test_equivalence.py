@@ -5,7 +5,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from optax import contrib
 
 from inside import spec_of
 from optimizers import OPTIMIZERS, SIGN_LIKE
@@ -98,6 +100,16 @@ def test_training_agrees_with_plain_jax(name, optimizer, microbatches):
     for ours, theirs in zip(run.metrics, plain.metrics, strict=True):
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, rtol=2e-6, err_msg=key)
+
+
+def test_state_starts_from_a_number_of_all_parameters():
+    case = CASES["lax_scan_pytree"]
+    batches = [case.batch(seed) for seed in range(2)]
+    optimizer = optax.chain(optax.snapshot("norm", optax.tree.norm), contrib.dog())
+    plain = train_plain(case, optimizer, batches)
+    run = train(make_trainer(case, lambda _: optimizer), batches, gradients=False)
+    check_close(run.params, plain.params, TOLERANCE, "parameter")
+    check_close(run.opt_state, plain.opt_state, 2 * TOLERANCE, "optimizer state")
 
 
 # Whether a run is held against every budget, and whether against kept residuals. Every model, and

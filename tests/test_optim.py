@@ -79,6 +79,16 @@ MORE = {
     "skip_not_finite": lambda _: optax.MultiSteps(
         optax.adam(LEARNING_RATE, eps=EPS), 2, should_skip_update_fn=optax.skip_not_finite
     ),
+    "sam": lambda _: contrib.sam(
+        optax.adam(LEARNING_RATE, eps=EPS), optax.chain(contrib.normalize(), optax.sgd(0.1))
+    ),
+    "dog": lambda _: contrib.dog(),
+    "snapshot": lambda _: optax.chain(
+        optax.adam(LEARNING_RATE, eps=EPS),
+        # Not the state of the parameters of this name.
+        optax.snapshot("gain", optax.tree.norm),
+        optax.snapshot("each", lambda u: jax.tree.map(jnp.linalg.norm, u)),
+    ),
     "typed_key": lambda _: optax.chain(
         optax.add_noise(0.01, 0.5, jax.random.key(3)), optax.sgd(0.1)
     ),
@@ -89,8 +99,14 @@ MORE = {
 def test_cut_agrees_with_optax_beyond_the_zoo(name):
     cut, mine, theirs = run_both(rows_of_blocks(n=2), MORE[name])
     assert worst_difference(mine, theirs) <= TOLERANCE
-    late = {"clipped_adam_update", "prodigy", "momo", "skip_not_finite"}
+    late = {"clipped_adam_update", "prodigy", "momo", "skip_not_finite", "sam", "dog", "snapshot"}
     assert cut.deferred == (name in late)
+
+
+@pytest.mark.parametrize("name", ["sam", "dog", "snapshot"])
+def test_numbers_of_all_parameters_are_those_of_all_layers(name):
+    _, mine, theirs = run_both(stacked_blocks(), MORE[name], steps=3)
+    assert worst_difference(mine, theirs) <= TOLERANCE
 
 
 def test_only_reductions_of_state_and_parameters_read_them():
@@ -236,10 +252,18 @@ TWICE = optax.chain(optax.clip_by_global_norm(1.0), optax.normalize_by_update_no
         (stateless(wrong), ["could not be traced", "TypeError: not today", "eval_shape"]),
         (stateless(averaged), ["arrays of several groups", "blocks/0/w1", "blocks/1/w1"]),
         (stateless(swapped), ["arrays of several groups", "blocks/0/", "blocks/1/", "scalars"]),
-        (optax.flatten(optax.sgd(0.1)), ["arrays of several groups", "blocks/0/w1"]),
+        (
+            optax.flatten(optax.sgd(0.1)),
+            ["arrays of several groups", "(concatenate)", "blocks/0/w1", "optax.flatten"],
+        ),
         (TWICE, ["scalars of all groups again", "blocks/0/w1", "per parameter"]),
+        (contrib.mechanize(optax.sgd(1.0)), ["scalars of all groups again", "contrib.mechanize"]),
+        (
+            contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+            ["grad_fn must be provided", "function of the parameters", "opaque_mode=False"],
+        ),
     ],
-    ids=["lbfgs", "wrong", "averaged", "swapped", "flattened", "twice"],
+    ids=["lbfgs", "wrong", "averaged", "swapped", "flattened", "twice", "mechanize", "opaque sam"],
 )
 def test_what_cannot_be_cut_is_named(optimizer, words):
     with pytest.raises(ValueError, match="^optimizer") as error:
@@ -275,15 +299,16 @@ def test_state_that_changes_its_dtype_is_refused():
         rows_of_blocks().cut(optax.GradientTransformation(init, update))
 
 
-def test_state_that_starts_from_all_parameters_is_refused():
+def test_state_that_starts_from_other_parameters_is_refused():
     def init(params):
-        return {"start": optax.tree.norm(params)}
+        first, second, *rest = params["blocks"]
+        return {"start": {**params, "blocks": [second, first, *rest]}}
 
     def update(updates, state, params=None):
         del params
-        return jax.tree.map(lambda g: g * state["start"], updates), state
+        return jax.tree.map(jnp.multiply, updates, state["start"]), state
 
-    with pytest.raises(ValueError, match=r"initialises state\['start'\]"):
+    with pytest.raises(ValueError, match=r"initialises state\['start'\]\['blocks'\]\[0\]"):
         rows_of_blocks().cut(optax.GradientTransformation(init, update))
 
 

@@ -1,5 +1,7 @@
 """The trainer as a user meets it: evaluation, bad input, numbers that are not finite, plans."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,6 +280,29 @@ def test_a_120b_decoder_is_planned_from_shapes():
     assert "<table>" in plan._repr_html_()
 
 
+@pytest.mark.parametrize("widths", [(2560, 2568, 2576, 2584), (4224, 4224)])
+def test_a_stage_that_is_most_of_a_model_with_blocks_is_named(widths):
+    """Several layers that are not alike do; a single array as large, an embedding, does not."""
+    dim, shapes = widths[0], list(itertools.pairwise(widths))
+
+    def loss_fn(model, batch):
+        for layer in model["layers"]:
+            batch = batch + jnp.tanh(batch @ layer["a"]) @ layer["b"]
+        for name in "xyz"[: len(shapes)]:
+            batch = jnp.tanh(batch @ model[name])
+        return jnp.mean(batch**2)
+
+    def build():
+        layers = [{"a": jnp.zeros((dim, 8)), "b": jnp.zeros((8, dim))} for _ in range(3)]
+        return {**dict(zip("xyz", map(jnp.zeros, shapes), strict=False)), "layers": layers}
+
+    batch = jax.ShapeDtypeStruct((4, dim), jnp.bfloat16)
+    plan = mt.plan(build, loss_fn, optax.sgd(0.1), batch)
+    assert sum(row.count for row in plan.groups if row.name.startswith("layers")) == 3
+    said = [text for text in plan.warnings if "little of this model" in text]
+    assert len(said) == len(plan.warnings) == (len(shapes) > 1)
+
+
 def test_a_model_without_blocks_is_named():
     def loss_fn(model, batch):
         return jnp.mean((batch @ model["up"] @ model["down"]) ** 2)
@@ -292,7 +317,8 @@ def test_a_model_without_blocks_is_named():
         ).warnings
 
     (warning,) = warnings_of(4096)
-    assert "no blocks were found" in warning
+    for words in ("nothing of this model", "128.00 MiB", "no blocks were found"):
+        assert words in warning
     assert not warnings_of(8)  # it fits anywhere as a whole
     case = CASES["nnx_tied"]
     plan = mt.plan(case.build(), case.loss_fn, optax.sgd(0.1), case.batch(0))

@@ -12,14 +12,17 @@ and an integer::
     loss(loss_fn, [e, w0], [s0], batch, rng, True)    (loss, {}, (s0,))
 """
 
+import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen
+from flax import linen, nnx
 
 from megatrain_jax._src.adapt.initial_values import (
     InitialValues,
@@ -309,6 +312,28 @@ def _call_builder(build: Callable[[], Any]) -> Any:
             f"{name_of(build)} can't be traced, because it needs the values of arrays while it "
             "builds the model; pass the model that it builds instead."
         ) from error
+    except flax.errors.TraceContextError as error:
+        raise ValueError(
+            f"{name_of(build)} can't be traced, because {_kept_outside(error)}: pass nnx.Rngs that "
+            "are made inside of the function, or pass the model that it builds instead."
+        ) from error
     except Exception as error:
         error.add_note(f"This was raised by {name_of(build)}, called to build the `model`.")
         raise
+
+
+def _kept_outside(error: Exception) -> str:
+    """The reason why NNX state from outside of a builder can't be changed in it, in words."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The module that draws last is Flax's own; the user's, whose default it is, called it.
+    for frame in reversed(frames):
+        module = type(frame.f_locals.get("self"))
+        if frame.f_code.co_name != "__init__" or not issubclass(module, nnx.Module):
+            continue
+        for name, parameter in inspect.signature(module.__init__).parameters.items():
+            if isinstance(parameter.default, nnx.Rngs):
+                return (
+                    f"{module.__qualname__} is built with the default of its argument `{name}`, an "
+                    "nnx.Rngs that exists since the class was defined and can't be changed there"
+                )
+    return f"it changes NNX state, such as an nnx.Rngs, that was made outside of it ({error})"

@@ -1,4 +1,8 @@
-"""The kernels of a run's initial state: a group's masters, and its optimizer state."""
+"""The kernels of a run's initial state: a group's masters, its optimizer state, its scalars."""
+
+from typing import Any
+
+import jax
 
 from megatrain_jax._src.kernels.kernel import Kernel
 from megatrain_jax._src.program import jaxpr as jx
@@ -23,12 +27,8 @@ def pack(layout: Layout, placement: Placement) -> Kernel:
 def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:
     """The kernel `masters -> state` of one group, both as arrays at rest."""
 
-    # Made of masters as they are at rest, rounded or not, as every update starts from these.
     def init_group(masters):
-        slab = layout.master.decode(masters)
-        params = [layout.master.unpack(slab, i) for i in range(len(layout.master.shapes))]
-        state = jx.evaluate(fragment.jaxpr, [*fragment.consts, *params])
-        return layout.state.encode(layout.state.pack(state))
+        return layout.state.encode(layout.state.pack(_of_masters(fragment, layout, masters)))
 
     return Kernel(
         name="initial",
@@ -36,3 +36,21 @@ def initial_state(fragment: Fragment, layout: GroupLayout, placement: Placement)
         build=lambda: init_group,
         gives=placement.slabs_on_device,
     )
+
+
+def initial_scalars(fragment: Fragment, layout: GroupLayout, placement: Placement) -> Kernel:
+    """The kernel `masters -> scalars` of one group, for the state that all groups share."""
+    return Kernel(
+        name="initial scalars",
+        key=(fragment.key, layout),
+        build=lambda: lambda masters: _of_masters(fragment, layout, masters),
+        gives=placement.small_on_device,
+    )
+
+
+def _of_masters(fragment: Fragment, layout: GroupLayout, masters: Any) -> list[jax.Array]:
+    """The results of a fragment on a group's parameters, from its masters at rest."""
+    # Rounded or not, as every update starts from these.
+    slab = layout.master.decode(masters)
+    params = [layout.master.unpack(slab, i) for i in range(len(layout.master.shapes))]
+    return jx.evaluate(fragment.jaxpr, [*fragment.consts, *params])

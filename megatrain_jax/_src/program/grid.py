@@ -179,7 +179,7 @@ def _reshape(eqn, grid, axes, known):
         return None
     found: list[int] = []
     # A run of axes is regrouped row by row, so slices move as wholes only if all of it is sliced.
-    for olds, news in _segments(old, new):
+    for olds, news in segments(old, new):
         if any(d in axes and old[d] > 1 for d in olds):
             if any(d not in axes and old[d] > 1 for d in olds):
                 return None
@@ -189,7 +189,7 @@ def _reshape(eqn, grid, axes, known):
     return [_Moved(grid=grid.reshape([new[d] for d in found]), axes=tuple(found), params=params)]
 
 
-def _segments(old: tuple[int, ...], new: tuple[int, ...]):
+def segments(old: tuple[int, ...], new: tuple[int, ...]):
     """Pairs of runs of axes of two shapes that hold the same elements, as short as can be.
 
     (6, 4, 5) and (2, 3, 20) give ([0], [0, 1]) and ([1, 2], [2]).

@@ -27,19 +27,16 @@ from megatrain_jax._src.program.pieces import (
     NOTHING,
     Pieces,
     Value,
+    common_slicing,
     constant,
     first,
     join,
-    piece,
-    piecewise,
-    places,
     rows,
-    sliced,
     stack,
-    together,
-    uniform_row,
 )
+from megatrain_jax._src.program.piecewise import piecewise, uniform_row
 from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
+from megatrain_jax._src.program.sliced_loops import loop_by_slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +83,9 @@ class Inliner:
             return self._plain(eqn, ins)
         if name == "scan" and _is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
+        if self.primal and name in ("scan", "while"):
+            out = loop_by_slice(eqn, ins, self._call)
+            return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
         # An equation that mixes slices gets the whole array, and reads their blocks together.
         out = piecewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
@@ -118,12 +118,11 @@ class Inliner:
         results = [self._call(b, operands) for b in branches]
         out = []
         for cases, var in zip(zip(*results, strict=True), eqn.outvars, strict=True):
-            axes, shape = together(cases), var.aval.shape
-            cells = []
-            for at in places(shape, axes):
-                row = [piece(c, axes, at) if axes else c for c in cases]
+            slicing, cells = common_slicing(cases, var.aval.shape), []
+            for p in range(slicing.count):
+                row = [slicing.cell(case, p) for case in cases]
                 cells.append(Value(_choose(which, row), join([index, *row])))
-            out.append(sliced(shape, axes, cells) if axes else cells[0])
+            out.append(slicing.whole(cells))
         return out
 
     def _unrolled(self, eqn, ins):
@@ -147,9 +146,10 @@ class Inliner:
 def _is_over_layers(eqn, ins) -> bool:
     """Whether a scan with stacked operands takes some of them layer by layer."""
     num_consts, num_carry = jx.scan_parts(eqn)
-    if any(isinstance(v, Pieces) and v.axes[0] == 0 for v in ins[num_consts + num_carry :]):
+    stacked = [isinstance(v, Pieces) and not v.run for v in ins]
+    xs = zip(ins[num_consts + num_carry :], stacked[num_consts + num_carry :], strict=True)
+    if any(v.axes[0] == 0 for v, has_layers in xs if has_layers):
         return True
-    stacked = [isinstance(v, Pieces) for v in ins]
     integers = [isinstance(v, Value) and v.integers is not None for v in ins]
     return reads_by_counter(eqn, stacked, integers)
 

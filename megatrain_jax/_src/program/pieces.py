@@ -1,4 +1,4 @@
-"""Values under a trace, stacked ones as grids of slices, and equations applied slice by slice.
+"""Values under a trace, stacked ones as grids of slices.
 
 A worked example: `w` of shape (2, 4, 5) is a stack of two blocks' leaves `w0`, `w1` of (4, 5)::
 
@@ -6,6 +6,10 @@ A worked example: `w` of shape (2, 4, 5) is a stack of two blocks' leaves `w0`, 
     y = sin(w).transpose(1, 0, 2)     # grid [sin(w0), sin(w1)], axes (1,): no array of (2, 4, 5)
     piece(y, (1,), (0,))              # sin(w0), which depends on block 0 alone
     stack(y)                          # the array of (4, 2, 5), which depends on both blocks
+
+Where the axis of the layers is merged with others, each slice is a run of entries of that axis::
+
+    w.reshape(8, 5)                   # grid [w0, w1], axes (0,), run 4: w0 is the first four rows
 """
 
 import dataclasses
@@ -16,11 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
-from megatrain_jax._src.program.grid import moved
 from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
-from megatrain_jax._src.program.primitives import is_elementwise
 
 # The operation that makes one slice of two in a reduction along a sliced axis.
 FOLDS = {
@@ -60,10 +61,13 @@ class Pieces:
     Attributes:
         grid: The slices, `Value`s in an object array.
         axes: Axes of the stacked value that the grid's axes are, ascending.
+        run: Number of entries that each slice has along the only one of these axes, which slices
+            keep then; 0 if slices lack these axes.
     """
 
     grid: np.ndarray
     axes: tuple[int, ...]
+    run: int = 0
 
     @property
     def blocks(self) -> frozenset | None:
@@ -85,10 +89,11 @@ def join(values: Sequence["Value | Pieces"] | Any) -> frozenset | None:
 
 def rows(values: Sequence[Value]) -> Pieces:
     """The stacked value that has these slices along axis 0."""
-    return Pieces(_grid((len(values),), values), (0,))
+    return Pieces(grid_of((len(values),), values), (0,))
 
 
-def _grid(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
+def grid_of(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
+    """The grid of some slices, in the order of its elements."""
     # Filled, not converted: NumPy would look into what it is given for arrays and sequences.
     grid = np.empty(len(values), dtype=object)
     grid[:] = values
@@ -107,6 +112,9 @@ def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> 
         # A slice across pieces is made of several of them.
         if not own.keys() >= set(value.axes):
             return piece(stack(value), axes, at)
+        if value.run:
+            which, own[value.axes[0]] = divmod(own[value.axes[0]], value.run)
+            return piece(value.grid[which], axes, tuple(own.values()))
         part = value.grid[tuple(own[a] for a in value.axes)]
         inner = [(a - sum(b < a for b in value.axes), i) for a, i in own.items()
                  if a not in value.axes]  # fmt: skip
@@ -122,13 +130,15 @@ def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> 
 
 def first(value: Value | Pieces, i: int) -> Value | Pieces:
     """Slice `i` of a value along axis 0, which may be a stacked value itself."""
+    if isinstance(value, Pieces) and value.run and value.axes[0] == 0:
+        return piece(value, (0,), (i,))
     if isinstance(value, Pieces) and value.axes[0] == 0:
         grid = value.grid[i : i + 1].reshape(value.grid.shape[1:])
         return _of(grid, tuple(a - 1 for a in value.axes[1:]))
     if isinstance(value, Pieces):
         # Axis 0 lies within each slice, and all of them have a row of it.
         cells = [piece(part, (0,), (i,)) for part in value.grid.flat]
-        return Pieces(_grid(value.grid.shape, cells), tuple(a - 1 for a in value.axes))
+        return Pieces(grid_of(value.grid.shape, cells), tuple(a - 1 for a in value.axes), value.run)
     return piece(value, (0,), (i,))
 
 
@@ -136,6 +146,9 @@ def stack(value: Value | Pieces) -> Value:
     """The whole array of a stacked value."""
     if isinstance(value, Value):
         return value
+    if value.run:
+        arrays = [v.array for v in value.grid]
+        return Value(jax.lax.concatenate(arrays, value.axes[0]), value.blocks)
     # Along the last sliced axis first: the axes still sliced are those before it, so its number
     # within a slice is its own less their count.
     *outer, axis = value.axes
@@ -144,61 +157,82 @@ def stack(value: Value | Pieces) -> Value:
         inner = axis - len(outer)
         expanded = [jax.lax.expand_dims(p.array, (inner,)) for p in row]
         parts.append(Value(jax.lax.concatenate(expanded, inner), join(row)))
-    return stack(_of(_grid(value.grid.shape[:-1], parts), tuple(outer)))
+    return stack(_of(grid_of(value.grid.shape[:-1], parts), tuple(outer)))
 
 
-def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
-    """Applies an equation slice by slice; None if it mixes slices.
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """The slices of a value of a known shape, without the values of these.
 
-    Args:
-        eqn: The equation.
-        ins: Its operands, at least one of them stacked.
+    Attributes:
+        axes: The sliced axes, ascending; none if the value is whole.
+        lengths: Number of slices along each of these axes.
+        run: Number of entries that a slice has along the only sliced axis; 0 if it lacks it.
     """
-    name, operand = eqn.primitive.name, ins[0]
-    if is_elementwise(eqn):
-        return _map(eqn, ins)
-    others = [v for v in ins[1:] if isinstance(v, Value)]
-    if not isinstance(operand, Pieces) or len(others) < len(ins) - 1:
-        return None
-    if name in FOLDS and not set(eqn.params["axes"]).isdisjoint(operand.axes):
-        return [_fold(eqn, operand)]
 
-    def integers(k: int) -> np.ndarray | None:
-        found = others[k - 1].integers
-        return None if found is None else found.value
+    axes: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    run: int = 0
 
-    found = moved(eqn, operand.grid, operand.axes, integers)
-    if found is None:
-        return None
-    if found[0].params is None:
-        return [_of(m.grid, m.axes) for m in found]
-    changed, taken = eqn.replace(params=found[0].params), [others[k - 1] for k in found[0].operands]
-    cells = [_bound(changed, [part, *taken]) for part in found[0].grid.flat]
-    return [
-        _of(_grid(m.grid.shape, column), m.axes)
-        for m, column in zip(found, zip(*cells, strict=True), strict=True)
-    ]
+    @classmethod
+    def of(cls, value: Value | Pieces) -> "Slicing":
+        """The slices that a value has."""
+        if isinstance(value, Value):
+            return cls()
+        return cls(value.axes, value.grid.shape, value.run)
+
+    @property
+    def count(self) -> int:
+        """Number of slices."""
+        return math.prod(self.lengths)
+
+    def shifted(self, by: int) -> "Slicing":
+        """The same slices of a value that has so many more axes in front."""
+        return dataclasses.replace(self, axes=tuple(a + by for a in self.axes))
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a slice of a value of this shape."""
+        if self.run:
+            return tuple(self.run if d == self.axes[0] else n for d, n in enumerate(whole))
+        return remaining(whole, self.axes)
+
+    def cell(self, value: Value | Pieces, p: int) -> Value:
+        """Slice number `p` of a value, in the order of the grid's elements."""
+        if not self.axes:
+            return stack(value)
+        if isinstance(value, Pieces) and self == Slicing.of(value):
+            return value.grid.flat[p]
+        if not self.run:
+            return piece(value, self.axes, tuple(map(int, np.unravel_index(p, self.lengths))))
+        value = stack(value)
+        array = jax.numpy.asarray(value.array)
+        part = jax.lax.slice_in_dim(array, p * self.run, (p + 1) * self.run, axis=self.axes[0])
+        return Value(part, value.blocks)
+
+    def whole(self, cells: Sequence[Value]) -> Value | Pieces:
+        """The value that has these slices."""
+        if not self.axes:
+            return cells[0]
+        return Pieces(grid_of(self.lengths, cells), self.axes, self.run)
 
 
-def _bound(eqn, ins: Sequence[Value]) -> list[Value]:
-    """The results of an equation on values that are not stacked."""
-    blocks = join(ins)
-    return [Value(a, blocks) for a in jx.bind(eqn, [v.array for v in ins])]
+def common_slicing(values: Sequence[Value | Pieces], shape: Sequence[int]) -> Slicing:
+    """The slices of several values of one shape that are computed on together.
 
-
-def together(values: Sequence[Value | Pieces]) -> tuple[int, ...]:
-    """The axes along which any of some values is sliced."""
-    return tuple(sorted({a for v in values if isinstance(v, Pieces) for a in v.axes}))
-
-
-def places(shape: Sequence[int], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All positions of some axes."""
-    return list(np.ndindex(*(shape[a] for a in axes)))
+    They are whole where their slices don't fit each other.
+    """
+    found = {Slicing.of(v) for v in values if isinstance(v, Pieces)}
+    if len(found) < 2:
+        return next(iter(found), Slicing())
+    if any(one.run for one in found):
+        return Slicing()
+    axes = tuple(sorted({a for one in found for a in one.axes}))
+    return Slicing(axes, tuple(shape[a] for a in axes))
 
 
 def sliced(shape: Sequence[int], axes: tuple[int, ...], cells: Sequence[Value]) -> Pieces:
     """The stacked value of this shape that has these slices at all positions of some axes."""
-    return Pieces(_grid([shape[a] for a in axes], cells), axes)
+    return Pieces(grid_of([shape[a] for a in axes], cells), axes)
 
 
 def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
@@ -208,73 +242,4 @@ def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
     axes = sliced_axes(next(iter(slices)))
     rows = sorted(((numbers(i), v) for i, v in slices.items()), key=lambda row: row[0])
     shape = [n + 1 for n in rows[-1][0]]
-    return Pieces(_grid(shape, [value for _, value in rows]), axes)
-
-
-def _map(eqn, ins) -> list[Pieces]:
-    """Binds the equation once per slice; operands that aren't stacked are sliced or shared."""
-    axes, shape = together(ins), eqn.outvars[0].aval.shape
-    cells = []
-    for at in places(shape, axes):
-        row = [
-            v if isinstance(v, Value) and not a.aval.shape else piece(v, axes, _within(a, axes, at))
-            for v, a in zip(ins, eqn.invars, strict=True)
-        ]
-        cells.append(_bound(eqn, row))
-    return [sliced(shape, axes, column) for column in zip(*cells, strict=True)]
-
-
-def _within(atom, axes: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
-    """Positions in a result as those in an operand, which may be of length 1 along an axis."""
-    return tuple(min(i, atom.aval.shape[axis] - 1) for axis, i in zip(axes, at, strict=True))
-
-
-def _fold(eqn, operand: Pieces) -> Value | Pieces:
-    """A reduction along sliced axes, and maybe others: within each slice, then slice to slice."""
-    reduced, axes = tuple(eqn.params["axes"]), operand.axes
-    within = tuple(d - sum(a < d for a in axes) for d in reduced if d not in axes)
-    parts = list(operand.grid.flat)
-    if within:
-        changed = eqn.replace(params={**eqn.params, "axes": within})
-        parts = [_bound(changed, [part])[0] for part in parts]
-    # Axes that stay sliced go to the front: then each row of what is left is one sum.
-    kept = tuple(k for k, a in enumerate(axes) if a not in reduced)
-    grid = np.moveaxis(_grid(operand.grid.shape, parts), kept, range(len(kept)))
-    shape = grid.shape[: len(kept)]
-    totals = []
-    for cells in grid.reshape(math.prod(shape), -1):
-        # In the order of slices, which may round otherwise than one reduction of the whole.
-        total = cells[0].array
-        for part in cells[1:]:
-            total = FOLDS[eqn.primitive.name](total, part.array)
-        totals.append(Value(total, join(cells)))
-    new = tuple(axes[k] - sum(d < axes[k] for d in reduced) for k in kept)
-    return _of(_grid(shape, totals), new)
-
-
-def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:
-    """A function that computes one slice of a result whose slices are all alike, or None.
-
-    Zeros of a stack's shape, broadcast from a scalar, so become zeros of each slice.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "broadcast_in_dim" and params.get("sharding") is None and len(ins) == 1:
-        dims, shape = params["broadcast_dimensions"], params["shape"]
-
-        def filled(axes):
-            if any(a in dims for a in axes):
-                return None
-            new = tuple(d - sum(a < d for a in axes) for d in dims)
-            within = {"shape": remaining(shape, axes), "broadcast_dimensions": new}
-            return jx.bind(eqn.replace(params={**params, **within}), [ins[0].array])[0]
-
-        return filled
-    if is_elementwise(eqn) and len(eqn.outvars) == 1 and any(v.row for v in ins):
-        if all(v.row or not a.aval.shape for v, a in zip(ins, eqn.invars, strict=True)):
-
-            def computed(axes):
-                arrays = [v.row(axes) if v.row else v.array for v in ins]
-                return None if any(a is None for a in arrays) else jx.bind(eqn, arrays)[0]
-
-            return computed
-    return None
+    return Pieces(grid_of(shape, [value for _, value in rows]), axes)

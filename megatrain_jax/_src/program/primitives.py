@@ -16,7 +16,8 @@ To add one, put its name into
 - `LAYOUT` if it only rearranges elements, or takes some of them, with a rule in `grid.py`;
 - `FREE` if its results are no arrays of their own in memory.
 
-`tiling/rules.py` says along which axes one that is not elementwise can be divided into tiles.
+`axis_rules.py` says along which axes one that is not elementwise can be divided into tiles, or into
+the slices of a stack.
 
 What costs more than an operation an element, as a product, is counted in `flops.py`.
 """
@@ -79,8 +80,14 @@ FUSING = FUSED | REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE | {"concatenate", "dyn
 
 PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 
+# Functions of whole matrices, of which an operand may hold many, along its first axes.
+MATRICES = _names("cholesky eigh lu qr schur svd triangular_solve tridiagonal")
+
 # What makes random numbers or keys, beside all that is called `random_...`.
 _DRAWS = _names("philox2x32 philox4x32 rng_bit_generator rng_uniform threefry2x32 threefry4x32")
+
+# It gives its operands back, and only keeps a compiler from moving operations past it.
+BARRIER = "optimization_barrier"
 
 # Equations that only call a jaxpr, with the parameter that holds it; a `remat` does, too.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}

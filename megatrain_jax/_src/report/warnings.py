@@ -8,12 +8,15 @@ import numpy as np
 
 from megatrain_jax._src.build.codecs import coded_differences
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
 
 _PACKAGE = __name__.partition(".")[0]
 # Parameters below which a model fits any device as a whole.
 _WORTH_CUTTING = 2**24
+# Share of the parameters from which on a stage is most of the model.
+_MOST = 3 / 4
 
 
 class PlanWarning(UserWarning):
@@ -38,18 +41,43 @@ def warn_of(texts: Iterable[str]) -> None:
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
     """The texts of a run's warnings: first what cutting the loss has met."""
-    own = (_no_blocks, _wide_products, _coded_differences)
+    own = (_one_stage, _wide_products, _coded_differences)
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
 
-def _no_blocks(spec: RunSpec) -> list[str]:
-    """Warns where nothing could be cut: then the largest stage is the model."""
-    small = sum(map(jx.num_elements, spec.leaves)) < _WORTH_CUTTING
-    if small or any(bound.stage.is_block for bound in spec.first.stages):
+def _one_stage(spec: RunSpec) -> list[str]:
+    """Warns where most of the model is one stage: then little or nothing is streamed by block."""
+    sizes = [*map(jx.num_elements, spec.leaves)]
+    stages = [bound.stage for bound in spec.first.stages]
+    whole, held = sum(sizes), [[sizes[i] for i in stage.leaves] for stage in stages]
+    if whole < _WORTH_CUTTING or not held:
         return []
+    at = max(range(len(held)), key=lambda s: sum(held[s]))
+    name, mine = stages[at].name, held[at]
+    # A single array, such as an embedding, would be as large in any stage.
+    large = sum(mine) > _MOST * whole and sum(mine) - max(mine, default=0) > (1 - _MOST) * whole
+    has_blocks = any(stage.is_block for stage in stages)
+    if has_blocks and not large:
+        return []
+    # Said before, with a reason of its own.
+    if any(f"stage {name} holds" in text or "can't be separated" in text
+           for text in spec.first.program.warnings):  # fmt: skip
+        return []
+    parameters = f"{sized(4 * sum(mine))} of fp32 parameters"
+    if has_blocks:
+        said = (
+            f"little of this model is streamed block by block: its stage {name} holds {parameters} "
+            f"of {sized(4 * whole)}, as no list of layers was found in it. These"
+        )
+    else:
+        said = (
+            "nothing of this model is streamed block by block, because no blocks were found: its "
+            + parameters
+        )
     return [
-        "no blocks were found, so all parameters are on the device together: keep layers in a "
-        "list (`layers/3`), name them by number (`Block_3`), or scan over stacked ones"
+        f"{said} have to be on the device together, with their gradients and optimizer state. Keep "
+        "layers that run one after another in a list (`layers/3`), name them by number "
+        "(`Block_3`), or scan over stacked ones"
     ]
 
 

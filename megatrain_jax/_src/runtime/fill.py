@@ -13,7 +13,7 @@ from megatrain_jax._src.build.codecs import held_dtype
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.kernels.initial_state import initial_state, pack
+from megatrain_jax._src.kernels.initial_state import initial_scalars, initial_state, pack
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import selector
 from megatrain_jax._src.runtime.store import Store
@@ -43,6 +43,7 @@ def fill_store(
     if placement.processes.count > 1:
         initial = _noted(initial, digest)
     slices = _unstacked(spec, store, initial)
+    scalars: list[jax.Array] = []
     for g, leaves in enumerate(spec.grouping.leaves):
         whole = [i for i in leaves if i not in slices]
         values = initial.leaves([spec.leaves[i].parameter for i in whole])
@@ -50,13 +51,13 @@ def fill_store(
         by_leaf |= {i: slices.pop(i) for i in leaves if i in slices}
         # Whole on every device, where the kernel packs them into each one's shard.
         on_device = placement.put([by_leaf[i] for i in leaves], placement.small_on_device)
-        _fill_group(spec, store, kernels, g, on_device)
+        scalars += _fill_group(spec, store, kernels, g, on_device)
         done()
     digests = {"initial parameters": digest.hexdigest()}
     placement.processes.agree("the end of initialising", lambda: digests)
     store.variables = store.small(list(initial.variables()))
     part = spec.optimizer.initial_globals
-    store.globals = store.small(list(jx.evaluate(part.jaxpr, part.consts)))
+    store.globals = store.small(jx.evaluate(part.jaxpr, [*part.consts, *scalars]))
 
 
 def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
@@ -92,12 +93,18 @@ def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int,
 
 def _fill_group(
     spec: RunSpec, store: Store, kernels: KernelCache, g: int, leaves: list[jax.Array]
-) -> None:
+) -> list[jax.Array]:
+    """Fills the slabs of a group; gives the scalars that shared state starts from."""
     layout, part = spec.layouts[g], spec.optimizer.initial_state[g]
     masters = kernels.get(pack(layout.master, store.placement))(leaves)
     resting = [store.append(Key(Kind.MASTERS, g), masters)]
     if layout.state.layouts:
         state = kernels.get(initial_state(part, layout, store.placement))(masters)
         resting.append(store.append(Key(Kind.OPTIMIZER_STATE, g), state))
+    scalars, part = [], spec.optimizer.initial_scalars[g]
+    if part.jaxpr.outvars:
+        kernel = initial_scalars(part, layout, store.placement)
+        scalars = list(kernels.get(kernel)(masters))
     # Waited for, so that the next group's arrays don't join this one's on the device.
-    jax.block_until_ready(resting)
+    jax.block_until_ready([resting, scalars])
+    return scalars

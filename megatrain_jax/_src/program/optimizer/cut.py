@@ -36,6 +36,7 @@ from megatrain_jax._src.program.optimizer.slicing import (
     Conflict,
     Fragment,
     Slicer,
+    groups_behind,
     influences,
 )
 from megatrain_jax._src.program.optimizer.trace import (
@@ -49,7 +50,11 @@ _SUGGESTION = (
     "use a transformation that works per parameter (optax.adamw, lion, adafactor, ...) or couples "
     "parameters once and only through scalars, like optax.clip_by_global_norm"
 )
-_LIST = "; or keep the layers in a list, not in one array"
+_STACKED = (
+    "These layers are stacked in one array: tell the optimizer which axes belong to one layer "
+    "(muon_weight_dimension_numbers of optax.contrib.muon), use jax.vmap over the layers' axis, or "
+    "keep the layers in a list"
+)
 
 
 class CoupledGroupsError(ValueError):
@@ -79,7 +84,8 @@ class OptimizerCut:
         messages: For each group the indices of the messages that `apply` takes.
         num_messages: Number of messages that `combine` gives.
         initial_state: For each group `(*params) -> state`.
-        initial_globals: `() -> globals`.
+        initial_scalars: For each group `(*params) -> scalars` that the first globals need.
+        initial_globals: `(*scalars of group 0, *scalars of group 1, ...) -> globals`.
     """
 
     deferred: bool
@@ -96,6 +102,7 @@ class OptimizerCut:
     messages: tuple[tuple[int, ...], ...]
     num_messages: int
     initial_state: tuple[Fragment, ...]
+    initial_scalars: tuple[Fragment, ...]
     initial_globals: Fragment
 
     @functools.cached_property
@@ -160,9 +167,11 @@ def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.
     name_of = dict(zip(invars, [*leaves, *leaves, *tokens], strict=True))
     name_of.update(zip(init.jaxpr.invars[len(init.consts) :], leaves, strict=True))
     shown = list(dict.fromkeys(name_of[v] for v in conflict.variables if v in name_of))[:6]
+    stacked = any(name.endswith("]") for name in shown)
+    remedies = [_SUGGESTION, conflict.remedy or (_STACKED if stacked else "")]
     return (
         f"optimizer can't be cut by group: {conflict.reason}, among {', '.join(shown)}; "
-        f"{_SUGGESTION}{_LIST if any(name.endswith(']') for name in shown) else ''}"
+        f"{'. '.join(filter(None, remedies))}"
     )
 
 
@@ -221,7 +230,8 @@ class _Cutter:
     def _owners(self) -> list[int | None]:
         """Owner of each token: the one group whose arrays it meets; None if it is shared.
 
-        A single number, or what meets no group's arrays, is told by its path in Optax's state.
+        A single number, or what meets no group's arrays, is told by its path in Optax's state. One
+        that starts from several groups' parameters is shared, whatever its path ends with.
 
         Raises:
             ValueError: A token is shared and large.
@@ -229,8 +239,11 @@ class _Cutter:
         found = influences(self.update.jaxpr, self._parameter_groups(), self.tokens)
         nothing: tuple[frozenset, frozenset] = (frozenset(), frozenset())
         owners: list[int | None] = []
+        starts = groups_behind(self.init.jaxpr, self.initial_groups)
+        pairs = zip(self.leaf_map.likely, starts, strict=True)
+        likely_owners = [owner if start <= {owner} else None for owner, start in pairs]
         for token, likely, old, new in zip(
-            self.leaf_map.tokens, self.leaf_map.likely, self.tokens, self.new_tokens, strict=True
+            self.leaf_map.tokens, likely_owners, self.tokens, self.new_tokens, strict=True
         ):
             size = jx.num_elements(token)
             groups = found[old][1] | (nothing if jx.is_literal(new) else found.get(new, nothing))[0]
@@ -263,6 +276,7 @@ class _Cutter:
                 ids.setdefault(v, len(ids))
         combine, reduced = self._combine(list(ids))
         reduce = tuple(self._reduce(g, reduced[g]) for g in groups)
+        initial_scalars, initial_globals = self._initial_globals()
         return OptimizerCut(
             # With nothing to reduce, no update needs to know of another group's gradient.
             deferred=any(reduced),
@@ -281,8 +295,9 @@ class _Cutter:
             ),
             messages=tuple(tuple(ids[v] for v in messages) for _, messages in closures),
             num_messages=len(ids),
-            initial_state=tuple(self._initial(g, leaf_map.groups[g], owned[g]) for g in groups),
-            initial_globals=self._initial(None, (), self.shared),
+            initial_state=tuple(map(self._initial_state, groups)),
+            initial_scalars=initial_scalars,
+            initial_globals=initial_globals,
         )
 
     def _arguments(self, g: int) -> list[Any]:
@@ -331,19 +346,48 @@ class _Cutter:
         kinds = {Kind.MASTERS: self.params, Kind.OPTIMIZER_STATE: self.tokens}
         return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
-    def _initial(self, g: int | None, leaves: Sequence[int], tokens: Sequence[int]) -> Fragment:
-        """The fragment that makes a group's first state; None for the state that is shared.
+    def _initial_state(self, g: int) -> Fragment:
+        """The fragment that makes a group's first state.
 
         Raises:
             ValueError: It depends on parameters of other groups.
         """
         slicer, groups = self.initial, self.initial_groups
-        outputs = [self.init.jaxpr.outvars[t] for t in tokens]
-        for t, v in zip(tokens, outputs, strict=True):
+        outputs = [self.init.jaxpr.outvars[t] for t in self.owned[g]]
+        for t, v in zip(self.owned[g], outputs, strict=True):
             if any(groups[u] != g for u in slicer.sources(jx.variables([v]))):
-                raise ValueError(
-                    f"optimizer initialises state{self.leaf_map.tokens[t].name} from "
-                    f"parameters that it isn't the state of alone; {_SUGGESTION}"
-                )
+                raise self._foreign_start(t)
         eqns, _ = slicer.closure(outputs, lambda _: False)
-        return slicer.fragment(eqns, [self.initial_params[i] for i in leaves], outputs)
+        return slicer.fragment(eqns, self._initial_arguments(g), outputs)
+
+    def _initial_globals(self) -> tuple[tuple[Fragment, ...], Fragment]:
+        """The fragments that make each group's scalars, and the first shared state of all of them.
+
+        Raises:
+            ValueError: The state depends on parameters through more than scalars.
+        """
+        slicer, outvars = self.initial, self.init.jaxpr.outvars
+        for t in self.shared:
+            try:
+                slicer.closure([outvars[t]], slicer.is_reduced)
+            except Conflict:
+                raise self._foreign_start(t) from None
+        outputs = [outvars[t] for t in self.shared]
+        eqns, scalars = slicer.closure(outputs, slicer.is_reduced)
+        rows: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
+        for v in scalars:
+            rows[slicer.group[v]].append(v)
+        parts = []
+        for g, row in enumerate(rows):
+            own, _ = slicer.closure(row, lambda _: False)
+            parts.append(slicer.fragment(own, self._initial_arguments(g), row))
+        return tuple(parts), slicer.fragment(eqns, [v for row in rows for v in row], outputs)
+
+    def _initial_arguments(self, g: int) -> list[Any]:
+        return [self.initial_params[i] for i in self.leaf_map.groups[g]]
+
+    def _foreign_start(self, token: int) -> ValueError:
+        return ValueError(
+            f"optimizer initialises state{self.leaf_map.tokens[token].name} from arrays of "
+            f"parameters that it isn't the state of alone; {_SUGGESTION}"
+        )

@@ -44,18 +44,29 @@ class Fragment:
     key: Hashable
 
 
+_FLATTENED = (
+    "optax.flatten puts all parameters into one array: pass the transformation inside of it "
+    "instead, which gives the same results if it is elementwise, as optax.adam"
+)
+_TWICE = (
+    "One such number in a step is possible, two that depend on each other are not: of two global "
+    "norms keep one, and use contrib.prodigy or contrib.dog instead of contrib.mechanize"
+)
+
+
 class Conflict(Exception):
     """The error that groups depend on each other in a way that can't be cut.
 
     Attributes:
         reason: The cause, in words.
         variables: Inputs of the update that meet.
+        remedy: A way around, in sentences, if one is known for this cause.
     """
 
-    def __init__(self, reason: str, variables: Sequence[Any]):
+    def __init__(self, reason: str, variables: Sequence[Any], remedy: str = ""):
         """Makes the error of inputs that meet."""
         super().__init__(reason)
-        self.reason, self.variables = reason, tuple(variables)
+        self.reason, self.variables, self.remedy = reason, tuple(variables), remedy
 
 
 class Slicer:
@@ -146,7 +157,7 @@ class Slicer:
         mixed = any(self.group[v] == MIXED for v in labelled)
         from_scalars = all(v in self.scalar for v in labelled)
         if len(large) > 1:
-            raise Conflict("arrays of several groups meet", self._meeting(ins))
+            raise self._meet(eqn)
         if large:
             group = next(iter(large))
             # Another group's scalar, taken as it is, becomes a message, as if it were mixed.
@@ -171,9 +182,22 @@ class Slicer:
             if junction:
                 self.junctions.add(v)
                 if v not in self.scalar:
-                    raise Conflict("arrays of several groups meet", self._meeting(ins))
+                    raise self._meet(eqn)
             if group == NEUTRAL and any(u in self.varying for u in ins):
                 self.varying.add(v)
+
+    def _meet(self, eqn) -> Conflict:
+        """The error of an equation that takes arrays of several groups."""
+        found = self._meeting(jx.variables(eqn.invars))
+        # Layers that were put together again: the operation that takes them as one array says more.
+        while _stacks(eqn):
+            readers = [e for e in self.jaxpr.eqns if eqn.outvars[0] in jx.variables(e.invars)]
+            if not readers:
+                break
+            eqn = readers[0]
+        name = eqn.primitive.name
+        remedy = _FLATTENED if name == "concatenate" else ""
+        return Conflict(f"arrays of several groups meet in one operation ({name})", found, remedy)
 
     def _meeting(self, operands) -> list:
         """Inputs of different groups behind the operands of an equation, a few of each operand."""
@@ -224,6 +248,7 @@ class Slicer:
             raise Conflict(
                 "scalars of all groups are needed to compute scalars of all groups again",
                 sorted(self.sources([v]), key=self.jaxpr.invars.index),
+                _TWICE,
             )
         return False
 
@@ -280,6 +305,14 @@ class Slicer:
         return Fragment(jaxpr=jaxpr, consts=values, key=structural_key(jaxpr, values))
 
 
+def _stacks(eqn: Any) -> bool:
+    """Whether an equation puts slices together along an axis of their own."""
+    along = eqn.params.get("dimension")
+    if eqn.primitive.name != "concatenate" or len(eqn.invars) == 1:
+        return False
+    return all(a.aval.shape[along] == 1 for a in eqn.invars)
+
+
 def influences(
     jaxpr: Any, groups: Mapping[Any, int], tokens: Iterable[Any]
 ) -> dict[Any, tuple[frozenset, frozenset]]:
@@ -320,3 +353,13 @@ def influences(
                 if brought:
                     carried[v] = brought
     return {v: (owners.get(v, nothing), met.get(v, nothing)) for v in {*owners, *met}}
+
+
+def groups_behind(jaxpr: Any, groups: Mapping[Any, int]) -> list[frozenset[int]]:
+    """Finds the groups whose arrays each output of a jaxpr depends on, from those of its inputs."""
+    nothing: frozenset[int] = frozenset()
+    behind = {v: frozenset((g,)) for v, g in groups.items()}
+    for eqn in jaxpr.eqns:
+        found = nothing.union(*(behind.get(v, nothing) for v in jx.variables(eqn.invars)))
+        behind.update(dict.fromkeys(eqn.outvars, found))
+    return [nothing if jx.is_literal(v) else behind.get(v, nothing) for v in jaxpr.outvars]

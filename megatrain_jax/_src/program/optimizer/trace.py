@@ -103,9 +103,15 @@ def trace_optimizer(
     state_shapes = tuple(jx.shape_of(v.aval) for v in init.jaxpr.outvars)
 
     def update(grads, params, state, loss):
-        params = params_tree(params)
+        params, grads = params_tree(params), params_tree(grads)
         state = jax.tree.unflatten(init.out_tree, state)
-        updates, state = tx.update(params_tree(grads), state, params, value=loss)
+        try:
+            updates, state = tx.update(grads, state, params, value=loss)
+        except TypeError as error:
+            # Some take other arguments alone, as contrib.sam does.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
@@ -141,10 +147,13 @@ def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
     return next((owners[s] for s in suffixes if s in owners), None)
 
 
+# The ways in which Optax says that `update` needs a function of the parameters.
+_ASKING = ("required keyword-only", "grad_fn must be provided", "obj_fn must be provided")
 _ASKS_FOR_MORE = (
     "A streamed step gives it gradients, parameters, its state and the loss (`value`), and no "
-    "function of the parameters to evaluate again. Line searches such as optax.lbfgs need one; use "
-    "optax.adamw or another transformation that takes gradients only"
+    "function of the parameters to evaluate again. Line searches such as optax.lbfgs need one, and "
+    "so do contrib.sophia and contrib.sam(opaque_mode=True); use optax.adamw or another "
+    "transformation that takes gradients only, as contrib.sam(opaque_mode=False) does"
 )
 _AS_OPTAX_CALLS_IT = (
     "It is called as `optimizer.init(params)` and `optimizer.update(grads, state, params, "
@@ -158,7 +167,7 @@ def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
     try:
         return trace()
     except Exception as error:
-        asks = isinstance(error, TypeError) and "required keyword-only" in str(error)
+        asks = any(words in str(error) for words in _ASKING)
         raise ValueError(
             f"optimizer could not be traced ({type(error).__name__}: {error}). "
             + (_ASKS_FOR_MORE if asks else _AS_OPTAX_CALLS_IT)

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax._src.program.tiling.rules import (
+from megatrain_jax._src.program.axis_rules import (
     MAPPED,
     Together,
     is_placed,

@@ -18,9 +18,7 @@ from typing import Any
 import jax
 
 from megatrain_jax._src.program import jaxpr as jx
-from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, REMAT
-
-BARRIER = "optimization_barrier"
+from megatrain_jax._src.program.primitives import BARRIER, CALLS, CUSTOM_RULES, REMAT
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

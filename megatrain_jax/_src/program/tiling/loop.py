@@ -19,11 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from megatrain_jax._src.program.axis_rules import MAPPED
 from megatrain_jax._src.program.tiling.axes import Division, Label
 from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
 from megatrain_jax._src.program.tiling.order import TileLoop
-from megatrain_jax._src.program.tiling.rules import MAPPED
 from megatrain_jax._src.program.tiling.tile import (
     add_tile,
     on_tile,

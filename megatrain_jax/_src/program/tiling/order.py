@@ -24,11 +24,11 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from megatrain_jax._src.program.axis_rules import MAPPED
 from megatrain_jax._src.program.primitives import CUMULATIVE, PRODUCTS
 from megatrain_jax._src.program.tiling.axes import Division
 from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
-from megatrain_jax._src.program.tiling.rules import MAPPED
 
 # What is not computed again to spare a value's bytes; a product is, if it is much larger than what
 # it is made of, as the scores of attention and the inside of an MLP are.

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.axis_rules import ADDED_INTO, params_of_part
 from megatrain_jax._src.program.pieces import FOLDS
 from megatrain_jax._src.program.primitives import PRODUCTS
 from megatrain_jax._src.program.tiling.axes import Division, Label
 from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
-from megatrain_jax._src.program.tiling.rules import ADDED_INTO
 
 
 def take(split: Any, label: Label, tile: Any) -> Any:
@@ -98,7 +98,9 @@ def on_tile(
         return [tile_of_bits(eqn, label, tile, num_tiles, operands[0])]
     if name == "iota":
         return [_counter(eqn, label, tile, num_tiles)]
-    return jx.bind(eqn.replace(params=_params(eqn, division, label)), operands)
+    operand, length = division.operands[0], label.outer * label.inner
+    params = params_of_part(eqn, label.axis, operand and operand.axis, length)
+    return jx.bind(eqn.replace(params=params), operands)
 
 
 def _counter(eqn: Any, label: Label, tile: Any, num_tiles: int) -> Any:
@@ -114,27 +116,3 @@ def _counter(eqn: Any, label: Label, tile: Any, num_tiles: int) -> Any:
 
 def _shape_of_tile(shape: Sequence[int], label: Label) -> tuple[int, ...]:
     return tuple(label.outer * label.inner if a == label.axis else n for a, n in enumerate(shape))
-
-
-# Parameters that are a shape of the result.
-_SHAPES = {
-    "broadcast_in_dim": "shape",
-    "reshape": "new_sizes",
-    "slice": "limit_indices",
-    "dynamic_slice": "slice_sizes",
-}
-
-
-def _params(eqn: Any, division: Division, label: Label) -> dict[str, Any]:
-    """The parameters of an equation on a tile."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in _SHAPES:
-        key = _SHAPES[name]
-        return {**params, key: _shape_of_tile(params[key], label)}
-    operand = division.operands[0]
-    # Other primitives, products among them, take their shapes from their operands.
-    if name == "gather" and operand is not None:
-        if params["slice_sizes"][operand.axis] > 1:  # an axis of windows, not of their numbers
-            sizes = _shape_of_tile(params["slice_sizes"], operand)
-            return {**params, "slice_sizes": sizes}
-    return params

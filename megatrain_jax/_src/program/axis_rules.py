@@ -1,8 +1,10 @@
 """The axes that go together in an operation, by its primitive.
 
 A rule gives groups of axes, each with its array's position among the operands, then results. If
-one axis of a group is divided into tiles, so are the others, and arrays outside the group are read
-whole. A worked example, `dot_general x w` of x f32[8, 6] and w f32[6, 5]::
+one axis of a group is divided, into tiles or into the slices of a stack, so are the others, and
+arrays outside the group are read whole.
+
+A worked example, `dot_general x w` of x f32[8, 6] and w f32[6, 5]::
 
     [(0, 0), (2, 0)]    mapped      rows of x are rows of the result
     [(1, 1), (2, 1)]    mapped      columns of w are columns of the result
@@ -18,11 +20,12 @@ import jax
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.primitives import (
     ARG_REDUCTIONS,
+    BARRIER,
     CUMULATIVE,
+    MATRICES,
     REDUCTIONS,
     is_elementwise,
 )
-from megatrain_jax._src.program.tiling.flow import BARRIER
 
 # How tiles make a result: each a tile of it; or all of them together, by the operation's own
 # reduction, or by adding into its first operand.
@@ -249,6 +252,44 @@ def _windows(eqn: Any) -> Iterator[Together]:
             yield [(0, axis), (1, axis)], MAPPED
 
 
+def _matrices(eqn: Any) -> Iterator[Together]:
+    """Decompositions and solutions of many matrices, each by itself: all axes but the last two."""
+    positions = range(len(eqn.invars) + len(eqn.outvars))
+    for axis in range(len(shape_of(eqn, 0)) - 2):
+        yield [(at, axis) for at in positions], MAPPED
+
+
+# Parameters that are a shape: of the result, or of what is taken of the operand.
+_SHAPES = {
+    "broadcast_in_dim": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+    "dynamic_slice": "slice_sizes",
+}
+
+
+def params_of_part(
+    eqn: Any, result_axis: int, operand_axis: int | None, length: int
+) -> dict[str, Any]:
+    """The parameters of an equation on a part of its arrays along axes that go together.
+
+    Args:
+        eqn: The equation.
+        result_axis: The axis of its first result.
+        operand_axis: The axis of its first operand; None if that is read whole.
+        length: Length of the part along these axes.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    key, axis = _SHAPES.get(name), result_axis
+    # Other primitives, products among them, take their shapes from their operands.
+    if name == "gather" and operand_axis is not None:
+        if params["slice_sizes"][operand_axis] > 1:  # an axis of windows, not of their numbers
+            key, axis = "slice_sizes", operand_axis
+    if key is None:
+        return params
+    return {**params, key: tuple(length if a == axis else n for a, n in enumerate(params[key]))}
+
+
 ADDING = ("scatter-add", "scatter_add")
 
 _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
@@ -262,6 +303,7 @@ _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "iota": _made,
+    **dict.fromkeys(MATRICES, _matrices),
     "pad": _pad,
     "random_bits": _random_bits,
     **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _windows),
