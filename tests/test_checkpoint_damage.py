@@ -225,6 +225,26 @@ def test_a_broken_manifest_is_passed_over(tmp_path):
     assert small.losses(again) == small.expected(8)
 
 
+def test_a_newest_checkpoint_without_a_manifest_is_passed_over(tmp_path):
+    small.fit(tmp_path, 6, checkpoint_every=2)
+    (tmp_path / "6" / "megatrain.json").unlink()
+    with pytest.raises(mt.CheckpointError, match="starts from step 0.*holds 2, 4, 6"):
+        small.fit(tmp_path, 8, resume=False)
+    with pytest.warns(UserWarning, match="megatrain.json can't be read.*Resumed from step 4"):
+        again = small.fit(tmp_path, 8)
+    assert small.losses(again) == small.expected(8)
+    assert sorted(os.listdir(tmp_path)) == ["2", "4", "6.refused-1", "8"]
+
+
+def test_an_orbax_checkpoint_of_others_is_not_set_aside(tmp_path):
+    small.fit(tmp_path, 4)
+    v1.save(tmp_path / "6", {"state": {"w": np.ones(3)}})
+    before = small.tree(tmp_path)
+    with pytest.raises(mt.CheckpointError, match="starts from step 4.*holds 6"):
+        small.fit(tmp_path, 8)
+    assert small.tree(tmp_path) == before
+
+
 def as_before(facts, number):
     """A manifest of an earlier format, of the same arrays."""
     facts = {**facts, "format": number}

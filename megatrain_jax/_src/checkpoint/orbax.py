@@ -95,6 +95,15 @@ def folder_of(folder: Path, process: int) -> Path:
     return folder / _ARRAYS / _OF_PROCESS.format(process)
 
 
+def has_our_arrays(folder: Path) -> bool:
+    """Whether a folder has arrays where this library writes them, and Orbax itself doesn't."""
+    try:
+        about = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        return about["item_handlers"][_ARRAYS] == _HANDLER and (folder / _ARRAYS).is_dir()
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def join(folder: Path, paths: Iterable[TreePath]) -> None:
     """Makes a checkpoint of Orbax's of what processes have written.
 

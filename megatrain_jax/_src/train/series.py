@@ -3,12 +3,13 @@
 import os
 import warnings
 from contextlib import suppress
+from itertools import compress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatrain_jax._src.checkpoint import folder, manifest
+from megatrain_jax._src.checkpoint import folder, manifest, orbax
 from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
@@ -96,7 +97,7 @@ class Checkpoints:
         trainer.check_names()
         refused: dict[int, CheckpointError] = {}
         where = "the search for checkpoints"
-        found = by_first(self._processes, where, lambda: folder.steps(self.folder))
+        found = by_first(self._processes, where, self._candidates)
         for step in reversed(found):
             facts, error = None, None
             try:
@@ -117,6 +118,13 @@ class Checkpoints:
             raise next(iter(refused.values()))
         self.begin(trainer)
         return None
+
+    def _candidates(self) -> list[int]:
+        """The steps of checkpoints, and of folders that are ones but for a manifest; ascending."""
+        numbers = folder.numbered(self.folder)
+        paths = [self.folder / str(number) for number in numbers]
+        is_ours = [folder.has_manifest(path) or orbax.has_our_arrays(path) for path in paths]
+        return list(compress(numbers, is_ours))
 
     def begin(self, trainer: Trainer) -> None:
         """Checks that nothing in the folder is in the way of the steps that a trainer will take.
