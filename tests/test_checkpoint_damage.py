@@ -285,7 +285,7 @@ def test_what_orbax_does_not_find_is_not_published(dtype, trainer, saved, monkey
         if shape is None:
             return join(folder, [path for path in paths if path != changed])
         grid = Grid(shape=shape, chunk=shape)
-        spec = orbax.write_spec(folder, 0, changed, grid, dtype, ts.Context())
+        spec = orbax.write_spec(folder, 0, changed, grid, dtype)
         context = ts.Context({"cache_pool#ocdbt": {}})
         ts.open(ts.Spec(spec), create=True, delete_existing=True, context=context).result()
         join(folder, paths)

@@ -73,10 +73,11 @@ def check(
             "a new run from them, give the folder to `fit` or `Trainer` as `params=`"
         )
     own, coded = coding_of(spec, entries), facts.get("coded", {})
-    others = other_forms(entries, own, orbax.metadata(path), coded)
+    there = orbax.own_metadata(path)
+    others = other_forms(entries, own, there, coded)
     wanted = [entry for entry in entries if entry.array not in others]
     wanted += [source for other in others.values() for source in other.sources]
-    orbax.check_arrays(path, wanted, "a checkpoint of another model or optimizer")
+    orbax.check_arrays(path, there, wanted, "a checkpoint of another model or optimizer")
     return facts, others
 
 
