@@ -422,7 +422,7 @@ def test_a_step_waits_only_for_what_it_replaces(optimizer, tmp_path, monkeypatch
 
 def test_memory_does_not_grow_with_each_checkpoint(tmp_path):
     program = Path(__file__).with_name("memory_of_checkpoints.py")
-    paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([os.environ.get("PYTHONPATH", "."), str(program.parents[1])])
     # One arena of the C library, since what lies between live blocks of many differs by chance.
     env = {**os.environ, "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, program, tmp_path]

@@ -329,7 +329,7 @@ def test_sigterm_is_handed_on_to_a_handler_of_the_caller(tmp_path):
 
 def test_signals_at_any_line_lose_nothing():
     program = Path(__file__).with_name("signals_anywhere.py")
-    paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([os.environ.get("PYTHONPATH", "."), str(program.parents[1])])
     environment = {**os.environ, "PYTHONPATH": paths}
     ended = subprocess.run([sys.executable, program], env=environment, timeout=200)
     assert ended.returncode == 0

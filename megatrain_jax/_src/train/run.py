@@ -67,6 +67,8 @@ class Run:
         with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
+                # Not earlier: what comes before the `try` would end the run without a result.
+                signals.begin()
                 # `islice` takes no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
