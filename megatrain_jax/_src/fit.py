@@ -163,7 +163,8 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
         data: See `fit`.
         steps: Number of further steps to take; None trains until `data` ends.
         eval_data: See `fit`.
-        eval_every: See `fit`; steps are counted over the trainer's life.
+        eval_every: See `fit`; steps are counted over the trainer's life. An evaluation that was due
+            after the trainer's last step, and that Ctrl-C cut off, is made first.
         checkpoint_dir: See `fit`; nothing is resumed here, and no later steps may be there.
         checkpoint_every: See `fit`.
         keep: See `fit`.

@@ -72,7 +72,7 @@ class Run:
                 # `islice` takes no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
-                if self.first and left != 0:
+                if left != 0:
                     loop.evaluate_cut_off()
                 loop.run(Prefetch(some, trainer.check_batch, processes))
                 # A run that was finished may be called again with data to evaluate on.
