@@ -368,6 +368,34 @@ def test_a_callback_that_moves_the_trainer_is_named():
         run(OPTIMIZERS["deferred"], callbacks=callbacks)
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_process_that_a_callback_forks_can_end_by_itself(tmp_path):
+    parent, ended = os.getpid(), []
+
+    def forks(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(30)  # ends it where it hangs
+                sys.exit(7)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    try:
+        optimizer, options = OPTIMIZERS["immediate"], {"checkpoint_every": 1, "keep": 9}
+        result = run(optimizer, checkpoint_dir=tmp_path, callbacks=[forks], **options)
+    except SystemExit as error:
+        if os.getpid() == parent:
+            raise
+        os._exit(error.code)  # type: ignore[arg-type]
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    assert ended == [7]
+    assert losses(result) == whole("immediate").losses
+    assert folder.steps(tmp_path) == list(range(1, STEPS + 1))
+
+
 def test_a_run_of_several_calls_resumes_with_the_batches_to_come(tmp_path):
     data, optimizer = iter(BATCHES), OPTIMIZERS["deferred"]
     result = run(optimizer, data, steps=3, checkpoint_dir=tmp_path)

@@ -234,9 +234,7 @@ def test_the_model_s_other_variables_may_lie_beside_the_parameters(name):
     check_same_bits((again.params, again.variables), (trainer.params, trainer.variables))
     strange = nnx.to_pure_dict(whole) if isinstance(whole, nnx.State) else dict(whole)
     strange["odd_one"] = {"a": np.ones(3)}
-    with pytest.raises(
-        ValueError, match="not fit the model:\n  odd_one/a is not part"
-    ):
+    with pytest.raises(ValueError, match="not fit the model:\n  odd_one/a is not part"):
         start(case, params=strange)
 
 

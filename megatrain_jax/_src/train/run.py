@@ -1,5 +1,6 @@
 """One call of `fit` or `train`, from its first step to what it leaves behind, however it ends."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterable
@@ -52,6 +53,7 @@ class Run:
         the error is raised or, after SIGTERM, the process ends.
         """
         trainer, processes = self.trainer, self.trainer.processes
+        process_id = os.getpid()
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
         processes.agree("the beginning of training", lambda: options.rhythm)
@@ -79,6 +81,10 @@ class Run:
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()
             except BaseException as raised:
+                # A process that a callback has forked: the run is its parent's, and the threads
+                # that write checkpoints are there alone.
+                if os.getpid() != process_id:
+                    raise
                 # The others learn of it before they wait for this process, and end, too.
                 error = _known_to_all(raised, processes, signals)
             # From here on signals are only counted: what follows is the save that they ask for.
