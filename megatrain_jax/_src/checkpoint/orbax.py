@@ -22,7 +22,7 @@ from orbax.checkpoint import type_handlers, v1
 
 from megatrain_jax._src.checkpoint.chunks import MOST_BYTES, Grid
 from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, put
-from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, read_error
 from megatrain_jax._src.common.differences import described, listed
 
 # Bytes that Orbax may hold beside the arrays it reads.
@@ -216,10 +216,8 @@ def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
             for path, array in found.items()
         }
     except Exception as error:
-        raise CheckpointError(
-            f"{folder}: the descriptions of its arrays can't be read "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        why = f"the descriptions of its arrays can't be read ({type(error).__name__}: {error})"
+        raise read_error(f"{folder}: {why}", error) from error
 
 
 def metadata(folder: Path) -> dict[TreePath, Any]:
@@ -235,9 +233,11 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
             raise ValueError("what it knows of its arrays is unreadable")
         return flat(found)
     except Exception as error:
-        raise CheckpointError(
-            f"{folder} is no checkpoint that Orbax can read ({type(error).__name__}: {error})"
-        ) from error
+        why = f"({type(error).__name__}: {error})"
+        unread = read_error(f"{folder} could not be read {why}", error)
+        if isinstance(unread, UnreadError):
+            raise unread from error
+        raise CheckpointError(f"{folder} is no checkpoint that Orbax can read {why}") from error
 
 
 def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, np.ndarray]:
