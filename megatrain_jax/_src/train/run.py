@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.options import LoopOptions
@@ -198,7 +199,16 @@ def _known_to_all(error: BaseException, processes: Processes, signals: Signals) 
     try:
         processes.leave(f"{type(error).__name__}: {error}", ended_by)
     except PeerEndedError as unreachable:
-        error.add_note(str(unreachable))
+        return _explained(error, unreachable)
+    return error
+
+
+def _explained(error: BaseException, unreachable: PeerEndedError) -> Any:
+    """The error to raise where another process can't be reached: JAX's own is only a symptom."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        unreachable.__cause__ = error
+        return unreachable
+    error.add_note(str(unreachable))
     return error
 
 
@@ -220,7 +230,7 @@ def _complete(
         if late is None and ended:
             late = PeerEndedError(f"process {ended[0]} has ended: {words[ended[0]]}")
     except PeerEndedError as unreachable:
-        late = unreachable if late is None else late
+        late = unreachable if late is None else _explained(late, unreachable)
     return error if late is None else _joined(error, late)
 
 
