@@ -443,8 +443,13 @@ def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(tmp_path):
     values = [[r.get("eval_loss") for r in result.history] for result in (whole, resumed)]
     assert values[0] == values[1] and values[0][1] is not None
     # `train` makes it, too.
-    mt.train(cut.trainer, BATCHES[2:], eval_data=BATCHES[:2], eval_every=2, progress=False)
+    options = {"eval_data": BATCHES[:2], "eval_every": 2, "progress": False}
+    mt.train(cut.trainer, BATCHES[2:], **options)
     assert [r.get("eval_loss") for r in cut.history] == values[0]
+    # But none that was never begun.
+    by_hand = run(OPTIMIZERS["deferred"], BATCHES[:2]).trainer
+    mt.train(by_hand, BATCHES[2:], **options)
+    assert [r.get("eval_loss") for r in by_hand.history] == [None, None, *values[0][2:]]
     assert seen[0][0] == 2 and "eval_loss" in seen[0] and seen[1][0] == 3
     table, lines = (
         (tmp_path / "cut" / name).read_text(encoding="utf-8").splitlines()

@@ -293,8 +293,11 @@ class Loop:
     def _evaluate(self) -> dict[str, float]:
         assert self.options.eval_data is not None
         batches = eval_batches(self.options.eval_data)
+        history = self.trainer.history
+        history.cut_off = self.trainer.num_steps  # unless it comes to its end
         try:
             means = self.trainer.evaluate(batches)
+            history.cut_off = None
         except Exception as error:
             error.add_note("This was raised by the evaluation of `eval_data`.")
             raise

@@ -75,7 +75,8 @@ class Run:
                 # `islice` takes no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
-                if left != 0:
+                # A checkpoint doesn't say whether an evaluation that it lacks was begun.
+                if left != 0 and (self.first or trainer.history.cut_off == before):
                     loop.evaluate_cut_off()
                 loop.run(Prefetch(some, trainer.check_batch, processes))
                 # A run that was finished may be called again with data to evaluate on.
