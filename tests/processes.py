@@ -167,19 +167,19 @@ def completed(folder: str) -> dict[str, Any]:
     return {**found, "plan": [plan.num_processes, plan.processes_per_host, str(plan)]}
 
 
-def signalled(folder: str, name: str) -> dict[str, Any]:
-    """A run of which the second process gets a signal: at a step, or while it writes step 4."""
+def signalled(folder: str, name: str, index: int = 1) -> dict[str, Any]:
+    """A run of which a process gets a signal: at a step, or while it writes step 4."""
 
     def send() -> None:
         os.kill(os.getpid(), signal.Signals[name])
 
     if name != "SIGKILL":
-        return training(folder, checkpoint_every=2, callbacks=[at_step_three(send)])
+        return training(folder, checkpoint_every=2, callbacks=[at_step_three(send, index)])
     write = Writer.finish
 
     def finish(writer: Writer) -> None:
         # What the first process has written, and a part of what this one has, is there by now.
-        if jax.process_index() == 1 and (Path(folder) / "2").exists():
+        if jax.process_index() == index and (Path(folder) / "2").exists():
             send()
         write(writer)
 

@@ -4,7 +4,9 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -21,6 +23,7 @@ from megatrain_jax._src.checkpoint import manifest, orbax
 from megatrain_jax._src.checkpoint.chunks import Grid
 from megatrain_jax._src.checkpoint.contents import flat
 from megatrain_jax._src.checkpoint.reading import ChunkReader
+from megatrain_jax._src.train import series
 from runs import check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -225,6 +228,94 @@ def test_a_broken_manifest_is_passed_over(tmp_path):
     assert small.losses(again) == small.expected(8)
 
 
+def test_a_newest_checkpoint_without_a_manifest_is_passed_over(tmp_path):
+    small.fit(tmp_path, 6, checkpoint_every=2)
+    (tmp_path / "6" / "megatrain.json").unlink()
+    with pytest.raises(mt.CheckpointError, match="starts from step 0.*holds 2, 4, 6"):
+        small.fit(tmp_path, 8, resume=False)
+    with pytest.warns(UserWarning, match="megatrain.json can't be read.*Resumed from step 4"):
+        again = small.fit(tmp_path, 8)
+    assert small.losses(again) == small.expected(8)
+    assert sorted(os.listdir(tmp_path)) == ["2", "4", "6.refused-1", "8"]
+
+
+def test_an_orbax_checkpoint_of_others_is_not_set_aside(tmp_path):
+    small.fit(tmp_path, 4)
+    v1.save(tmp_path / "6", {"state": {"w": np.ones(3)}})
+    before = small.tree(tmp_path)
+    with pytest.raises(mt.CheckpointError, match="starts from step 4.*holds 6"):
+        small.fit(tmp_path, 8)
+    assert small.tree(tmp_path) == before
+
+
+FAILURES = {
+    "manifest": (manifest, "read", OSError(5, "Input/output error")),
+    "sizes": (manifest, "_sizes", PermissionError(13, "Permission denied")),
+    "descriptions": (orbax, "_kvstore", OSError(24, "Too many open files")),
+    "chunks": (ChunkReader, "read", ValueError("Failed to read: EIO [os_error_code='5']")),
+    "memory": (ChunkReader, "read", MemoryError("out of memory")),
+    "threads": (orbax, "load_arrays", RuntimeError("can't start new thread")),
+}
+
+
+@pytest.mark.parametrize("place", FAILURES)
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_checkpoint_that_could_not_be_read_is_tried_again_and_keeps_its_name(
+    place, times, tmp_path, monkeypatch
+):
+    small.fit(tmp_path, 4, checkpoint_every=2)
+    before = small.tree(tmp_path)
+    owner, name, error = FAILURES[place]
+    read, left, paused = getattr(owner, name), iter(range(times)), []
+
+    def fails(*args):
+        if next(left, None) is None:
+            return read(*args)
+        if name != "read" or owner is not manifest:
+            raise error
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(error))
+            return read(*args)
+
+    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(series.time, "sleep", paused.append)
+    if times == 1:
+        assert small.losses(small.fit(tmp_path, 6)) == small.expected(6)
+        assert sorted(os.listdir(tmp_path)) == ["2", "4", "6"] and len(paused) == 1
+        return
+    with pytest.raises(mt.CheckpointError, match=re.escape(str(error))) as caught:
+        small.fit(tmp_path, 6)
+    assert "it has kept its name" in "".join(caught.value.__notes__) and len(paused) == 2
+    assert small.tree(tmp_path) == before
+
+
+def test_a_save_needs_no_thread_to_compare_what_is_in_it(trainer, tmp_path, monkeypatch):
+    join = orbax.join
+
+    def without_threads(thread):
+        raise RuntimeError("can't start new thread")
+
+    def joins(*args):
+        join(*args)
+        monkeypatch.setattr(threading.Thread, "start", without_threads)
+
+    monkeypatch.setattr(orbax, "join", joins)
+    trainer.save(tmp_path / "2")
+    monkeypatch.undo()
+    expected = small.state(trainer)
+    trainer.restore(tmp_path / "2")
+    check_same_bits(small.state(trainer), expected)
+
+
+def test_a_lack_of_threads_is_not_taken_for_a_folder_without_a_checkpoint(saved, monkeypatch):
+    def without_threads(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(v1, "metadata", without_threads)
+    with pytest.raises(mt.CheckpointError, match="could not be read .*can't start new thread"):
+        small.trainer(params=saved)
+
+
 def as_before(facts, number):
     """A manifest of an earlier format, of the same arrays."""
     facts = {**facts, "format": number}
@@ -265,7 +356,7 @@ def test_what_orbax_does_not_find_is_not_published(dtype, trainer, saved, monkey
         if shape is None:
             return join(folder, [path for path in paths if path != changed])
         grid = Grid(shape=shape, chunk=shape)
-        spec = orbax.write_spec(folder, 0, changed, grid, dtype, ts.Context())
+        spec = orbax.write_spec(folder, 0, changed, grid, dtype)
         context = ts.Context({"cache_pool#ocdbt": {}})
         ts.open(ts.Spec(spec), create=True, delete_existing=True, context=context).result()
         join(folder, paths)

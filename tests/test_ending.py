@@ -329,7 +329,7 @@ def test_sigterm_is_handed_on_to_a_handler_of_the_caller(tmp_path):
 
 def test_signals_at_any_line_lose_nothing():
     program = Path(__file__).with_name("signals_anywhere.py")
-    paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([os.environ.get("PYTHONPATH", "."), str(program.parents[1])])
     environment = {**os.environ, "PYTHONPATH": paths}
     ended = subprocess.run([sys.executable, program], env=environment, timeout=200)
     assert ended.returncode == 0
@@ -366,6 +366,34 @@ def test_a_callback_that_moves_the_trainer_is_named():
     callbacks = [lambda trainer, record: trainer.step(BATCHES[0])]
     with pytest.raises(RuntimeError, match="a callback has moved the trainer from step 2 to 3"):
         run(OPTIMIZERS["deferred"], callbacks=callbacks)
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_process_that_a_callback_forks_can_end_by_itself(tmp_path):
+    parent, ended = os.getpid(), []
+
+    def forks(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(30)  # ends it where it hangs
+                sys.exit(7)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    try:
+        optimizer, options = OPTIMIZERS["immediate"], {"checkpoint_every": 1, "keep": 9}
+        result = run(optimizer, checkpoint_dir=tmp_path, callbacks=[forks], **options)
+    except SystemExit as error:
+        if os.getpid() == parent:
+            raise
+        os._exit(error.code)  # type: ignore[arg-type]
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    assert ended == [7]
+    assert losses(result) == whole("immediate").losses
+    assert folder.steps(tmp_path) == list(range(1, STEPS + 1))
 
 
 def test_a_run_of_several_calls_resumes_with_the_batches_to_come(tmp_path):
@@ -414,6 +442,14 @@ def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(tmp_path):
     resumed, seen = go(tmp_path / "cut", False)
     values = [[r.get("eval_loss") for r in result.history] for result in (whole, resumed)]
     assert values[0] == values[1] and values[0][1] is not None
+    # `train` makes it, too.
+    options = {"eval_data": BATCHES[:2], "eval_every": 2, "progress": False}
+    mt.train(cut.trainer, BATCHES[2:], **options)
+    assert [r.get("eval_loss") for r in cut.history] == values[0]
+    # But none that was never begun.
+    by_hand = run(OPTIMIZERS["deferred"], BATCHES[:2]).trainer
+    mt.train(by_hand, BATCHES[2:], **options)
+    assert [r.get("eval_loss") for r in by_hand.history] == [None, None, *values[0][2:]]
     assert seen[0][0] == 2 and "eval_loss" in seen[0] and seen[1][0] == 3
     table, lines = (
         (tmp_path / "cut" / name).read_text(encoding="utf-8").splitlines()

@@ -200,7 +200,9 @@ def test_what_does_not_fit_is_listed_before_anything_is_read():
     def name(keys):
         return "/".join(str(key.key) for key in keys)
 
+    at_top = [jax.tree_util.DictKey("odd_one")]
     cases = [
+        (at_top, kernel, "odd_one is not part of the model"),
         (first, None, f"{name(first)} is missing"),
         (first, Lazy((3, 5), np.float32), rf"{name(first)} is float32[3,5] there, but has shape"),
         (second, np.asarray(wide, np.float64), f"{name(second)} is float64 there, which masters"),
@@ -220,6 +222,20 @@ def test_what_does_not_fit_is_listed_before_anything_is_read():
     empty = {}
     with pytest.raises(ValueError, match=rf"and {len(paths) - 10} more"):
         start(case, params=empty)
+
+
+@pytest.mark.parametrize("name", ["batchnorm_linen", "batchnorm_nnx", "dropout_nnx"])
+def test_the_model_s_other_variables_may_lie_beside_the_parameters(name):
+    case = CASES[name]
+    trainer = start(case)
+    model = trainer.model
+    whole = nnx.state(model) if isinstance(model, nnx.Module) else model.variables
+    again = start(case, params=whole)
+    check_same_bits((again.params, again.variables), (trainer.params, trainer.variables))
+    strange = nnx.to_pure_dict(whole) if isinstance(whole, nnx.State) else dict(whole)
+    strange["odd_one"] = {"a": np.ones(3)}
+    with pytest.raises(ValueError, match="not fit the model:\n  odd_one/a is not part"):
+        start(case, params=strange)
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):

@@ -90,7 +90,7 @@ class Both:
         return [text.split(begin)[1].split(BEGINS)[0] for text in self.printed]
 
 
-def started(folder: Path, *scenarios: list[str]) -> Both:
+def started(folder: Path, *scenarios: list[Any]) -> Both:
     """Two processes that take part in scenarios, each a name and arguments, one after the other."""
     files = [folder / f"result-{i}.json" for i in range(2)]
     rows = [["2", str(free_port()), json.dumps(scenarios)]] * 2
@@ -257,6 +257,18 @@ def test_a_process_killed_while_it_writes_ends_the_other_which_says_so(tmp_path)
     assert (tmp_path / "run" / "2" / "megatrain.json").is_file()
 
 
+def test_the_first_process_killed_while_it_writes_ends_the_other_which_says_so(tmp_path):
+    both = started(tmp_path, ["signalled", str(tmp_path / "run"), "SIGKILL", 0])
+    assert both.statuses[0] == -signal.SIGKILL
+    # JAX's own service, which was the first process's, may end the second one before or after.
+    found, printed = both.results["signalled"][1], both.printed[1]
+    if found is None:
+        assert "JAX distributed service detected fatal errors" in printed, printed
+    else:
+        assert found["raised"].startswith("PeerEndedError: another process of this run has ended")
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()] == ["2"]
+
+
 def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(both, alone):
     """Of odd leaves and of codes; what two wrote one reads, plain Orbax too, and the reverse."""
     digests = {name: state.digest(trainer) for name, (trainer, _) in alone.items()}
@@ -282,8 +294,9 @@ def test_each_of_two_processes_writes_and_reads_its_own_part_of_a_checkpoint(bot
             halves = [result["bytes"][kind] for result in pair]
             assert max(halves) < 0.6 * sum(halves), "each has half of it, and a little"
     for result, begin in zip(results, ("process 1: ", ""), strict=True):
-        told = f"({begin}CheckpointError: {folder}/damaged is damaged: params/layer/w is not"
+        told = f"(CheckpointError: {folder}/damaged is damaged: params/layer/w is not"
         assert told in result["refused"], result["refused"]
+        assert result["refused"].startswith(f"{begin}{folder}/damaged could not be read to its end")
     for result, told in zip(results, ("process 1: OSError", "OSError"), strict=True):
         (said,) = result["full disk"]
         assert f"could not be written: CheckpointError: {told}" in said or f": {told}" in said

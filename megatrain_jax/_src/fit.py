@@ -63,9 +63,10 @@ def fit(
         params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
             A run that resumes has its own.
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
-            batch that came after it: `data` is put there by `set_state` if its iterator has that
-            (Grain), or else by skipping the batches that were used. Newer checkpoints that can't
-            be read are renamed. Without it, `checkpoint_dir` must hold no steps yet.
+            batch that came after it. If the iterator of `data` has `get_state` and `set_state`, as
+            Grain's have, these put it there, and a state consists of Python and NumPy values; else
+            the batches that were used are skipped. Newer checkpoints that are damaged are renamed.
+            Without it, `checkpoint_dir` must hold no steps yet.
         steps: Number of batches to train on, those before a checkpoint included; None trains until
             `data` ends.
         microbatches: Number of equal parts that each batch is cut into.
@@ -105,7 +106,8 @@ def fit(
     Raises:
         ValueError: If `data` is empty, a batch does not fit, an option is out of its range, or the
             options contradict each other.
-        TypeError: If an argument is of another type than it should be.
+        TypeError: If an argument is of another type than it should be, or the state of the iterator
+            of `data` can't be saved.
         DataRanOutError: If `data` ends before `steps` steps.
         FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
             `max_skipped` steps in a row were skipped.
@@ -123,7 +125,7 @@ def fit(
     assert run.mesh is not None
     processes = placed_on(run.mesh).processes
     with _series(loop, processes, resume=resume) as series:
-        source = Source(data)
+        source = Source(data, saved=series is not None)
         # Drawn before anything is made: its shapes decide on all that follows, and it is trained
         # on.
         sample = _first_batch(source, run.microbatches, run.num_devices // processes.count)
@@ -163,7 +165,8 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
         data: See `fit`.
         steps: Number of further steps to take; None trains until `data` ends.
         eval_data: See `fit`.
-        eval_every: See `fit`; steps are counted over the trainer's life.
+        eval_every: See `fit`; steps are counted over the trainer's life. An evaluation that was due
+            after the trainer's last step, and that Ctrl-C cut off, is made first.
         checkpoint_dir: See `fit`; nothing is resumed here, and no later steps may be there.
         checkpoint_every: See `fit`.
         keep: See `fit`.
@@ -185,7 +188,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
     with handed_over(trainer), _series(loop, trainer.processes, resume=False) as series:
         if series is not None:
             series.begin(trainer)
-        source = Source(data)
+        source = Source(data, saved=series is not None)
         run = Run(trainer=trainer, source=source, first=0, counted_from=trainer.num_steps)
         return run.train(source, loop, series)
 

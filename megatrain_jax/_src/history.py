@@ -48,7 +48,12 @@ class History(list[dict[str, Any]]):
         1        2
         2      1.5
         >>> history.plot().savefig("loss.png")
+
+    Attributes:
+        cut_off: Number of the step whose evaluation was begun last, if it did not end.
     """
+
+    cut_off: int | None = None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the records to `path` as a JSON array; values that are not finite become null."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
-from megatrain_jax._src.checkpoint.folder import local_path
+from megatrain_jax._src.checkpoint.folder import in_all, local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
@@ -253,7 +253,8 @@ class RunState:
         path = local_path(checks.path("path", path), "path")
         self._join_saving()
         entries = entries_of(self._spec)
-        facts, others = check(path, self._spec, entries)
+        where = f"the check of {path.name}"
+        facts, others = in_all(self.processes, where, lambda: check(path, self._spec, entries))
         training = self._training
         # A state that is lost can't be brought to rest, and need not be.
         if training.lost is None:

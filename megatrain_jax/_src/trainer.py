@@ -69,7 +69,8 @@ class Trainer(RunState):
             params: Parameters to start from instead of the model's own: a tree of arrays under the
                 model's paths (anything with a shape, a dtype and `__array__`, such as a file
                 mapped into memory, is read one by one), or the folder of a checkpoint that Orbax
-                can read. Their dtype may be narrower than the masters', not wider.
+                can read. Their dtype may be narrower than the masters', not wider. A tree may also
+                hold the model's other variables, which are left as they are, and nothing else.
             progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Number of equal parts that each training batch is split into. The loss and
                 the gradient are the means over the parts.

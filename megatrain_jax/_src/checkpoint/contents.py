@@ -15,6 +15,7 @@ A worked example, Adam on an embedding, which is group 0, and layers::
 
 import dataclasses
 import enum
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -196,16 +197,29 @@ def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
 
 def _run() -> Iterable[ArrayEntry]:
     """The entries of the seed's key and of the number of the next step."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = _seed_key()
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
         place = StorePlace(holder=Small.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
+# JAX keeps something of each evaluation of shapes, and arrays are listed for each checkpoint.
+@functools.cache
+def _seed_key() -> Any:
+    """The shape and dtype of a run's seed."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+@functools.cache
+def _key_data(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The shape and dtype of the data of random keys."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+
+
 def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[Any]) -> ArrayEntry:
     key = None
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        data = _key_data(tuple(shape), dtype)
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
     # In the array's order; the store's is that in which groups are used.
     ordered = sorted(places, key=lambda row: numbers(row[0]))

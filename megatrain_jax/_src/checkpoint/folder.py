@@ -27,6 +27,34 @@ class CheckpointError(RuntimeError):
     result: Any = None
 
 
+class UnreadError(CheckpointError):
+    """A checkpoint that could not be read, though it may be whole: the machine failed, not it."""
+
+
+# Errors of the system about a file that should be there and isn't, which stay when tried again.
+_MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
+# Parts of messages about the machine: of Python without threads, and of TensorStore.
+_OF_MACHINE = "can't start new thread", "os_error_code=", "RESOURCE_EXHAUSTED"
+
+
+def read_error(message: str, error: BaseException) -> CheckpointError:
+    """The error of a checkpoint that could not be read.
+
+    Args:
+        message: Its message.
+        error: The error that kept it from being read. One of the system or of a lack of memory or
+            threads says nothing about the checkpoint.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        is_missing = isinstance(cause, _MISSING) or "os_error_code='2'" in str(cause)
+        of_machine = isinstance(cause, OSError | MemoryError | UnreadError)
+        if not is_missing and (of_machine or any(text in str(cause) for text in _OF_MACHINE)):
+            return UnreadError(message)
+        cause = cause.__cause__ or cause.__context__
+    return CheckpointError(message)
+
+
 def local_path(path: str | PathLike[str], argument: str) -> Path:
     """The absolute path of a checkpoint or a folder of them, ``~`` expanded.
 
@@ -80,6 +108,33 @@ def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any
     if text is not None:
         raise CheckpointError(text)
     return value
+
+
+def in_all(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
+    """Calls a function in each process; an error in one is raised in all of them.
+
+    Args:
+        processes: The processes that share a run; all have to be here.
+        where: See `Processes.gather`.
+        action: The function, which asks the other processes nothing.
+
+    Raises:
+        CheckpointError: If it raises one in any process; an `UnreadError` if all are.
+    """
+    value = error = None
+    try:
+        value = action()
+    except CheckpointError as raised:
+        error = raised
+    row = error and [str(error), isinstance(error, UnreadError)]
+    rows = enumerate(processes.gather(where, row))
+    if not (failed := [(i, *row) for i, row in rows if row is not None]):
+        return value
+    kind = UnreadError if all(may_pass for *_, may_pass in failed) else CheckpointError
+    if type(error) is kind:
+        raise error
+    first, text, _ = next(row for row in failed if row[2] == (kind is UnreadError))
+    raise kind(f"process {first}: {text}") from error
 
 
 def sync_tree(folder: Path) -> None:

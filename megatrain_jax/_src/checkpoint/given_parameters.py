@@ -44,17 +44,19 @@ def starting_from(
     wanted = {_names(p): s for p, s in zip(adapted.paths, adapted.shapes, strict=True)}
     dtype_of = dict(zip(wanted, dtypes, strict=True))
     known = {_names(path) for path in adapted.variable_paths}
-    found = _below(_prefix(given, wanted), given, {name[0] for name in wanted if name})
+    given = {_without_value(name): array for name, array in given.items()}
+    prefix = _prefix(given, wanted)
+    found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
+    strangers = [n for n in found if n not in wanted and n not in known]
+    # A checkpoint may hold an optimizer's state and more beside the parameters.
+    if not is_folder:
+        strangers += [n for n in given if n[: len(prefix)] != prefix and n not in known]
     if is_folder:  # Orbax can't save arrays without elements: no checkpoint has them
         empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
         found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
     lines = [
         *(f"{_text(name)} is missing" for name in wanted if name not in found),
-        *(
-            f"{_text(name)} is not part of the model"
-            for name in found
-            if name not in wanted and name not in known
-        ),
+        *(f"{_text(name)} is not part of the model" for name in strangers),
         *(
             line
             for name, shape in wanted.items()
@@ -89,20 +91,8 @@ def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names
     """The path below which most of the parameters are; Linen's are below `params`, for example."""
     # Each array votes for the paths that would make it a parameter, so that a few strangers beside
     # the parameters don't hide where these are.
-    votes = Counter(
-        name[:i]
-        for name in map(_without_value, given)
-        for i in range(len(name) + 1)
-        if name[i:] in wanted
-    )
+    votes = Counter(name[:i] for name in given for i in range(len(name) + 1) if name[i:] in wanted)
     return max(votes, key=lambda prefix: (votes[prefix], -len(prefix)), default=())
-
-
-def _below(prefix: _Names, given: Mapping[_Names, Any], tops: set[str]) -> dict[_Names, Any]:
-    """The arrays below a path; at the top, beside parameters, there may be other collections."""
-    names = {_without_value(name): array for name, array in given.items()}
-    below = {n[len(prefix) :]: a for n, a in names.items() if n[: len(prefix)] == prefix}
-    return {n: a for n, a in below.items() if prefix or (n and n[0] in tops)}
 
 
 def _without_value(name: _Names) -> _Names:

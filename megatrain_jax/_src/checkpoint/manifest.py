@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError
+from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError, read_error
 
 # Version of the manifest's format; 1 had no checksums, 2 one of each whole array.
 _FORMAT = 3
@@ -39,7 +39,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, f"{MANIFEST} can't be read ({error})") from error
+        why = _unreadable(path, f"{MANIFEST} can't be read ({error})")
+        raise read_error(str(why), error) from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
     # In Python, True is 1 and 2.0 is 2; a format is an integer.
@@ -72,7 +73,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     try:
         sizes = _sizes(path)
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read ({error})") from error
+        raise read_error(f"{path} can't be read ({error})", error) from error
     wrong = [name for name, size in files.items() if sizes.get(name) != size]
     if wrong:
         raise CheckpointError(

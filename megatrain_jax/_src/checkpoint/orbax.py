@@ -9,7 +9,7 @@ import asyncio
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from orbax.checkpoint import type_handlers, v1
 
 from megatrain_jax._src.checkpoint.chunks import MOST_BYTES, Grid
 from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, put
-from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, read_error
 from megatrain_jax._src.common.differences import described, listed
 
 # Bytes that Orbax may hold beside the arrays it reads.
@@ -34,6 +35,8 @@ _HANDLER = (
     "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler."
     "StatefulCheckpointableHandler"
 )
+# What has been read of an array or of its description is not looked for again.
+_NO_RECHECK = {"recheck_cached_data": False, "recheck_cached_metadata": False}
 _DICT_KEY = 2  # the kind of a key that is one of a dict
 
 
@@ -48,9 +51,14 @@ def context() -> v1.Context:
     return context
 
 
+# TensorStore's descriptions of arrays and of the files they are in are written here as Orbax would
+# make them. Orbax asks TensorStore for a spec as JSON each time, which TensorStore 0.1.86 never
+# frees: memory would grow by some KiB with each array of each checkpoint.
+
+
 def write_spec(
-    folder: Path, process: int, path: TreePath, grid: Grid, dtype: str, stores: Any
-) -> Any:
+    folder: Path, process: int, path: TreePath, grid: Grid, dtype: str
+) -> dict[str, Any]:
     """TensorStore's description of an array that a process writes chunks of.
 
     Compression would need more time than it saves. Files of 2 GiB, which is what Orbax makes unless
@@ -62,37 +70,76 @@ def write_spec(
         path: The array's path in the checkpoint.
         grid: The array's chunks.
         dtype: Name of its dtype.
-        stores: TensorStore's context.
     """
-    info = _info(
-        folder, path, stores, use_compression=False, ocdbt_target_data_file_size=MOST_BYTES
-    )
-    return type_handlers.get_json_tspec_write(
-        info,
-        use_ocdbt=True,
-        global_shape=grid.shape,
-        local_shape=grid.chunk,
-        dtype=jnp.dtype(dtype),
-        process_index=process,
-    )
+    kvstore = _kvstore(folder_of(folder, process), path) | {
+        "target_data_file_size": MOST_BYTES,
+        "assume_config": True,
+        "config": {
+            "max_inline_value_bytes": 1024,
+            "max_decoded_node_bytes": 100_000_000,
+            "manifest_kind": "single",
+        },
+    }
+    chunk = {"chunk_shape": list(grid.chunk)}
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    codec = {
+        "codecs": [plain],
+        "index_codecs": [plain, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "dtype": dtype,
+        "store_data_equal_to_fill_value": True,
+        "metadata": {
+            "shape": list(grid.shape),
+            "chunk_grid": {"name": "regular", "configuration": chunk},
+            "codecs": [{"name": "sharding_indexed", "configuration": chunk | codec}],
+        },
+        **_NO_RECHECK,
+    }
 
 
-def read_spec(folder: Path, path: TreePath, stores: Any) -> Any:
+def read_spec(folder: Path, path: TreePath) -> dict[str, Any]:
     """TensorStore's description of an array of a checkpoint that has its chunks in the manifest."""
-    return type_handlers.get_json_tspec_read(_info(folder, path, stores), use_ocdbt=True)
+    kvstore = _kvstore(folder / _ARRAYS, path)
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "fill_missing_data_reads": False,
+        **_NO_RECHECK,
+    }
 
 
-def _info(folder: Path, path: TreePath, stores: Any, **options: Any) -> type_handlers.ParamInfo:
-    arrays: Any = folder / _ARRAYS  # Orbax's own kind of path has all that this one has
-    name = ".".join(path)
-    return type_handlers.ParamInfo(
-        name=name, parent_dir=arrays, use_zarr3=True, ts_context=stores, **options
-    )
+def _kvstore(folder: Path, path: TreePath = ()) -> dict[str, Any]:
+    """TensorStore's description of the files that hold arrays, or one array."""
+    # Only the manifest has to be replaced in one go: Orbax's files of data are written once.
+    return {
+        "driver": "ocdbt",
+        "base": {
+            "driver": "file",
+            "path": f"{folder}/",
+            "file_io_locking": {"mode": "non_atomic"},
+        },
+        "manifest": {"driver": "file", "path": f"{folder}/"},
+        "path": ".".join(path),
+        "cache_pool": "cache_pool#ocdbt",  # of the context that Orbax makes
+    }
 
 
 def folder_of(folder: Path, process: int) -> Path:
     """The folder within a checkpoint's that a process writes to."""
     return folder / _ARRAYS / _OF_PROCESS.format(process)
+
+
+def has_our_arrays(folder: Path) -> bool:
+    """Whether a folder has arrays where this library writes them, and Orbax itself doesn't."""
+    try:
+        about = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        return about["item_handlers"][_ARRAYS] == _HANDLER and (folder / _ARRAYS).is_dir()
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def join(folder: Path, paths: Iterable[TreePath]) -> None:
@@ -145,8 +192,36 @@ def plain_path(folder: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of the arrays in a checkpoint of this library, by path.
+
+    Reads the files in which the arrays are described; `metadata` would have memory grow.
+
+    Raises:
+        CheckpointError: If the descriptions can't be read.
+    """
+    try:
+        about = json.loads((folder / _ARRAYS / _TREE).read_text(encoding="utf-8"))
+        rows = about["tree_metadata"].values()
+        paths = [tuple(key["key"] for key in row["key_metadata"]) for row in rows]
+        file, dtype = ("zarr.json", "data_type") if about["use_zarr3"] else (".zarray", "dtype")
+        context = type_handlers.get_ts_context(use_ocdbt=True)
+        store = ts.KvStore.open(_kvstore(folder / _ARRAYS), context=context).result()
+        coming = {path: store.read(f"{'.'.join(path)}/{file}") for path in paths}
+        texts = {path: read.result().value for path, read in coming.items()}
+        # Without its description, an array is not there, whatever the tree says.
+        found = {path: json.loads(text) for path, text in texts.items() if text}
+        return {
+            path: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array[dtype]))
+            for path, array in found.items()
+        }
+    except Exception as error:
+        why = f"the descriptions of its arrays can't be read ({type(error).__name__}: {error})"
+        raise read_error(f"{folder}: {why}", error) from error
+
+
 def metadata(folder: Path) -> dict[TreePath, Any]:
-    """The shapes and dtypes that Orbax has of a checkpoint's arrays, by path.
+    """The shapes and dtypes that Orbax has of any checkpoint's arrays, by path.
 
     Raises:
         CheckpointError: If there is no checkpoint that Orbax can read.
@@ -158,9 +233,11 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
             raise ValueError("what it knows of its arrays is unreadable")
         return flat(found)
     except Exception as error:
-        raise CheckpointError(
-            f"{folder} is no checkpoint that Orbax can read ({type(error).__name__}: {error})"
-        ) from error
+        why = f"({type(error).__name__}: {error})"
+        unread = read_error(f"{folder} could not be read {why}", error)
+        if isinstance(unread, UnreadError):
+            raise unread from error
+        raise CheckpointError(f"{folder} is no checkpoint that Orbax can read {why}") from error
 
 
 def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, np.ndarray]:
@@ -180,30 +257,31 @@ def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, 
         return flat(v1.load(str(path), tree))
 
 
-def check_arrays(folder: Path, entries: list[ArrayEntry], what: str) -> None:
-    """Compares the arrays that Orbax finds in a checkpoint with what should be there.
+def check_arrays(
+    folder: Path,
+    found: Mapping[TreePath, jax.ShapeDtypeStruct],
+    entries: Sequence[ArrayEntry],
+    what: str,
+) -> None:
+    """Compares the arrays of a checkpoint with those that should be there.
 
     Args:
         folder: The checkpoint's folder.
+        found: Shapes and dtypes of its arrays, by path.
         entries: Entries of the arrays that should be there.
         what: Description of a checkpoint that holds other arrays, for the message.
 
     Raises:
         CheckpointError: If they differ; the first differences are listed.
     """
-    shown = metadata(folder)
-    found = {
-        path: (tuple(m.shape), jnp.dtype(m.dtype).name) if hasattr(m, "shape") else None
-        for path, m in shown.items()
-    }
+    shown = {path: (array.shape, array.dtype.name) for path, array in found.items()}
     wanted = {entry.path: (entry.shape, entry.dtype) for entry in entries}
     differences = [
-        *(f"{'/'.join(p)} is missing" for p in wanted if p not in found),
-        *(f"{'/'.join(p)} is not part of this run" for p in found if p not in wanted),
+        *(f"{'/'.join(p)} is missing" for p in wanted if p not in shown),
+        *(f"{'/'.join(p)} is not part of this run" for p in shown if p not in wanted),
         *(
-            f"{'/'.join(p)} is {described(*there) if there else 'no array'} there, but "
-            f"{described(*wanted[p])} here"
-            for p, there in found.items()
+            f"{'/'.join(p)} is {described(*there)} there, but {described(*wanted[p])} here"
+            for p, there in shown.items()
             if p in wanted and there != wanted[p]
         ),
     ]

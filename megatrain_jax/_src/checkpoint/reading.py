@@ -34,7 +34,7 @@ class ChunkReader:
         """
         new = {entry.path for entry, _ in wanted} - self._arrays.keys()
         # Opened together, then read together: TensorStore does either side by side.
-        specs = {path: ts.Spec(orbax.read_spec(self._folder, path, self._stores)) for path in new}
+        specs = {path: ts.Spec(orbax.read_spec(self._folder, path)) for path in new}
         opening = {path: ts.open(spec, context=self._stores) for path, spec in specs.items()}
         self._arrays |= {path: opened.result() for path, opened in opening.items()}
         coming = [self._arrays[entry.path][cell.box].read() for entry, cell in wanted]

@@ -37,7 +37,7 @@ from megatrain_jax._src.checkpoint.contents import (
     set_small_arrays,
     small_arrays,
 )
-from megatrain_jax._src.checkpoint.folder import CheckpointError
+from megatrain_jax._src.checkpoint.folder import CheckpointError, in_all, read_error
 from megatrain_jax._src.checkpoint.forms import OtherForm, coding_of, other_forms
 from megatrain_jax._src.checkpoint.reading import ChunkReader
 from megatrain_jax._src.common.keys import Key, Kind
@@ -73,10 +73,11 @@ def check(
             "a new run from them, give the folder to `fit` or `Trainer` as `params=`"
         )
     own, coded = coding_of(spec, entries), facts.get("coded", {})
-    others = other_forms(entries, own, orbax.metadata(path), coded)
+    there = orbax.own_metadata(path)
+    others = other_forms(entries, own, there, coded)
     wanted = [entry for entry in entries if entry.array not in others]
     wanted += [source for other in others.values() for source in other.sources]
-    orbax.check_arrays(path, wanted, "a checkpoint of another model or optimizer")
+    orbax.check_arrays(path, there, wanted, "a checkpoint of another model or optimizer")
     return facts, others
 
 
@@ -108,23 +109,22 @@ def load(
             store is then lost, until another checkpoint is loaded.
     """
     store.drop()
-    processes, own = store.placement.processes, None
-    try:
-        _Loading(path, known, spec, store, entries, others).fill(done)
-    except Exception as error:
-        # Frames of the error hold arrays; whoever keeps it would keep their memory from a retry.
-        traceback.clear_frames(error.__traceback__)
-        own = error
-    words = own and f"{type(own).__name__}: {own}"
+
+    def fill() -> None:
+        try:
+            _Loading(path, known, spec, store, entries, others).fill(done)
+        except Exception as error:
+            # Frames of the error hold arrays; whoever keeps it would keep their memory from a
+            # retry.
+            traceback.clear_frames(error.__traceback__)
+            message = (
+                f"{path} could not be read to its end ({type(error).__name__}: {error}). What was "
+                "in memory is lost: restore another checkpoint."
+            )
+            raise read_error(message, error) from error
+
     # A state that is lost in one process is lost: the others couldn't step without it.
-    rows = processes.gather(f"the end of restoring {path.name}", words)
-    if words is None:
-        words = next((f"process {i}: {row}" for i, row in enumerate(rows) if row is not None), None)
-    if words is not None:
-        raise CheckpointError(
-            f"{path} could not be read to its end ({words}). What was in memory is lost: restore "
-            "another checkpoint."
-        ) from own
+    in_all(store.placement.processes, f"the end of restoring {path.name}", fill)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

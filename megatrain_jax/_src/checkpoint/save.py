@@ -249,7 +249,8 @@ class Saving:
         # manifest that lists their files, all of it on the disk, and only then the rename.
         written = workspace.path / _WRITTEN
         facts["arrays"] = self._writer.join(self._processes.count)
-        orbax.check_arrays(written, self._entries, "not what was to be written")
+        found = orbax.own_metadata(written)
+        orbax.check_arrays(written, found, self._entries, "not what was to be written")
         manifest.write(written, facts)
         sync_tree(written)
         self._publish(workspace, written)

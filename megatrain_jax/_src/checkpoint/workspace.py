@@ -118,6 +118,8 @@ class Workspace:
             run: Whether the run lets go, not a thread that shares the folder.
         """
         with _changed:
+            if _held.get(self._real) is not self:
+                return  # in a fork, which has forgotten what its parent holds
             self._num_holders -= 1
             self._is_run = self._is_run and not run
             # The last one to let go: a thread may still be writing when its run is over.

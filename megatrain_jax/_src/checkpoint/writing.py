@@ -129,7 +129,7 @@ class Writer:
         opening = {}
         for entry, _, _ in chunks:
             if entry.path not in self._arrays and entry.path not in opening:
-                args = self._process, entry.path, self._grids[entry.path], entry.dtype, self._stores
+                args = self._process, entry.path, self._grids[entry.path], entry.dtype
                 spec = orbax.write_spec(self._workspace / self._name, *args)
                 opening[entry.path] = ts.open(
                     ts.Spec(spec), create=True, open=True, context=self._stores

@@ -188,9 +188,10 @@ class Loop:
         self.complete(keep=0)
 
     def evaluate_cut_off(self) -> None:
-        """Makes the evaluation of the last step of a run that goes on, if a signal cut it off.
+        """Makes the evaluation that was due after the last step of a run that goes on.
 
-        Callbacks get the record again, now with the evaluation: the best checkpoint may be this.
+        A signal may have cut it off. Callbacks get the record again, now with the evaluation: the
+        best checkpoint may be this.
         """
         every, history = self.options.eval_every, self.trainer.history
         if every is None or not is_unevaluated(history, self.options):
@@ -292,8 +293,11 @@ class Loop:
     def _evaluate(self) -> dict[str, float]:
         assert self.options.eval_data is not None
         batches = eval_batches(self.options.eval_data)
+        history = self.trainer.history
+        history.cut_off = self.trainer.num_steps  # unless it comes to its end
         try:
             means = self.trainer.evaluate(batches)
+            history.cut_off = None
         except Exception as error:
             error.add_note("This was raised by the evaluation of `eval_data`.")
             raise

@@ -1,5 +1,6 @@
 """One call of `fit` or `train`, from its first step to what it leaves behind, however it ends."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.build.options import LoopOptions
@@ -52,6 +54,7 @@ class Run:
         the error is raised or, after SIGTERM, the process ends.
         """
         trainer, processes = self.trainer, self.trainer.processes
+        process_id = os.getpid()
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
         processes.agree("the beginning of training", lambda: options.rhythm)
@@ -67,16 +70,23 @@ class Run:
         with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
+                # Not earlier: what comes before the `try` would end the run without a result.
+                signals.begin()
                 # `islice` takes no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
-                if self.first and left != 0:
+                # A checkpoint doesn't say whether an evaluation that it lacks was begun.
+                if left != 0 and (self.first or trainer.history.cut_off == before):
                     loop.evaluate_cut_off()
                 loop.run(Prefetch(some, trainer.check_batch, processes))
                 # A run that was finished may be called again with data to evaluate on.
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()
             except BaseException as raised:
+                # A process that a callback has forked: the run is its parent's, and the threads
+                # that write checkpoints are there alone.
+                if os.getpid() != process_id:
+                    raise
                 # The others learn of it before they wait for this process, and end, too.
                 error = _known_to_all(raised, processes, signals)
             # From here on signals are only counted: what follows is the save that they ask for.
@@ -190,7 +200,16 @@ def _known_to_all(error: BaseException, processes: Processes, signals: Signals) 
     try:
         processes.leave(f"{type(error).__name__}: {error}", ended_by)
     except PeerEndedError as unreachable:
-        error.add_note(str(unreachable))
+        return _explained(error, unreachable)
+    return error
+
+
+def _explained(error: BaseException, unreachable: PeerEndedError) -> Any:
+    """The error to raise where another process can't be reached: JAX's own is only a symptom."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        unreachable.__cause__ = error
+        return unreachable
+    error.add_note(str(unreachable))
     return error
 
 
@@ -212,7 +231,7 @@ def _complete(
         if late is None and ended:
             late = PeerEndedError(f"process {ended[0]} has ended: {words[ended[0]]}")
     except PeerEndedError as unreachable:
-        late = unreachable if late is None else late
+        late = unreachable if late is None else _explained(late, unreachable)
     return error if late is None else _joined(error, late)
 
 

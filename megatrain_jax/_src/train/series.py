@@ -1,19 +1,24 @@
 """The checkpoints of one training run: one every so many steps, of which the newest are kept."""
 
 import os
+import time
 import warnings
 from contextlib import suppress
+from itertools import compress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatrain_jax._src.checkpoint import folder, manifest
-from megatrain_jax._src.checkpoint.folder import CheckpointError, by_first
+from megatrain_jax._src.checkpoint import folder, manifest, orbax
+from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, by_first, in_all
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, claimed
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
+
+# Seconds before a checkpoint is read again that could not be read.
+_PAUSES = 0.5, 2.0
 
 
 class Checkpoints:
@@ -96,17 +101,19 @@ class Checkpoints:
         trainer.check_names()
         refused: dict[int, CheckpointError] = {}
         where = "the search for checkpoints"
-        found = by_first(self._processes, where, lambda: folder.steps(self.folder))
+        found = by_first(self._processes, where, self._candidates)
         for step in reversed(found):
-            facts, error = None, None
             try:
-                facts = self._restore(trainer, step)
-            except CheckpointError as raised:
-                error = raised
-            rows = self._processes.gather(f"the restoring of step {step}", error and str(error))
-            # One process that can't read it is enough: all go on from the same step.
-            if errors := [row for row in rows if row is not None]:
-                refused[step] = error or CheckpointError(errors[0])
+                # One process that can't read it is enough: all go on from the same step.
+                facts = self._restore_patiently(trainer, step)
+            except UnreadError as error:
+                error.add_note(
+                    "The checkpoint may be whole, so it has kept its name. The same call tries "
+                    "again; without that folder it goes on from the checkpoint before."
+                )
+                raise
+            except CheckpointError as error:
+                refused[step] = error
                 continue
             if isinstance(self._workspace, Workspace):
                 for number, error in refused.items():
@@ -117,6 +124,13 @@ class Checkpoints:
             raise next(iter(refused.values()))
         self.begin(trainer)
         return None
+
+    def _candidates(self) -> list[int]:
+        """The steps of checkpoints, and of folders that are ones but for a manifest; ascending."""
+        numbers = folder.numbered(self.folder)
+        paths = [self.folder / str(number) for number in numbers]
+        is_ours = [folder.has_manifest(path) or orbax.has_our_arrays(path) for path in paths]
+        return list(compress(numbers, is_ours))
 
     def begin(self, trainer: Trainer) -> None:
         """Checks that nothing in the folder is in the way of the steps that a trainer will take.
@@ -188,9 +202,18 @@ class Checkpoints:
         with suppress(CheckpointError, OSError, PeerEndedError):
             self.finish(trainer)
 
+    def _restore_patiently(self, trainer: Trainer, step: int) -> dict[str, Any]:
+        """Restores a checkpoint; tries again what may pass, such as a file server's pause."""
+        for seconds in _PAUSES:
+            with suppress(UnreadError):
+                return self._restore(trainer, step)
+            time.sleep(seconds)
+        return self._restore(trainer, step)
+
     def _restore(self, trainer: Trainer, step: int) -> dict[str, Any]:
         path = self.folder / str(step)
-        if (found := manifest.read(path)["step"]) != step:
+        where = f"the manifest of step {step}"
+        if (found := in_all(self._processes, where, lambda: manifest.read(path)["step"])) != step:
             raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
         facts = trainer.restore(path)
         if "data" not in facts:

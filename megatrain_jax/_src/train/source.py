@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
+from megatrain_jax._src.train.iterator_state import decoded_state, encoded_state
 
 # Number of states kept: a batch or two may be drawn beyond that of the step that is saved.
 _STATES_KEPT = 4
@@ -20,35 +21,44 @@ _END = object()
 class Source(Iterator[Any]):
     """The user's data as an iterator with a position that can be saved and gone back to.
 
-    An iterator with `get_state` and `set_state`, as Grain's have them, is asked for its state
-    after each batch; of any other one the batches are counted.
+    If the run saves checkpoints, an iterator with `get_state` and `set_state`, as Grain's have
+    them, is asked for its state after each batch. Without these methods batches are counted.
 
     Attributes:
         count: Number of batches given since the data's start.
     """
 
-    def __init__(self, data: Iterable[Any]):
-        """Starts iterating; draws nothing yet."""
+    def __init__(self, data: Iterable[Any], *, saved: bool):
+        """Starts iterating; draws nothing yet.
+
+        Args:
+            data: The user's data.
+            saved: Whether the run saves the position in its checkpoints.
+        """
         self._iterator: Any = iter(data)
+        methods = "get_state", "set_state"
+        self._has_state = saved and all(hasattr(self._iterator, name) for name in methods)
         self.count = 0
         self._states: dict[int, Any] = {}
 
     def __next__(self) -> Any:
-        """Gives the next batch."""
+        """Gives the next batch.
+
+        Raises:
+            TypeError: If the iterator's state can't be saved, though the run has to.
+        """
         batch = next(self._iterator)
         self.count += 1
-        if hasattr(self._iterator, "get_state"):
+        if self._has_state:
             # After each batch, since nobody knows yet after which step a checkpoint will be saved.
-            self._states[self.count] = self._iterator.get_state()
+            # Copied at once: an iterator may return one dict each time and change it.
+            self._states[self.count] = encoded_state(self._iterator.get_state())
             self._states.pop(self.count - _STATES_KEPT, None)
         return batch
 
     def position(self, count: int) -> dict[str, Any]:
         """The data's position after `count` batches, one of the last few, as JSON."""
-        state = self._states.get(count)
-        if isinstance(state, bytes):
-            return {"batches": count, "bytes": base64.b64encode(state).decode()}
-        return {"batches": count, "state": state}
+        return {"batches": count, "state": self._states.get(count)}
 
     def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
         """Goes to a position, by the iterator's state or by skipping batches.
@@ -56,8 +66,8 @@ class Source(Iterator[Any]):
         Raises:
             ValueError: If the data ends before.
         """
-        state = position.get("state")
-        if "bytes" in position:
+        state = decoded_state(position.get("state"))
+        if "bytes" in position:  # in checkpoints of earlier versions
             state = base64.b64decode(position["bytes"])
         # Skipping serves any data; it draws and drops all that was used before.
         if state is not None and hasattr(self._iterator, "set_state"):
