@@ -10,6 +10,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
+from megatrain_jax._src.checkpoint.made_of import made_of
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
@@ -53,6 +54,9 @@ class RunState:
         self._spec, self._engine, self._store = spec, engine, engine.store
         self._training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
+        self._made_of: dict[str, Any] | None = None
+        # Settings that became state when another trainer was made, if a checkpoint was restored.
+        self._restored: Mapping[str, Any] | None = None
         self._progress = progress
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -177,6 +181,19 @@ class RunState:
         """
         self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
 
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """The settings of this run, which its checkpoints keep for comparison: see `fit`.
+
+        JSON with the fingerprints of the loss and the optimizer, the precision, the seed, the
+        hyperparameters in the optimizer's state, and the versions of the libraries.
+        """
+        # Not at the start: most trainers never save.
+        if self._made_of is None:
+            with self._store.placement.outside_meshes():
+                self._made_of = made_of(self._spec)
+        return self._made_of
+
     def check_names(self) -> None:
         """Refuses a model whose arrays can't be told apart in a checkpoint.
 
@@ -218,6 +235,7 @@ class RunState:
             "partial": self._training.partial,
             "history": as_json(self.history),  # as it is now
             "coded": coding_of(self._spec, entries),
+            "made_of": self.made_of | ({} if self._restored is None else {"state": self._restored}),
             **(facts or {}),
         }
         self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
@@ -269,6 +287,7 @@ class RunState:
             known = facts.get("arrays")
             load(path, known, self._spec, self._store, entries, others, bar.update)
             training.go_on_from(facts)
+            self._restored = facts.get("made_of", {}).get("state", {})
             self._by_hand.forget()
             self._history = History(facts["history"])
         if others:

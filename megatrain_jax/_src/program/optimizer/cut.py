@@ -61,6 +61,7 @@ class OptimizerCut:
     """An Optax transformation cut by group. A group's arrays are in ascending order of its leaves.
 
     Attributes:
+        traced: The update of the whole tree, from which the fragments were cut.
         deferred: Whether updates wait until all gradients are known: they need a scalar that
             depends on the gradients of several groups, or the run's decision to skip the step.
         guarded: Whether a step with non-finite gradients should be dropped; not if the optimizer
@@ -82,6 +83,7 @@ class OptimizerCut:
         initial_globals: `() -> globals`.
     """
 
+    traced: jx.Traced
     deferred: bool
     guarded: bool
     skips: bool
@@ -264,6 +266,7 @@ class _Cutter:
         combine, reduced = self._combine(list(ids))
         reduce = tuple(self._reduce(g, reduced[g]) for g in groups)
         return OptimizerCut(
+            traced=leaf_map.traced.update,
             # With nothing to reduce, no update needs to know of another group's gradient.
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
