@@ -91,7 +91,7 @@ def parameters_had(value: Any, takes_self: bool) -> Parameters:
     signature = inspect.signature(value)
     if isinstance(value, type) and list(signature.parameters) == ["args", "kwargs"]:
         signature, takes_self = inspect.signature(value.__init__), True  # NNX hides it
-    made = {f.name: f.default_factory for f in _fields(value)}
+    made: dict[str, Any] = {f.name: f.default_factory for f in _fields(value)}
     rows = []
     for p in list(signature.parameters.values())[takes_self:]:
         default = REQUIRED if p.default is p.empty else p.default

@@ -19,7 +19,7 @@ class ShownOptions(griffe.Extension):
         for decorator in func.decorators:
             call = decorator.value
             if isinstance(call, griffe.ExprCall) and call.canonical_path.endswith(".shows"):
-                own = [p for p in func.parameters if p.kind is not p.kind.var_keyword]
+                own = [p for p in func.parameters if p.kind is not griffe.ParameterKind.var_keyword]
                 # In the order of `__signature__`: options come before the function's own arguments
                 # by name.
                 placed = [p for p in own if p.kind is not _BY_NAME]

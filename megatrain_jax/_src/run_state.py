@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from megatrain_jax._src.build.not_settable import not_settable
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import local_path
@@ -26,10 +27,6 @@ from megatrain_jax._src.runtime.training import Training
 from megatrain_jax._src.runtime.views import optimizer_state, parameters
 from megatrain_jax._src.start import group_bar
 from megatrain_jax._src.state.processes import Processes
-
-# How to change what can't be set.
-_PARAMETERS = ": pass `params=` to a new Trainer, or restore a checkpoint"
-_WAYS = {"params": _PARAMETERS, "model": _PARAMETERS, "opt_state": ": restore a checkpoint"}
 
 
 class RunState:
@@ -60,14 +57,14 @@ class RunState:
         self._progress = progress
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute that the class does not define itself.
+        """Sets a private attribute.
 
         Raises:
-            AttributeError: If it does: what a trainer tells of itself is read-only.
+            AttributeError: If its name is a public one. What a trainer tells of itself is
+                read-only, and no other attribute would have an effect.
         """
-        if not name.startswith("_") and hasattr(type(self), name):
-            way = _WAYS.get(name, "")
-            raise AttributeError(f"`{name}` of a {type(self).__name__} is read-only{way}")
+        if not name.startswith("_"):
+            raise AttributeError(not_settable(type(self), name))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
