@@ -27,7 +27,7 @@ import xxhash
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.jaxpr import Traced
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ADDRESS = re.compile("0x[0-9a-f]+")
 # A text of more numbers would tell nobody which of them matters.
 _MOST_NUMBERS = 200
 # Types whose text is short and has no address.
@@ -135,6 +135,8 @@ class _Writer:
             return self._inner(value)
         if isinstance(value, tuple | list):
             return f"({' '.join(map(self._param, value))})"
+        if isinstance(value, set | frozenset):
+            return f"{{{' '.join(sorted(map(self._param, value)))}}}"
         if isinstance(value, Mapping):
             rows = sorted(value.items(), key=str)
             return f"{{{' '.join(f'{k}:{self._param(v)}' for k, v in rows)}}}"
