@@ -225,6 +225,7 @@ def test_preferences_are_learned_by_adapters(given, tmp_path, capsys):
     assert sorted(p.name for p in (out / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "megatrain_export.json",
     ]
 
 

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from megatrain_jax._src import start
 from megatrain_jax._src.kernels.cache import KernelCache
 from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
+from site_pages import documented, parameters_had, parameters_said, rendered
 
 pytestmark = pytest.mark.filterwarnings("error")
 START = ROOT / "docs" / "quickstart.md"
@@ -54,6 +56,8 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if page.name in WITH_CHECKPOINT:
         exec(cells(FINETUNE, "code")[0], {"__name__": "page"})
         Path("checkpoints/Qwen3-8B").symlink_to(Path("checkpoints/tiny").resolve())
+    if page.name == "chat.md":
+        shutil.copytree("checkpoints/tiny", "checkpoints/mine")  # as if it had been run before
     try:
         for source, block in parts:
             printed = execute(source, block, namespace)
@@ -99,7 +103,8 @@ def test_cells_of_the_other_notebook_run_here(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     shell = InteractiveShell(ipython_dir=str(tmp_path))
     try:
-        for code in cells(FINETUNE, "code"):
+        # Twice, as whoever opens it again does: the second run goes on with a run that is done.
+        for code in 2 * cells(FINETUNE, "code"):
             shell.run_cell(code).raise_error()
     finally:
         shell.reset()
@@ -131,10 +136,17 @@ def test_reference_has_every_public_name(package: str):
 
 
 @pytest.mark.slow
-def test_site_is_built(tmp_path: Path):
+def test_site_is_built_and_shows_the_arguments_that_there_are(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     # The theme's makers advertise on every build.
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert not built.returncode, built.stderr
     assert (tmp_path / "experiments/results/pictures/timeline-clip-least.png").exists()
+    said, had = {}, {}
+    for path, signature in rendered(tmp_path):
+        value, takes_self = documented(path)
+        said[path] = parameters_said(signature, value)
+        had[path] = parameters_had(value, takes_self)
+    assert {"megatrain_jax.fit", "megatrain_jax.Trainer.step", "megatrain_jax.Plan"} <= said.keys()
+    assert said == had

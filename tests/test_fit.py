@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+import small
 from megatrain_jax._src.build.batches import check_batch, check_like
 from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.fit import fit, train
@@ -259,6 +260,23 @@ def test_a_batch_the_trainer_refuses_keeps_the_steps_done():
         train(trainer, numbered(5), progress=False)
     assert [record["step"] for record in trainer.history] == [1, 2]
     assert trainer.log[-1] == ("flush", 2)
+
+
+def test_a_batch_of_a_shape_that_the_loss_refuses_is_told_apart_from_the_first():
+    """Its structure and dtypes are right, so JAX refuses it in the middle of the model."""
+    data = [small.batch(0), small.batch(1), {"x": small.batch(2)["x"][:, :32]}]
+    raised: Any  # an error of `fit` has a result
+    with pytest.raises(TypeError, match="dot_general") as raised:
+        small.fit(None, None, data=data)
+    said = (
+        "This came with the batch of training step 3: "
+        "batch['x'] has shape (4, 32), and (4, 64) in the first batch."
+    )
+    assert said in raised.value.__notes__
+    trainer = raised.value.result.trainer
+    with pytest.raises(TypeError, match="dot_general") as raised:
+        trainer.evaluate(data[2:])
+    assert said.replace("training step 3", "an evaluation") in raised.value.__notes__
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():

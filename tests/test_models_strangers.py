@@ -185,6 +185,7 @@ def test_companions_are_known_regular_and_whole(folder, tmp_path):
     saved = save_pretrained(model, tmp_path / "saved")
     expected = {"config.json", "generation_config.json", "merges.txt", "model.safetensors"}
     assert {path.name for path in saved.iterdir()} == expected | {
+        "megatrain_export.json",
         "tokenizer.json",
         "tokenizer_config.json",
     }

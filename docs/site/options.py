@@ -3,9 +3,12 @@
 `fit` and others take the fields of records as `**options`; the decorator `shows` names the records.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
+
+_BY_NAME = griffe.ParameterKind.keyword_only
 
 
 class ShownOptions(griffe.Extension):
@@ -16,17 +19,20 @@ class ShownOptions(griffe.Extension):
         for decorator in func.decorators:
             call = decorator.value
             if isinstance(call, griffe.ExprCall) and call.canonical_path.endswith(".shows"):
-                options = [p for p in func.parameters if p.kind is griffe.ParameterKind.var_keyword]
-                for parameter in options:
-                    del func.parameters[parameter.name]
-                for record in call.arguments:
-                    assert isinstance(record, griffe.Expr)
-                    for field in func.modules_collection[record.canonical_path].attributes.values():
-                        func.parameters.add(
-                            griffe.Parameter(
-                                field.name,
-                                annotation=field.annotation,
-                                kind=griffe.ParameterKind.keyword_only,
-                                default=field.value,
-                            )
-                        )
+                own = [p for p in func.parameters if p.kind is not griffe.ParameterKind.var_keyword]
+                # In the order of `__signature__`: options come before the function's own arguments
+                # by name.
+                placed = [p for p in own if p.kind is not _BY_NAME]
+                options = [option for record in call.arguments for option in _options(func, record)]
+                func.parameters = griffe.Parameters(*placed, *options, *own[len(placed) :])
+
+
+def _options(func: griffe.Function, record: Any) -> Iterator[griffe.Parameter]:
+    """The fields of a record as parameters."""
+    assert isinstance(record, griffe.Expr)
+    for field in func.modules_collection[record.canonical_path].attributes.values():
+        # Griffe calls properties attributes, too.
+        if "property" not in field.labels:
+            yield griffe.Parameter(
+                field.name, annotation=field.annotation, kind=_BY_NAME, default=field.value
+            )

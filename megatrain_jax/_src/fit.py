@@ -1,9 +1,11 @@
 """Trains a model in one call."""
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Unpack
 
 import optax
@@ -19,6 +21,7 @@ from megatrain_jax._src.build.options import (
     options_of,
     shows,
 )
+from megatrain_jax._src.checkpoint.made_of import batch_digest, differences, upgraded
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 from megatrain_jax._src.state.processes import Processes
@@ -66,7 +69,9 @@ def fit(
             batch that came after it. If the iterator of `data` has `get_state` and `set_state`, as
             Grain's have, these put it there, and a state consists of Python and NumPy values; else
             the batches that were used are skipped. Newer checkpoints that are damaged are renamed.
-            Without it, `checkpoint_dir` must hold no steps yet.
+            A warning says which of loss, optimizer, precision, seed and data differ from the
+            checkpoint's, and which of both counts. Without it, `checkpoint_dir` must hold no steps
+            yet.
         steps: Number of batches to train on, those before a checkpoint included; None trains until
             `data` ends.
         microbatches: Number of equal parts that each batch is cut into.
@@ -138,12 +143,18 @@ def fit(
             batches: Iterator[Any] = chain([sample], source)
             first, facts = 0, None
             if series is not None:
+                source.first = batch_digest(sample)
                 facts = series.resume(trainer) if resume else series.begin(trainer)
             if series is not None and facts is not None:
                 shown = loop.progress and processes.is_first
+                position = own_position(facts["data"], processes)
+                path = series.folder / str(trainer.num_steps)
+                if processes.is_first:
+                    _compare(path, facts, trainer, loop, same_data=source.is_data_of(position))
                 if shown:
-                    tqdm.write(f"Resumed from {series.folder / str(trainer.num_steps)}.")
-                source.go_to(own_position(facts["data"], processes), shown)
+                    remark = upgraded(facts.get("made_of"), trainer.made_of)
+                    tqdm.write(f"Resumed from {path}.{remark}")
+                source.go_to(position, shown)
                 # The sample was the data's first batch, which the run has already trained on then.
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
@@ -208,6 +219,17 @@ def _series(
         processes,
         options.steps if resume else None,
     )
+
+
+def _compare(
+    path: Path, facts: Mapping[str, Any], trainer: Trainer, loop: LoopOptions, *, same_data: bool
+) -> None:
+    """Warns of settings in which a run differs from the checkpoint that it goes on from."""
+    finished = loop.steps is not None and trainer.num_steps >= loop.steps
+    before, now = facts.get("made_of"), trainer.made_of
+    line = differences(path, before, now, same_data=same_data, finished=finished)
+    if line is not None:
+        warnings.warn(line, stacklevel=3)
 
 
 def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:

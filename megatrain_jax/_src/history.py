@@ -79,8 +79,8 @@ class History(list[dict[str, Any]]):
                 metric as it is, in a faint line. Evaluations are drawn as they are.
 
         Returns:
-            A Matplotlib figure. It belongs to no window, so it works without a display, and
-            ``figure.savefig(path)`` writes it.
+            A Matplotlib figure, which a notebook shows as a picture. It belongs to no window, so it
+            works without a display, and ``figure.savefig(path)`` writes it.
 
         Raises:
             TypeError: If an argument is of another type.
@@ -116,7 +116,7 @@ class History(list[dict[str, Any]]):
         """The loss curve as an image in HTML; nothing where no record has a loss."""
         if not any("loss" in record for record in self):
             return ""
-        return html_figure(self.plot())
+        return html_figure(draw_curves(self, ["loss"], log=False, smooth=1))
 
 
 def _names(metrics: Any) -> list[str]:

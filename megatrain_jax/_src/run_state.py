@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
+from megatrain_jax._src.build.not_settable import not_settable
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import in_all, local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
+from megatrain_jax._src.checkpoint.made_of import made_of
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
@@ -25,10 +27,6 @@ from megatrain_jax._src.runtime.training import Training
 from megatrain_jax._src.runtime.views import optimizer_state, parameters
 from megatrain_jax._src.start import group_bar
 from megatrain_jax._src.state.processes import Processes
-
-# How to change what can't be set.
-_PARAMETERS = ": pass `params=` to a new Trainer, or restore a checkpoint"
-_WAYS = {"params": _PARAMETERS, "model": _PARAMETERS, "opt_state": ": restore a checkpoint"}
 
 
 class RunState:
@@ -53,17 +51,20 @@ class RunState:
         self._spec, self._engine, self._store = spec, engine, engine.store
         self._training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
+        self._made_of: dict[str, Any] | None = None
+        # Settings that became state when another trainer was made, if a checkpoint was restored.
+        self._restored: Mapping[str, Any] | None = None
         self._progress = progress
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute that the class does not define itself.
+        """Sets a private attribute.
 
         Raises:
-            AttributeError: If it does: what a trainer tells of itself is read-only.
+            AttributeError: If its name is a public one. What a trainer tells of itself is
+                read-only, and no other attribute would have an effect.
         """
-        if not name.startswith("_") and hasattr(type(self), name):
-            way = _WAYS.get(name, "")
-            raise AttributeError(f"`{name}` of a {type(self).__name__} is read-only{way}")
+        if not name.startswith("_"):
+            raise AttributeError(not_settable(type(self), name))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -177,6 +178,19 @@ class RunState:
         """
         self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
 
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """The settings of this run, which its checkpoints keep for comparison: see `fit`.
+
+        JSON with the fingerprints of the loss and the optimizer, the precision, the seed, the
+        hyperparameters in the optimizer's state, and the versions of the libraries.
+        """
+        # Not at the start: most trainers never save.
+        if self._made_of is None:
+            with self._store.placement.outside_meshes():
+                self._made_of = made_of(self._spec)
+        return self._made_of
+
     def check_names(self) -> None:
         """Refuses a model whose arrays can't be told apart in a checkpoint.
 
@@ -218,6 +232,7 @@ class RunState:
             "partial": self._training.partial,
             "history": as_json(self.history),  # as it is now
             "coded": coding_of(self._spec, entries),
+            "made_of": self.made_of | ({} if self._restored is None else {"state": self._restored}),
             **(facts or {}),
         }
         self._saving = Saving(path, self._spec, self._store, entries, about, params_only, workspace)
@@ -270,6 +285,7 @@ class RunState:
             known = facts.get("arrays")
             load(path, known, self._spec, self._store, entries, others, bar.update)
             training.go_on_from(facts)
+            self._restored = facts.get("made_of", {}).get("state", {})
             self._by_hand.forget()
             self._history = History(facts["history"])
         if others:

@@ -1,15 +1,16 @@
 """One run: initialises state group by group, steps, evaluates, and hands the model back."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 import jax
 import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
-from megatrain_jax._src.build.batches import check_batch, check_like
+from megatrain_jax._src.build.batches import check_batch, check_like, other_shapes
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
@@ -304,9 +305,24 @@ class Trainer(RunState):
         # Losses are compared as functions: another one, of equal code, is cut again.
         key = (batch_key(shapes), train, loss_fn)
         if key not in self._steps:
-            with self._store.placement.outside_meshes():
+            where = f"training step {self.num_steps + 1}" if train else "an evaluation"
+            with self._store.placement.outside_meshes(), _told_apart(where, batch, self._sample):
                 step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
                 step = on_same_host(step, self._spec, *self.processes.spread, training=train)
                 what = self._spec, self._engine.kernels, self._store.placement
                 self._steps[key] = in_room(step, *what, training=train)
         return self._steps[key]
+
+
+@contextlib.contextmanager
+def _told_apart(where: str, batch: Any, sample: Any) -> Iterator[None]:
+    """Adds to an error of a step in what its batch differs from the first one.
+
+    The error may be JAX's own about two shapes in the middle of the model, or the user's.
+    """
+    try:
+        yield
+    except Exception as error:
+        if shapes := other_shapes(batch, sample):
+            error.add_note(f"This came with the batch of {where}: {shapes}.")
+        raise

@@ -97,6 +97,24 @@ def check_like(batch: Any, sample: Any) -> None:
             raise ValueError(f"{name} has dtype {dtype}, but in the first batch it had {wanted}")
 
 
+def other_shapes(batch: Any, sample: Any) -> str:
+    """The arrays whose shapes differ from the first batch's, in words; empty if none does.
+
+    Args:
+        batch: A batch that has passed `check_batch`.
+        sample: The first batch, or its shapes.
+    """
+    first = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(sample)}
+    rows = [(_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
+    return "; ".join(
+        f"{name} has shape {x.shape}, and {first[name].shape} in the first batch"
+        if name in first
+        else f"{name} is not in the first batch"
+        for name, x in rows
+        if name not in first or first[name].shape != x.shape
+    )
+
+
 def batch_size(batch: Any) -> tuple[int, str]:
     """Says how much work a checked batch is, for the progress bar.
 

@@ -6,12 +6,10 @@ from the same object.
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -29,9 +27,9 @@ from megatrain_jax._src.build.precision import Precision
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.blocks import Leaf
+from megatrain_jax._src.program.fingerprint import fingerprint
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, trace_loss
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
-from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
@@ -46,6 +44,7 @@ class RunSpec:
         adapted: The model without its arrays.
         loss_fn: The user's loss function.
         options: Options of the run.
+        traced: The loss as it was traced for the batch shape the run started with.
         budget_bytes: Bytes that state and the values between stages may occupy on the device, or
             None for the least.
         temporary_bytes: Device bytes that compiled functions need for themselves; None before
@@ -65,6 +64,7 @@ class RunSpec:
     adapted: AdaptedModel
     loss_fn: Callable[..., Any]
     options: Options
+    traced: TracedLoss
     budget_bytes: int | None
     temporary_bytes: int | None = None
     temporary_estimated: bool = False
@@ -200,6 +200,7 @@ def make_run_spec(
         adapted=adapted,
         loss_fn=loss_fn,
         options=options,
+        traced=traced,
         budget_bytes=budget,
         leaves=cut.leaves,
         grouping=cut.grouping,
@@ -223,13 +224,10 @@ def exact_dtypes(spec: RunSpec) -> list[DTypeLike | None]:
 def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
     """Facts of a run, by what a user calls them, that tell it apart from others."""
     adapted, options = spec.adapted, spec.options
-    # One update of each kind tells optimizers apart, constants as a learning rate included: the
-    # text of all groups' would be long for deep models.
-    updates = {part.key: part for part in spec.optimizer.apply}.values()
     return {
         "the model's parameters": (adapted.paths, adapted.shapes),
         "the model's variables": (adapted.variable_paths, adapted.variable_shapes),
-        "the optimizer": list(map(_text, updates)),
+        "the optimizer": fingerprint(spec.optimizer.traced),
         "the shapes of a batch": batch_key(sample_batch),
         "`microbatches`": options.microbatches,
         "`precision`": options.precision,
@@ -239,12 +237,6 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
         "`trainable`": spec.grouping.frozen,
         "the stages of the loss": [len(s.jaxpr.eqns) for s in spec.first.program.stages],
     }
-
-
-def _text(fragment: Fragment) -> tuple[Any, ...]:
-    """A fragment as text, without the addresses that a process alone knows."""
-    constants = [x.tobytes() for x in fragment.consts if isinstance(x, np.ndarray)]
-    return re.sub("0x[0-9a-f]+", "", str(fragment.jaxpr)), constants
 
 
 def batch_key(batch: Any) -> Hashable:

@@ -162,4 +162,5 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "data": _is_position,
     "skipped_in_row": _is_count,
     "coded": _each(dict, _is_coding),
+    "made_of": _each(dict, lambda value: isinstance(value, dict)),
 }

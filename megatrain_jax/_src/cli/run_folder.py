@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax._src.cli.training_settings import FREE, TrainingSettings
+from megatrain_jax._src.common.settings import changes
 
 # The settings it was begun with; how training ended; what has to be known again in another process;
 # and the report, which comes last.
@@ -63,12 +64,7 @@ class RunFolder:
                 )
             return
         now = _as_json(settings)
-        changed = {
-            name: f"{name} was {before.get(name)!r} and is {value!r}"
-            for name, value in now.items()
-            if name not in FREE and before.get(name) != value
-        }
-        if changed:
+        if changed := changes(before, now, FREE):
             is_longer = self.report is not None and changed.keys() <= {"steps", "epochs"}
             remedy = "Choose another `out`, or go on with the settings of that run"
             raise ValueError(

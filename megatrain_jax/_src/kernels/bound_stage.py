@@ -65,7 +65,7 @@ class Backward:
     give_outputs: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class BoundStage:
     """A stage bound to the groups it reads.
 
@@ -88,6 +88,13 @@ class BoundStage:
     residuals: Residuals | None
     tiles: Mapping[str, Tiling] = dataclasses.field(default_factory=dict)
     lean: Residuals | None = None
+
+    def __repr__(self) -> str:
+        """Returns the stage's name, groups and size: its jaxpr may be long."""
+        stage = self.stage
+        return (
+            f"BoundStage({stage.name!r}, groups={self.groups}, {len(stage.jaxpr.eqns)} equations)"
+        )
 
     @property
     def key(self) -> Hashable:

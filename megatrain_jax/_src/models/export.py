@@ -1,10 +1,7 @@
 """Writes a trained decoder as a Hugging Face checkpoint, one tensor at a time."""
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from megatrain_jax._src.models import companions
 from megatrain_jax._src.models.config import DecoderConfig
 from megatrain_jax._src.models.decoder import Decoder
 from megatrain_jax._src.models.expert_tensors import stack_experts
+from megatrain_jax._src.models.folders import new_folder, unfinished
 from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 from megatrain_jax._src.models.names import (
     ParameterPath,
@@ -42,6 +40,7 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     source: str | PathLike[str] | None = None,
     chat_template: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Writes a folder that the family's class in Transformers loads, as their Auto classes do.
 
@@ -59,6 +58,8 @@ def save_pretrained(
             from there, or from `source` if it has gone.
         chat_template: A Jinja template to write in place of the tokenizer's own, such as the
             `chat_template` of the dataset that the model was trained on; None copies its own.
+        overwrite: Whether to replace an earlier export in `folder`. The earlier one stays until the
+            new one is whole, and a folder with anything else in it is refused.
 
     Returns:
         The folder.
@@ -68,7 +69,8 @@ def save_pretrained(
         ValueError: If the decoder's configuration didn't come from Hugging Face; if it has
             parameters that its family doesn't, or lacks some; if a file to copy is damaged, no
             regular file or a link out of `source`; or if the dtype is another.
-        FileExistsError: If there is something in `folder`.
+        FileExistsError: If there is something in `folder`; with `overwrite`, something that this
+            function or `save_lora` has not written.
         FileNotFoundError: If there is no folder `source`.
     """
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
@@ -78,7 +80,7 @@ def save_pretrained(
         raise TypeError(
             checks.refused("chat_template", "a Jinja template, as a str", chat_template)
         )
-    folder = new_folder(folder)
+    folder = new_folder(folder, overwrite=overwrite)
     if source is not None:
         source = existing_folder("source", source, "a tokenizer")
     model = decoder_of(trainer)
@@ -110,33 +112,6 @@ def save_pretrained(
             # Goes before one in tokenizer_config.json, as Transformers reads it.
             (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     return folder
-
-
-def new_folder(folder: str | PathLike[str]) -> Path:
-    """Returns the path of a folder to be written.
-
-    Raises:
-        TypeError: If it is no path.
-        FileExistsError: If there is something.
-    """
-    path = Path(checks.path("folder", folder)).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"there is something at {path} already, and `folder` must be new")
-    return path
-
-
-@contextmanager
-def unfinished(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write to, which gets its name when all is written, or is deleted."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    at = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
-    try:
-        at.chmod(0o755)  # mkdtemp lets nobody else in
-        yield at
-        at.replace(folder)  # an empty folder gives way
-    except BaseException:
-        shutil.rmtree(at, ignore_errors=True)
-        raise
 
 
 def decoder_of(trainer: Trainer | Decoder) -> Decoder:

@@ -10,7 +10,8 @@ import numpy as np
 from megatrain_jax import Trainer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.decoder import Decoder
-from megatrain_jax._src.models.export import decoder_of, new_folder, unfinished
+from megatrain_jax._src.models.export import decoder_of
+from megatrain_jax._src.models.folders import new_folder, unfinished
 from megatrain_jax._src.models.low_rank import ModulePath, adapted_modules
 from megatrain_jax._src.models.names import ParameterTensors, family_of, parameter_tensors
 from megatrain_jax._src.models.tensors import DTYPES
@@ -23,6 +24,7 @@ def save_lora(
     folder: str | PathLike[str],
     *,
     dtype: str = "float32",
+    overwrite: bool = False,
 ) -> Path:
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
 
@@ -35,6 +37,7 @@ def save_lora(
         trainer: A trainer of a `Decoder` with adapters, or the decoder itself.
         folder: Folder to write, which must not exist, or be empty.
         dtype: "float32", "float16" or "bfloat16".
+        overwrite: Whether to replace an earlier export in `folder`; see `save_pretrained`.
 
     Returns:
         The folder.
@@ -43,11 +46,12 @@ def save_lora(
         TypeError: If an argument has another type, or the trainer trains another model.
         ValueError: If the decoder has no adapters, is a part of a multimodal model, or the dtype is
             another.
-        FileExistsError: If there is something in `folder`.
+        FileExistsError: If there is something in `folder`; with `overwrite`, something that this
+            function or `save_pretrained` has not written.
     """
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(checks.refused("dtype", f"one of {', '.join(_DTYPES)}", dtype))
-    folder = new_folder(folder)
+    folder = new_folder(folder, overwrite=overwrite)
     model = decoder_of(trainer)
     modules = dict(adapted_modules(model))
     if not modules:

@@ -272,7 +272,7 @@ class Plan:
         0. The times are estimates by the rates of `hardware`; without it, of an H200.
 
         Returns:
-            A Matplotlib figure, which belongs to no window.
+            A Matplotlib figure, which a notebook shows as a picture. It belongs to no window.
 
         Raises:
             ValueError: If the plan has no schedule.

@@ -2,12 +2,11 @@
 
 import base64
 import html
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from megatrain_jax._src.report.notebook_figure import NotebookFigure
 
 UNFIT = "DOES NOT FIT"
 RED = "#c62828"
@@ -70,11 +69,9 @@ def html_beside(left: str, right: str) -> str:
     )
 
 
-def html_figure(figure: "Figure") -> str:
+def html_figure(figure: "NotebookFigure") -> str:
     """A figure as an image within HTML."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    source = base64.b64encode(buffer.getvalue()).decode()
+    source = base64.b64encode(figure._repr_png_()).decode()
     return f'<img style="max-width:100%" src="data:image/png;base64,{source}">'
 
 

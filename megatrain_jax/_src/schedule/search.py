@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
@@ -52,7 +53,7 @@ _SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
 _MIN_STEPS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
     """The instructions of each list that can be run, and the device bytes they need.
 
@@ -95,6 +96,14 @@ class Schedule:
     lean: bool
     seconds: float
     smallest_bytes: int
+
+    def __repr__(self) -> str:
+        """Returns a line of totals: a deep model's step has thousands of instructions."""
+        return (
+            f"Schedule(instructions: {len(self.steady)} of a steady step, {len(self.cold)} of a "
+            f"cold one, {len(self.flush)} to flush, {len(self.evaluation)} to evaluate; at most "
+            f"{sized(self.peak_bytes)} on the device; {self.seconds:.3g} s a step)"
+        )
 
 
 class BudgetError(ValueError):

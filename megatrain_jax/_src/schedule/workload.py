@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.common.sizes import sized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Costs:
         return self.link
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Workload:
     """A training step as the schedule sees it: its stages and groups, their bytes and their costs.
 
@@ -122,6 +123,14 @@ class Workload:
         assert len(self.stages) - 1 not in self.again, "nothing is computed after the last stage"
         # A fused last stage has no FORWARD that could keep any.
         assert not self.fused_last or len(self.stages) - 1 not in self.kept
+
+    def __repr__(self) -> str:
+        """Returns a line of totals: most fields have an entry for each stage or group."""
+        at_rest = sum(size for row in self.sizes for k, size in row.items() if k in LASTING)
+        return (
+            f"Workload({len(self.stages)} stages, {len(self.sizes)} groups with {sized(at_rest)} "
+            f"of state, {'deferred' if self.deferred else 'immediate'} updates)"
+        )
 
     def size(self, key: Key) -> int:
         """Bytes of one part."""

@@ -26,6 +26,8 @@ class Source(Iterator[Any]):
 
     Attributes:
         count: Number of batches given since the data's start.
+        first: Hash of the data's first batch, by which a resumed run knows its data again; None
+            for a run that does not compare them.
     """
 
     def __init__(self, data: Iterable[Any], *, saved: bool):
@@ -39,6 +41,7 @@ class Source(Iterator[Any]):
         methods = "get_state", "set_state"
         self._has_state = saved and all(hasattr(self._iterator, name) for name in methods)
         self.count = 0
+        self.first: str | None = None
         self._states: dict[int, Any] = {}
 
     def __next__(self) -> Any:
@@ -58,7 +61,15 @@ class Source(Iterator[Any]):
 
     def position(self, count: int) -> dict[str, Any]:
         """The data's position after `count` batches, one of the last few, as JSON."""
-        return {"batches": count, "state": self._states.get(count)}
+        found: dict[str, Any] = {"batches": count}
+        if self.first is not None:
+            found["first"] = self.first
+        return {**found, "state": self._states.get(count)}
+
+    def is_data_of(self, position: Mapping[str, Any]) -> bool:
+        """Whether a position is one in this data, as far as the first batch tells."""
+        first = position.get("first")
+        return first is None or self.first is None or first == self.first
 
     def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
         """Goes to a position, by the iterator's state or by skipping batches.

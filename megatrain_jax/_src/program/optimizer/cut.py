@@ -66,6 +66,7 @@ class OptimizerCut:
     """An Optax transformation cut by group. A group's arrays are in ascending order of its leaves.
 
     Attributes:
+        traced: The update of the whole tree, from which the fragments were cut.
         deferred: Whether updates wait until all gradients are known: they need a scalar that
             depends on the gradients of several groups, or the run's decision to skip the step.
         guarded: Whether a step with non-finite gradients should be dropped; not if the optimizer
@@ -88,6 +89,7 @@ class OptimizerCut:
         initial_globals: `(*scalars of group 0, *scalars of group 1, ...) -> globals`.
     """
 
+    traced: jx.Traced
     deferred: bool
     guarded: bool
     skips: bool
@@ -278,6 +280,7 @@ class _Cutter:
         reduce = tuple(self._reduce(g, reduced[g]) for g in groups)
         initial_scalars, initial_globals = self._initial_globals()
         return OptimizerCut(
+            traced=leaf_map.traced.update,
             # With nothing to reduce, no update needs to know of another group's gradient.
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),

@@ -2,8 +2,10 @@
 
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 
 # The field of the state that `optax.inject_hyperparams` keeps their values in.
@@ -34,3 +36,30 @@ def find_hyperparameters(cut: OptimizerCut) -> dict[str, int]:
         name if number_of[name] == 1 else ".".join([*before, name]): position
         for name, before, position in found
     }
+
+
+def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
+    """The hyperparameters that no schedule sets, with the values that the optimizer was made with.
+
+    An update passes such a value on from the state before, so that a state which is restored
+    decides on it.
+
+    Args:
+        cut: The optimizer.
+    """
+    positions = find_hyperparameters(cut)
+    combine, initial = cut.combine, cut.initial_globals
+    states = combine.jaxpr.invars[len(combine.consts) + 1 :]  # after the loss
+    updated = combine.jaxpr.outvars[cut.num_messages :]
+    kept = {
+        name: position
+        for name, position in positions.items()
+        if updated[position] in jx.dependent(combine.jaxpr, [states[position]])
+    }
+    if not kept:
+        return {}
+    # The numbers are constants of the optimizer's own, which a guard of the user's does not mean.
+    with jax.transfer_guard("allow"):
+        first = jax.device_get(jx.evaluate(initial.jaxpr, initial.consts))
+    # As the user wrote them: 0.001 is 0.0010000000474974513 in fp32.
+    return {name: float(f"{float(first[position]):.7g}") for name, position in kept.items()}

@@ -1,0 +1,141 @@
+"""The settings that a run is made of, as its checkpoints keep them, and how they are compared.
+
+A checkpoint restores arrays. Everything else comes from the call that goes on from it: the loss,
+the optimizer, the precision and the data. `made_of` writes this down as JSON:
+
+    call      settings of which the new call's values count: `loss_fn`, `optimizer`, `precision`
+    state     settings whose values are arrays of the checkpoint, so that the checkpoint's count:
+              the seed's key, and hyperparameters that `optax.inject_hyperparams` keeps as state
+    traced    facts that change how the same loss is traced: versions, shapes of the batch
+
+Fingerprints of functions that were traced under other facts are not compared.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.program.fingerprint import fingerprint
+from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
+
+# Libraries whose functions appear in the trace of a loss or an optimizer.
+_LIBRARIES = ("jax", "flax", "equinox", "optax", "megatrain_jax")
+
+
+def made_of(spec: RunSpec) -> dict[str, Any]:
+    """The settings of a run, as JSON."""
+    loss, precision = spec.traced.traced, spec.precision
+    inputs = loss.jaxpr.invars[len(loss.consts) + spec.traced.num_parameters :]
+    forms = {f.name: _text(getattr(precision, f.name)) for f in fields(precision)}
+    return {
+        "call": {
+            "loss_fn": fingerprint(loss),
+            "optimizer": fingerprint(spec.optimizer.traced),
+            **{f"precision.{name}": form for name, form in forms.items()},
+        },
+        "state": {"seed": spec.options.seed, **kept_hyperparameters(spec.optimizer)},
+        "traced": {
+            "versions": {
+                name: getattr(sys.modules[name], "__version__", None)
+                for name in _LIBRARIES
+                if name in sys.modules
+            },
+            "shapes": [str(v.aval) for v in inputs],
+            "compute": forms["compute"],
+            "update": str(precision.update),
+            "num_devices": spec.options.num_devices,
+        },
+    }
+
+
+def differences(
+    path: Path,
+    before: Mapping[str, Any] | None,
+    now: Mapping[str, Any],
+    *,
+    same_data: bool,
+    finished: bool,
+) -> str | None:
+    """A line on the settings in which a run differs from the checkpoint that it goes on from.
+
+    Args:
+        path: The checkpoint's folder.
+        before: The settings in the checkpoint; None if it is older than they are.
+        now: The settings of the run.
+        same_data: Whether the data is the checkpoint's, as far as that is known.
+        finished: Whether no step is left to train.
+
+    Returns:
+        The line; None if nothing is known to differ.
+    """
+    before = before or {}
+    traced, own = before.get("traced", {}), now["traced"]
+    free = [] if traced == own else ["loss_fn"]
+    if any(traced.get(name) != own[name] for name in ("versions", "update")):
+        free.append("optimizer")
+    call = changes(before.get("call", {}), now["call"], free)
+    state = changes(before.get("state", {}), now["state"])
+    counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
+    if not counting and not state:
+        return None
+    if finished:
+        return (
+            f"{path} is the end of a run with other settings, and no step is left to train, so "
+            f"these have no effect: {_joined([*counting, *state.values()])}. Choose another "
+            "`checkpoint_dir`, or more `steps`."
+        )
+    said = [f"New from now on: {_joined(counting)}."] if counting else []
+    kept = [f"{name}={before['state'][name]!r}, not {now['state'][name]!r}" for name in state]
+    said += [f"Kept, since the checkpoint's state holds it: {_joined(kept)}."] if kept else []
+    return f"{path} is of a run with other settings. {' '.join(said)}"
+
+
+def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """A remark that functions were not compared, since a library has another version.
+
+    Args:
+        before: The settings in the checkpoint; None if it is older than they are.
+        now: The settings of the run.
+
+    Returns:
+        The remark, with a space before it; empty if versions are equal, or functions are.
+    """
+    before = before or {}
+    versions = changes(before.get("traced", {}).get("versions", {}), now["traced"]["versions"])
+    names = [name for name in ("loss_fn", "optimizer") if name in before.get("call", {})]
+    unknown = [name for name in names if before["call"][name] != now["call"][name]]
+    if not versions or not unknown:
+        return ""
+    return f" Not compared, since {_joined(versions.values())}: {' and '.join(unknown)}."
+
+
+def batch_digest(batch: Any) -> str:
+    """A hash of the arrays of a batch, by which data is known again."""
+    digest = xxhash.xxh3_64()
+    for x in jax.device_get(jax.tree.leaves(batch)):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.device_get(jax.random.key_data(x))
+        array = np.asarray(x)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _joined(clauses: Iterable[str]) -> str:
+    return "; ".join(clauses)
+
+
+def _text(form: Any) -> str | None:
+    """A dtype as text, or the pairs of a mapping from paths to dtypes."""
+    if isinstance(form, tuple):
+        return ", ".join(f"{pattern}: {dtype}" for pattern, dtype in form)
+    return None if form is None else str(form)

@@ -1,0 +1,147 @@
+"""Folders that an export writes: new ones, or ones that an earlier export may be replaced in.
+
+An export is written beside its folder and gets the folder's name when it is whole, so that whatever
+ends the process in between leaves the earlier export as it was:
+
+    mine.unfinished-x7/    is written
+    mine/                  exchanges names with it, in one system call
+    mine.unfinished-x7/    is the earlier export now, and is deleted
+
+Each export lists its own files in `megatrain_export.json`. A folder is only replaced if it holds
+these files and no others.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+
+from megatrain_jax._src.common import checks
+
+MARKER = "megatrain_export.json"
+# Of renameat2 (Linux): paths are relative to the current folder, and names are exchanged.
+_CURRENT_FOLDER, _EXCHANGE = -100, 2
+
+
+def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
+    """Returns the path of a folder to be written.
+
+    Args:
+        folder: The user's argument `folder`.
+        overwrite: Whether an earlier export may be there.
+
+    Raises:
+        TypeError: If it is no path, or `overwrite` is no boolean.
+        FileExistsError: If there is something; with `overwrite`, something else than an export.
+    """
+    path = Path(checks.path("folder", folder)).expanduser()
+    overwrite = checks.boolean("overwrite", overwrite)
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if not os.path.lexists(path) or (is_empty and not path.is_symlink()):
+        return path
+    if not overwrite:
+        hint = ", or pass `overwrite=True`" if _stranger(path) is None else ""
+        raise FileExistsError(f"there is something at {path} already: choose a new `folder`{hint}")
+    _check_replaceable(path)
+    return path
+
+
+def _check_replaceable(path: Path) -> None:
+    if (stranger := _stranger(path)) is not None:
+        raise FileExistsError(
+            f"`overwrite=True` replaces nothing but what save_pretrained or save_lora has written, "
+            f"and {path} {stranger}: move it, or choose another `folder`"
+        )
+
+
+def _stranger(path: Path) -> str | None:
+    """The reason why a folder is no untouched export, as the end of a sentence; None if it is."""
+    if path.is_symlink() or not path.is_dir():
+        return "is no folder of its own"
+    try:
+        known = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"has no {MARKER} that lists its files"
+    for name, size in _sizes(path).items():
+        if name not in known:
+            return f"also holds {name}"
+        if known[name] != size:
+            return f"holds another {name} than was exported"
+    return None
+
+
+def _sizes(path: Path) -> dict[str, int | None]:
+    """The sizes of the files in a folder, but for the list of them; None for links."""
+    found: dict[str, int | None] = {}
+    for folder, folders, files in os.walk(path):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for file in (Path(folder, name) for name in [*files, *links]):
+            size = None if file.is_symlink() else file.stat().st_size
+            found[str(file.relative_to(path))] = size
+    found.pop(MARKER, None)
+    return found
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write to, which gets its name when all is written, or is deleted.
+
+    Args:
+        folder: The final folder, as `new_folder` has returned it. An export there is replaced.
+
+    Raises:
+        FileExistsError: If something else is in the final folder meanwhile.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    at = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
+    try:
+        at.chmod(0o755)  # mkdtemp lets nobody else in
+        yield at
+        (at / MARKER).write_text(json.dumps({"files": _sizes(at)}, indent=1) + "\n")
+        if folder.is_dir() and any(folder.iterdir()):
+            _check_replaceable(folder)  # hours may lie between this and the first look
+            _sync(at)
+            _exchange(at, folder)
+        else:
+            at.replace(folder)  # an empty folder gives way
+    finally:
+        # What could not be finished, or what has been replaced.
+        shutil.rmtree(at, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until all files of a folder are on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Exchanges the names of two folders, at once where the file system can."""
+    paths = (os.fsencode(path.absolute()) for path in (a, b))
+    arguments = [part for path in paths for part in (_CURRENT_FOLDER, path)]
+    system = ctypes.CDLL(None, use_errno=True)
+    if hasattr(system, "renameat2"):
+        if system.renameat2(*arguments, _EXCHANGE) == 0:
+            return
+        if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), str(b))
+    # Some network file systems can't. A process that dies between two of these lines leaves both
+    # folders whole, the earlier one as `mine.replaced-...`.
+    aside = Path(tempfile.mkdtemp(prefix=f"{b.name}.replaced-", dir=b.parent))
+    b.replace(aside)
+    try:
+        a.replace(b)
+    except BaseException:
+        aside.replace(b)
+        raise
+    aside.replace(a)

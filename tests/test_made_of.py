@@ -1,0 +1,222 @@
+"""A run that goes on with other settings than its checkpoint's says which, and which of both count.
+
+Without that, `adamw(1.0)` in the folder of a finished `adamw(1e-3)` looked like a finished run.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import megatrain_jax as mt
+import small
+from megatrain_jax._src.checkpoint import manifest
+from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.fingerprint import fingerprint
+
+pytestmark = pytest.mark.usefixtures("started_once")
+SLOW, FAST = optax.adamw(1e-3), optax.adamw(1.0)
+FLOAT32 = mt.Precision(compute=jnp.float32)
+
+
+def doubled(params, batch):
+    return 2 * small.loss_fn(params, batch)
+
+
+def fit(
+    folder: Path,
+    steps: int,
+    optimizer: Any = SLOW,
+    loss_fn: Any = small.loss_fn,
+    first: int = 0,
+    **options: Any,
+) -> mt.FitResult:
+    data = (small.batch(seed) for seed in itertools.count(first))
+    options = {"precision": FLOAT32, "progress": False} | options
+    return mt.fit(
+        small.params(), loss_fn, data, optimizer, steps=steps, checkpoint_dir=folder, **options
+    )
+
+
+def line(warned) -> str:
+    """The text of the one warning."""
+    (warning,) = warned
+    return str(warning.message)
+
+
+def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(tmp_path):
+    before = fit(tmp_path, 2)
+    others: dict[str, Any] = {"optimizer": FAST, "loss_fn": doubled, "first": 50, "seed": 7}
+    with pytest.warns(UserWarning) as warned:
+        again = fit(tmp_path, 2, **others, precision=mt.Precision(rounding="nearest"))
+    assert small.losses(again) == small.losses(before)
+    assert line(warned) == (
+        f"{tmp_path / '2'} is the end of a run with other settings, and no step is left to train, "
+        "so these have no effect: optimizer computes with 1 in place of 0.001; "
+        "precision.compute was 'float32' and is 'bfloat16'; "
+        "precision.rounding was 'stochastic' and is 'nearest'; "
+        "data begins with another batch; seed was 0 and is 7. "
+        "Choose another `checkpoint_dir`, or more `steps`."
+    )
+    with pytest.warns(UserWarning) as warned:
+        fit(tmp_path, 3, **others)
+    assert line(warned) == (
+        f"{tmp_path / '2'} is of a run with other settings. New from now on: "
+        "loss_fn computes something else; optimizer computes with 1 in place of 0.001; "
+        "data begins with another batch. "
+        "Kept, since the checkpoint's state holds it: seed=0, not 7."
+    )
+    # What counts from now on is what the last checkpoint says; warnings are errors in tests.
+    fit(tmp_path, 4, **others | {"seed": 0})
+
+
+def test_the_seed_that_a_run_began_with_stays_its_seed(tmp_path):
+    fit(tmp_path, 1)
+    for steps in (2, 3):
+        with pytest.warns(UserWarning, match="seed=0, not 7"):
+            fit(tmp_path, steps, seed=7)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["a number", "a schedule"])
+def test_an_injected_rate_is_kept_where_it_is_state_and_new_where_a_schedule_sets_it(
+    tmp_path, kept
+):
+    def optimizer(rate):
+        made = rate if kept else optax.linear_schedule(rate, 0.0, 100)
+        return optax.inject_hyperparams(optax.adamw)(learning_rate=made)
+
+    fit(tmp_path, 2, optimizer(1e-3))
+    with pytest.warns(UserWarning) as warned:
+        result = fit(tmp_path, 3, optimizer(0.5))
+    if kept:
+        assert "Kept, since the checkpoint's state holds it: learning_rate=0.001, not 0.5" in line(
+            warned
+        )
+    else:
+        assert "New from now on: optimizer computes with 0.5 in place of 0.001." in line(warned)
+    expected = 1e-3 if kept else 0.5 * 0.98
+    np.testing.assert_allclose(result.history[-1]["learning_rate"], expected, rtol=1e-6)
+
+
+def rewritten(path, change) -> None:
+    """Changes the facts of a checkpoint as if another version of the library had written them."""
+    facts = {k: v for k, v in manifest.read(path).items() if k not in ("format", "files")}
+    change(facts)
+    manifest.write(path, facts)
+
+
+def test_checkpoints_without_settings_are_gone_on_from(tmp_path):
+    fit(tmp_path, 2)
+
+    def forget(facts):
+        del facts["made_of"], facts["data"]["first"]
+
+    rewritten(tmp_path / "2", forget)
+    assert fit(tmp_path, 3, FAST, doubled).trainer.num_steps == 3
+
+
+def test_another_version_of_jax_is_remarked_and_nothing_else(tmp_path, capsys):
+    fit(tmp_path, 2)
+
+    def age(facts):
+        facts["made_of"]["traced"]["versions"]["jax"] = "0.0.1"
+        facts["made_of"]["call"]["optimizer"]["form"] = "as it was traced then"
+
+    rewritten(tmp_path / "2", age)
+    assert fit(tmp_path, 3, progress=True).trainer.num_steps == 3
+    remark = f"Not compared, since jax was '0.0.1' and is '{jax.__version__}': optimizer."
+    assert f"Resumed from {tmp_path / '2'}. {remark}" in capsys.readouterr().out
+
+
+def test_other_batch_sizes_and_microbatches_are_no_other_loss(tmp_path):
+    """The same loss is traced for the shapes of a part of a batch."""
+    fit(tmp_path, 2)
+    assert fit(tmp_path, 3, microbatches=2).trainer.num_steps == 3
+
+
+@jax.custom_jvp
+def softened(x):
+    return jnp.tanh(x)
+
+
+softened.defjvps(lambda t, ans, x: t * (1 - ans**2))
+# Traced in another process, with other addresses, hashes of strings and caches.
+FUNCTIONS = """
+    def traced():
+        import jax, jax.numpy as jnp, optax
+        from megatrain_jax._src.program import jaxpr as jx
+        def loss(w, x):
+            def layer(h, w):
+                return jax.nn.relu(jax.nn.gelu(h @ w)), {"b": h.sum(), "a": h.max()}
+            h, each = jax.lax.scan(jax.checkpoint(layer), x, w)
+            jax.debug.print("{}", each["a"].sum())
+            return jnp.where(h > 0, h, -jnp.inf).max()
+        w, x = jax.ShapeDtypeStruct((2, 4, 4), "float32"), jax.ShapeDtypeStruct((3, 4), "float32")
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        state = jax.eval_shape(tx.init, w)
+        return [jx.trace(jax.grad(loss), w, x), jx.trace(tx.update, w, state, w)]
+"""
+
+
+def test_fingerprints_are_the_same_in_another_process():
+    scope: dict = {}
+    exec(textwrap.dedent(FUNCTIONS), scope)
+    here = [fingerprint(traced) for traced in scope["traced"]()]
+    script = textwrap.dedent(FUNCTIONS) + (
+        "from megatrain_jax._src.program.fingerprint import fingerprint\n"
+        "print([fingerprint(x) for x in traced()])"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout.strip() == str(here)
+    assert "0x" not in str(here)
+
+
+def fingerprints() -> Iterator[dict]:
+    """Fingerprints of functions that differ in one thing each."""
+    table = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    for function in (
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: 1 + x * 1,
+        lambda x: x - 1,
+        lambda x: x + table,
+        lambda x: x + 2 * table,
+        lambda x: jax.jit(lambda y: y + 3)(x),
+        lambda x: jax.jit(lambda y: y + 4)(x),
+        lambda x: x.sum(axis=0),
+        lambda x: x.sum(axis=1),
+        softened,
+    ):
+        yield fingerprint(jx.trace(function, jax.ShapeDtypeStruct((2, 3), "float32")))
+
+
+def test_functions_that_differ_in_one_thing_have_different_fingerprints():
+    found = list(fingerprints())
+    pairs = itertools.combinations(found, 2)
+    assert all(changes({"f": a}, {"f": b}) for a, b in pairs)
+    assert not any(changes({"f": a}, {"f": b}) for a, b in zip(found, fingerprints(), strict=True))
+    assert changes({"f": found[0]}, {"f": found[1]}) == {"f": "f computes with 2 in place of 1"}
+    assert changes({"f": found[4]}, {"f": found[5]}) == {"f": "f computes with other numbers"}
+
+
+def test_settings_are_compared_by_name_and_free_ones_are_not():
+    before, now = {"a": 1, "b": [1], "c": 3}, {"a": 2, "b": [2], "new": 4}
+    assert changes(before, now, {"b"}) == {"a": "a was 1 and is 2"}
+    assert changes({}, now) == {}

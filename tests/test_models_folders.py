@@ -1,0 +1,138 @@
+"""An export replaces an earlier export and nothing else, whole or not at all."""
+
+import ctypes
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from flax import nnx
+
+import small
+from megatrain_jax._src.models import export, folders
+from megatrain_jax.models import Decoder, DecoderConfig, lora, save_lora, save_pretrained
+
+
+@functools.cache
+def decoder(seed: int = 0) -> Decoder:
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rope_theta": 10_000.0,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        }
+    )
+    return Decoder(config, rngs=nnx.Rngs(seed))
+
+
+def export_of(seed: int, folder: Path) -> dict[str, bytes]:
+    return small.tree(save_pretrained(decoder(seed), folder))
+
+
+@pytest.fixture(params=["exchanged", "renamed"])
+def _file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """One that can exchange two names at once, and one that can't."""
+    if request.param == "renamed":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+
+
+@pytest.mark.usefixtures("_file_system")
+def test_an_export_replaces_the_one_before(tmp_path):
+    fresh = export_of(1, tmp_path / "fresh")
+    before = export_of(0, tmp_path / "mine")
+    with pytest.raises(FileExistsError, match="or pass `overwrite=True`"):
+        save_pretrained(decoder(1), tmp_path / "mine")
+    assert small.tree(tmp_path / "mine") == before != fresh
+    for _ in range(2):
+        save_pretrained(decoder(1), tmp_path / "mine", overwrite=True)
+        assert small.tree(tmp_path / "mine") == fresh
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "mine"]
+
+
+def test_adapters_replace_the_ones_before(tmp_path):
+    adapted = lora(lambda: decoder.__wrapped__(2), targets="q_proj", rank=2).model()
+    fresh = small.tree(save_lora(adapted, tmp_path / "fresh"))
+    for _ in range(2):
+        save_lora(adapted, tmp_path / "mine", overwrite=True)
+    assert small.tree(tmp_path / "mine") == fresh
+
+
+def put_a_file(folder: Path) -> None:
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
+
+
+def forget_the_list(folder: Path) -> None:
+    """As a checkpoint that was downloaded, which has the same names."""
+    (folder / folders.MARKER).unlink()
+
+
+def change_a_file(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def put_a_link(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(folder / "model.safetensors")
+
+
+def be_a_link(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    "change", [put_a_file, forget_the_list, change_a_file, put_a_link, be_a_link]
+)
+def test_a_folder_with_anything_else_is_never_replaced(tmp_path, change):
+    folder = tmp_path / "mine"
+    export_of(0, folder)
+    change(folder)
+    before = small.tree(tmp_path)
+    with pytest.raises(FileExistsError, match="replaces nothing but what save_pretrained"):
+        save_pretrained(decoder(1), folder, overwrite=True)
+    assert small.tree(tmp_path) == before
+
+
+@pytest.mark.usefixtures("_file_system")
+@pytest.mark.parametrize("moment", ["writing", "syncing", "renaming"])
+def test_an_export_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch, moment):
+    before = export_of(0, tmp_path / "mine")
+
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    where = {
+        "writing": (export, "_write_config"),
+        "syncing": (folders, "_sync"),
+        "renaming": (folders, "_exchange"),
+    }
+    monkeypatch.setattr(*where[moment], cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(decoder(1), tmp_path / "mine", overwrite=True)
+    assert small.tree(tmp_path) == {f"mine/{name}": text for name, text in before.items()}
+
+
+def test_the_earlier_export_comes_back_where_the_new_one_gets_no_name(tmp_path, monkeypatch):
+    before = export_of(0, tmp_path / "mine")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+    replace = Path.replace
+
+    def refuse(path, target):
+        if ".unfinished-" in path.name:
+            raise OSError("no more names")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="no more names"):
+        save_pretrained(decoder(1), tmp_path / "mine", overwrite=True)
+    assert small.tree(tmp_path) == {f"mine/{name}": text for name, text in before.items()}
