@@ -209,6 +209,16 @@ def test_a_state_of_other_batches_is_refused(chats_file: Path):
         with pytest.raises(ValueError, match="the state is of other batches"):
             iter(load(chats_file, **other)).set_state(state)
     iter(load(chats_file, epochs=None, workers=2)).set_state(state)
+    # Each side of each split is other data than the whole and than all other sides.
+    dataset = load(chats_file)
+    (train, held_out), (drawn_anew, _), (smaller, _) = (
+        dataset.split(0.2), dataset.split(0.2, seed=1), dataset.split(0.5),
+    )  # fmt: skip
+    state = iter(train).get_state()
+    for side in (dataset, held_out, drawn_anew, smaller):
+        with pytest.raises(ValueError, match="what `split` was given"):
+            iter(side).set_state(state)
+    iter(load(chats_file).split(0.2)[0]).set_state(state)
 
 
 def test_its_grain_dataset_can_go_on_in_grain(chats_file: Path):
