@@ -187,7 +187,7 @@ def sample(mutations: list[Mutation], number: int, seed: str) -> list[Mutation]:
 
 def main() -> None:
     """Tries the mutations that the command line names, and says which are not noticed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Tries the bugs of mutations.txt.")
     parser.add_argument("words", nargs="*", help="of the entries' first lines; all without any")
     parser.add_argument("--sample", type=int, metavar="NUMBER", help="try some of them only")
     parser.add_argument("--seed", default="", help="what chooses them, such as a commit")
