@@ -371,6 +371,21 @@ def test_leaves_of_another_dtype_leave_the_variables_as_declared(build: Any):
     assert [(leaf.shape, leaf.dtype) for leaf in new] == declared
 
 
+def test_variables_keep_their_dtype_whatever_the_loss_gives_them():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.weight, self.seen = nnx.Param(jnp.ones(3)), nnx.BatchStat(jnp.zeros(()))
+
+    def loss_fn(model: Any, batch: Any) -> jax.Array:
+        model.seen.set_value(model.seen[...].astype(jnp.bfloat16) + 1)
+        return model.weight[...].sum() * batch["x"].mean()
+
+    adapted, initial = adapt(Counting(), loss_fn, BATCH, 0)
+    given = initial_leaves(adapted, initial), initial.variables()
+    *_, (seen,) = adapted.loss(loss_fn, *given, BATCH, RNG, True)
+    assert seen.dtype == jnp.float32 and seen == 1
+
+
 @pytest.mark.parametrize("build", [build_net, LinenNet, EquinoxNet])
 def test_rebuilt_models_hold_the_arrays_given(build: Any):
     adapted, leaves, variables = prepared(build, mean_square)

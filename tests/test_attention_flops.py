@@ -206,7 +206,7 @@ def test_other_calls_are_no_attention():
 
 
 @pytest.mark.parametrize("window", [None, 512])
-def test_a_plan_made_elsewhere_is_that_of_a_gpu(cudnn, window, monkeypatch):
+def test_a_plan_made_elsewhere_is_that_of_a_gpu(window, monkeypatch, request):
     config = dataclasses.replace(QWEN_7B, num_layers=2, windows=(window,) * 2 if window else ())
     rows = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     batch = {"tokens": rows, "labels": rows, "segments": rows}
@@ -224,6 +224,7 @@ def test_a_plan_made_elsewhere_is_that_of_a_gpu(cudnn, window, monkeypatch):
     elsewhere = plan()
     assert elsewhere.attention_flops_per_step > 0
     # As if there were cuDNN here: the kernels themselves are traced.
+    request.getfixturevalue("cudnn")
     monkeypatch.setattr(planning, "planned_for", lambda width: contextlib.nullcontext())
     assert plan() == elsewhere
 

@@ -169,6 +169,22 @@ def test_a_log_of_a_killed_run_goes_on_where_the_run_does(kind: Any, tmp_path: P
     )
 
 
+@pytest.mark.parametrize("kind", [callbacks.CSVLog, callbacks.JSONLog])
+def test_a_step_that_is_logged_again_is_there_once(kind: Any, tmp_path: Path):
+    """A run that goes on may have been cut off before its last step's evaluation."""
+    log = kind(tmp_path / "log")
+    for step in (1, 2):
+        log._write(step, {"loss": 2.0})
+    log._write(2, {"loss": 2.0, "eval_loss": 1.0})
+    again = kind(tmp_path / "log")
+    again._open(2)
+    again._write(2, {"loss": 2.0, "eval_loss": 3.0})
+    assert read_log(tmp_path / "log") == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 2.0, "eval_loss": 3.0},
+    ]
+
+
 def read_log(path: Path) -> list[dict[str, float]]:
     text = path.read_text()
     if text.startswith("{"):
@@ -378,6 +394,15 @@ def test_a_run_that_goes_on_remembers_what_was_best(tmp_path: Path):
     stopping(tmp_path / "run", steps=6)
     result = stopping(tmp_path / "run", callbacks=[callbacks.EarlyStopping(patience=3)], start=6)
     assert result.ended == "stopped" and result.trainer.num_steps == 7
+
+
+def test_a_value_that_is_hardly_better_is_no_better(tmp_path: Path):
+    """After 3, of 2, 2.5, 1, 1.5, 1.2, 1.1, 0.5 and 0.1 only 1 is better by more than 1.5."""
+    stop = callbacks.EarlyStopping(patience=4, min_delta=1.5)
+    keep = callbacks.KeepBest(tmp_path / "best", min_delta=1.5)
+    result = stopping(None, callbacks=[keep, stop])
+    assert result.reason == "best `eval_loss` 1 at step 4, no better 4 times"
+    assert keep.path == tmp_path / "best" / "4"
 
 
 def test_the_best_step_is_kept(tmp_path: Path):

@@ -205,10 +205,21 @@ def test_resumes_at_every_batch(chats_file: Path, workers: int):
 
 def test_a_state_of_other_batches_is_refused(chats_file: Path):
     state = iter(load(chats_file)).get_state()
-    for other in ({"seed": 1}, {"length": 512}, {"batch_size": 2}, {"train_on": "all"}):
+    others = {"seed": 1, "length": 512, "batch_size": 2, "train_on": "all", "shuffle": False}
+    for other in ({name: value} for name, value in others.items()):
         with pytest.raises(ValueError, match="the state is of other batches"):
             iter(load(chats_file, **other)).set_state(state)
     iter(load(chats_file, epochs=None, workers=2)).set_state(state)
+    # Each side of each split is other data than the whole and than all other sides.
+    dataset = load(chats_file)
+    (train, held_out), (drawn_anew, _), (smaller, _) = (
+        dataset.split(0.2), dataset.split(0.2, seed=1), dataset.split(0.5),
+    )  # fmt: skip
+    state = iter(train).get_state()
+    for side in (dataset, held_out, drawn_anew, smaller):
+        with pytest.raises(ValueError, match="what `split` was given"):
+            iter(side).set_state(state)
+    iter(load(chats_file).split(0.2)[0]).set_state(state)
 
 
 def test_its_grain_dataset_can_go_on_in_grain(chats_file: Path):
@@ -232,6 +243,16 @@ def test_a_split_is_disjoint_and_complete(chats_file: Path, fraction: float):
     assert Counter(documents(dataset.split(fraction)[1])) == Counter(theirs)
     if fraction == 0.2:
         assert Counter(documents(dataset.split(fraction, seed=1)[1])) != Counter(theirs)
+
+
+def test_what_is_held_out_is_there_once_in_the_order_that_it_was_read_in(tmp_path: Path):
+    messages = conversations(30, turns=1)
+    path = write(tmp_path / "a.jsonl", [openai(one) for one in messages])
+    read = [rendered(one) for one in messages]
+    # Rows of one document each, which keep the documents' order.
+    dataset = load(path, length=max(map(len, read)), batch_size=1, epochs=3)
+    found = documents(dataset.split(0.5)[1])
+    assert len(found) == 15 and found == [one for one in read if one in set(found)]
 
 
 def test_a_split_keeps_equal_documents_and_pieces_together(tmp_path: Path):

@@ -111,6 +111,17 @@ def test_a_training_step_sums_the_weight_and_means_the_rest(microbatches):
     np.testing.assert_allclose(metrics["size"], np.mean([r[1]["size"] for r in rows]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_in_which_nothing_counts_changes_nothing(microbatches):
+    """Its own means are 0 / 0."""
+    trainer = trainer_of(mean_of_some, microbatches)
+    batches = make_batches([4, 4, 3], 0)
+    expected = trainer.evaluate([batches[0], batches[2]])
+    batches[1]["counts"][:] = False
+    assert math.isnan(mean_of_some(build(), batches[1])[0])
+    assert trainer.evaluate(batches) == expected
+
+
 def test_data_in_which_nothing_counts_is_refused():
     batches = make_batches([4, 4], 0)
     for batch in batches:

@@ -1,5 +1,6 @@
 """Where leaves lie in slabs: whatever their dtypes and order, each comes out as it went in."""
 
+import itertools
 import random
 
 import jax
@@ -7,6 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax._src.state.blockwise import Blockwise
+from megatrain_jax._src.state.codec import Rounded
+from megatrain_jax._src.state.draws import draw_of
+from megatrain_jax._src.state.groups import GroupLayout
 from megatrain_jax._src.state.host_leaves import read_leaves
 from megatrain_jax._src.state.layout import ALIGNMENT
 from megatrain_jax._src.state.mixed_layout import mixed_layout_of
@@ -52,6 +57,38 @@ def test_leaves_of_interleaved_dtypes_come_out_as_they_went_in(seed):
     at = layout_of(mirrored, "float32").offsets
     whole = [kind for kind in layout.layouts if kind.shapes == tuple(mirrored)]
     assert all(kind.offsets == at for kind in whole)
+
+
+def test_no_two_numbers_of_a_slab_are_rounded_by_the_same_bits():
+    """Neither those of two devices, nor those of two codecs."""
+    codecs = [Rounded(dtype="bfloat16", stochastic=True), Blockwise(code="linear", stochastic=True)]
+    layout = layout_of([(512,), (512,)], "float32", 2, codecs)
+    # Numbers halfway between two: the first bit drawn decides. A code's scale is its block's 1.
+    scales = jnp.arange(512) % 128 == 0
+    leaves = [jnp.full(512, 1 + 2.0**-8), jnp.where(scales, 1.0, 63.5 / 127)]
+    draw = draw_of(jax.random.key(0), jnp.int32(1), jnp.uint32(2))
+
+    @jax.jit
+    def are_rounded_up(leaves):
+        slab = layout.pack(leaves)
+        return layout.decode(layout.encode(slab, draw)) > slab
+
+    went_up = np.asarray(are_rounded_up(leaves)).reshape(2, 2, 256)  # shards, segments, columns
+    patterns = went_up[..., ~np.asarray(scales[:256])].reshape(4, -1)
+    for one, other in itertools.combinations(patterns, 2):
+        assert 0.35 < (one == other).mean() < 0.65
+
+
+def test_no_two_slabs_groups_or_steps_have_a_draw_in_common():
+    avals = [jax.ShapeDtypeStruct((3,), dtype) for dtype in DTYPES]
+    group = GroupLayout(master=layout_of([(3,)], "float32"), state=mixed_layout_of(avals, [(3,)]))
+    draws = [
+        tuple(map(int, draw))
+        for source in itertools.product((0, 1), repeat=3)
+        for draw in group.slab_draws((jax.random.key(source[0]), *map(jnp.uint32, source[1:])))
+        if draw is not None
+    ]
+    assert len(draws) == len(set(draws)) == 8 * (1 + len(DTYPES))
 
 
 @pytest.mark.parametrize("seed", range(3))

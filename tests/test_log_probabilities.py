@@ -118,6 +118,20 @@ def test_pairs_that_are_not_there_change_nothing():
     assert not np.any(gradient[:, 4:]) and not np.any(gradient[2:])
 
 
+def test_the_loss_of_preferences_is_that_of_its_formula():
+    rng = np.random.default_rng(0)
+    rows, weights = rng.normal(size=(4, 6)).astype(np.float32), rng.random(6).astype(np.float32)
+    ours, wrong, before, before_wrong = rows.astype(np.float64)
+    each = np.log1p(np.exp(-0.3 * ((ours - wrong) - (before - before_wrong))))
+    given = [jnp.asarray(row) for row in rows]
+    for options, expected in (
+        ({}, each.mean()),
+        ({"mask": weights}, each @ weights / weights.sum()),
+        ({"mask": weights, "count": 4.0}, each @ weights / 4),
+    ):
+        np.testing.assert_allclose(losses.dpo(*given, beta=0.3, **options), expected, rtol=1e-6)
+
+
 PAIRS, LENGTH = 3, 9
 
 

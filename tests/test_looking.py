@@ -22,6 +22,7 @@ import megatrain_jax as mt
 import small
 from megatrain_jax._src.report.curves import running_mean
 from megatrain_jax._src.report.fill import fills
+from megatrain_jax._src.report.run_view import result_cells
 from test_plan_table import GIB, big_plan, small_plan
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -310,6 +311,9 @@ def test_a_result_shows_steps_losses_and_why_it_ended():
     assert rows["eval_loss"][0] == f"{last['eval_loss']:.6g}"
     words = " ".join(repr(result).split())
     assert all(" ".join([name, *cells]) in words for name, cells in rows.items())
+    # What is not a number is never the least, wherever it is.
+    records = [{"step": n, "loss": x} for n, x in enumerate((np.nan, 3.0, 2.0, np.nan), 1)]
+    assert result_cells(4, "done", records)[1][2] == "nan at step 1, least 2 at step 3"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Adapters: exact beside merged matrices, small in a plan, and those of PEFT to its own numbers."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax import models
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.models.low_rank import MergedMatrix, adapted_modules
 from oracle import train_plain
 from runs import check_close, make_trainer, train
 from test_models_training import EXPERTS, SMALL, batch, packed_loss
@@ -162,6 +164,53 @@ def test_dropout_is_drawn_anew_in_training_and_left_out_of_evaluations():
     np.testing.assert_allclose(evaluated[0], packed_loss(merged, made), rtol=1e-5)
     layers = [row for row in trainer.plan.groups if "frozen" not in row.name]
     assert len({row.template for row in layers}) == 1
+
+
+def fresh_factors(model):
+    return {p: x for p, x in leaves_of(model) if p[-1] == "lora_A"}
+
+
+def test_fresh_factors_are_drawn_apart_for_each_matrix_and_alike_whatever_else_has_some():
+    adapted = models.lora(decoder, targets="layers/", rank=4)
+    found = fresh_factors(adapted.model())
+    # Nothing is drawn twice, neither in two matrices nor in two experts.
+    numbers = np.concatenate([np.ravel(x) for x in found.values()])
+    assert np.unique(numbers).size > 0.999 * numbers.size
+    fewer = fresh_factors(models.lora(decoder(), targets="q_proj", rank=4).model)
+    assert fewer and all(np.array_equal(found[path], array) for path, array in fewer.items())
+    given = nnx.to_pure_dict(nnx.state(decoder(), nnx.Param))
+    completed = models.lora(decoder, targets="layers/", rank=4, params=given)
+    for path, array in found.items():
+        node: Any = completed.params
+        for key in path:
+            node = node[str(key)]
+        np.testing.assert_array_equal(np.asarray(node), array)
+        # As PyTorch draws them: Kaiming's, a = sqrt(5), is uniform within 1 / sqrt(in).
+        bound = array.shape[-1] ** -0.5
+        assert np.abs(array).max() <= bound and np.std(array) > 0.5 * bound
+    other = fresh_factors(models.lora(decoder(), targets="layers/", rank=4, seed=1).model)
+    assert not any(np.array_equal(other[path], array) for path, array in found.items())
+
+
+def test_merged_matrices_are_rounded_once():
+    """A change below what a bfloat16 weight resolves still decides how the sum is rounded."""
+    model = models.lora(
+        Attending(), targets="(stack|general|query).kernel", rank=2, alpha=0.05
+    ).model
+    model = randomised(jax.tree.map(lambda x: x.astype(jnp.bfloat16), model))
+    merged = dict(leaves_of(models.merge_lora(model)))
+    for path, module in adapted_modules(model):
+        weight, a, b = (
+            np.asarray(x[...], np.float64) for x in (module.kernel, module.lora_A, module.lora_B)
+        )
+        exact = weight + (0.025 * np.swapaxes(b @ a, -1, -2)).reshape(weight.shape)
+        found = merged[*path, "kernel"]
+        assert found.dtype == jnp.bfloat16
+        nearest = np.abs(exact.astype(jnp.bfloat16).astype(np.float64) - exact)
+        assert (np.abs(found.astype(np.float64) - exact) <= nearest + 1e-6 * np.abs(exact)).all()
+        assert (found != module.kernel[...]).mean() > 0.1
+        # Files of wider numbers have all of it.
+        np.testing.assert_allclose(MergedMatrix(module), exact, rtol=2e-6, atol=2e-7)
 
 
 def test_a_model_of_70b_is_planned_with_adapters_without_making_it():

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.models.low_rank import MergedMatrix
 
 torch = pytest.importorskip("torch", reason='compared with PyTorch: pip install -e ".[torch]"')
 peft = pytest.importorskip("peft", reason='compared with PEFT: pip install -e ".[torch]"')
@@ -99,6 +100,36 @@ def test_training_is_that_of_peft(name, targets, options, tmp_path):
     assert changed == {
         key.removeprefix(prefix).replace(end, ".weight") for key in ours if key.endswith(end)
     }
+
+
+@pytest.mark.parametrize(
+    ("rslora", "scale", "chosen"), [(False, 5 / 4, (0, 1)), (True, 5 / 2, (1,))]
+)
+def test_peft_scales_and_drops_as_the_settings_say(rslora, scale, chosen, tmp_path):
+    base = make_torch("llama")
+    pretrained = models.load_pretrained(save(base, tmp_path / "base"))
+    options = {"rank": 4, "alpha": 5.0, "dropout": 0.25, "rslora": rslora}
+    numbers = "".join(map(str, chosen))
+    adapted = models.lora(pretrained.model, targets=f"[{numbers}]/self_attn/q_proj", **options)
+    model = adapted.model()
+    modules = [model.layers[number].self_attn.q_proj for number in chosen]
+    for module in modules:
+        module.lora_B.set_value(jnp.ones((32, 4)))
+    models.save_lora(model, tmp_path / "lora")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "lora", is_trainable=True)
+    layers = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    for module, layer in zip(modules, layers, strict=True):
+        assert layer.scaling == {"default": scale} and layer.lora_dropout["default"].p == 0.25
+        change = MergedMatrix(module) - np.asarray(module.weight[...])
+        np.testing.assert_allclose(layer.get_delta_weight("default").detach(), change, atol=1e-6)
+    whole, half = (
+        load_file(
+            models.save_lora(model, tmp_path / dtype, dtype=dtype) / "adapter_model.safetensors"
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    for name, array in whole.items():
+        np.testing.assert_array_equal(half[name], array.astype(jnp.bfloat16), strict=True)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.long)])

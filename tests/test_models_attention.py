@@ -1,5 +1,6 @@
 """Attention and experts against their definitions, written without any economy."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,14 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.extend import core as jex
 
 from megatrain_jax._src.models import expert_blocks
 from megatrain_jax._src.models.activations import ACTIVATIONS
 from megatrain_jax._src.models.causal_attention import mark
 from megatrain_jax._src.models.expert_blocks import gated, mix
+from megatrain_jax._src.models.families.glm4_moe import BiasedMixture, GroupedRouting
+from megatrain_jax._src.models.layers import MixtureOfExperts
+from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss, route, tally
 from megatrain_jax.models import Experts, attention
+from test_models_training import SMALL
 
 
 def arrays(length: int = 21, rows: int = 2, heads: int = 4, kv_heads: int = 2):
@@ -163,6 +169,37 @@ def test_experts_give_what_all_of_them_give_picked(num, per_token, tokens, at_on
         jax.tree.leaves(total(ours)), jax.tree.leaves(total(mixed_densely)), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+def softmax_of_rounded(x, w):
+    """Of logits in bfloat16, as Transformers has them."""
+    return jax.nn.softmax((x @ w.T).astype(jnp.float32))
+
+
+def sigmoid_of_exact(x, w):
+    return jax.nn.sigmoid(x.astype(jnp.float32) @ w.T.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(MixtureOfExperts, softmax_of_rounded), (BiasedMixture, sigmoid_of_exact)],
+)
+def test_routers_are_in_fp32_in_a_model_in_bf16(kind, expected):
+    experts = Experts(
+        num=32, per_token=4, intermediate_size=5, normalize=True, layers=(0,), shared_size=5
+    )
+    options = GroupedRouting(groups=1, groups_per_token=1, scale=1.5)
+    config = dataclasses.replace(SMALL, experts=experts, options=options)
+    mixture = kind(config, experts, Maker(nnx.Rngs(0), jnp.bfloat16, 0.2))
+    tokens = jax.random.normal(jax.random.key(0), (50, config.hidden_size), jnp.bfloat16)
+    chosen, shares, scores = mixture.route(tokens)
+    assert shares.dtype == scores.dtype == jnp.float32
+    exact = expected(tokens, mixture.gate.weight[...])
+    np.testing.assert_allclose(scores, exact, rtol=1e-6)
+    best, places = jax.lax.top_k(exact, 4)
+    np.testing.assert_array_equal(chosen, places)
+    scale = options.scale if kind is BiasedMixture else 1
+    np.testing.assert_allclose(shares, scale * best / best.sum(-1, keepdims=True), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num", [4, 64])

@@ -11,6 +11,7 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax._src.common.keys import Kind
+from megatrain_jax._src.common.remembering import remembered, remembering
 from megatrain_jax._src.report.make_plan import moved_bytes
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.search import find_schedule
@@ -106,6 +107,28 @@ def test_what_does_not_fit_is_said_in_a_comparison():
     assert len(Shown(table._repr_html_()).red) == 2
     assert [row.plan.fits_host for row in table if row.plan] == [True, False, False]
     assert table[-1].names == (tiny[-1].name, "0") and table[1:] == table.rows[1:]
+
+
+def test_what_is_not_known_to_fit_is_unknown_in_a_comparison():
+    table = mt.compare_plans(
+        build, loss_fn, OPTIMIZERS["adamw"], batch(8), over={"microbatches": [1]}
+    )
+    ((_, said, *_),) = Shown(table._repr_html_()).rows[1:]
+    assert said == "unknown" and not Shown(table._repr_html_()).red
+
+
+def test_of_what_plans_share_the_last_few_parts_are_remembered():
+    made: list[int] = []
+
+    def get(number: int) -> int:
+        return remembered("numbers", lambda: number, lambda: made.append(number) or number)
+
+    with remembering():
+        for number in (*range(8), 0, 8):
+            assert get(number) == number
+        # Of nine the first one was used again, so that the second one has gone.
+        assert get(0) == 0 and get(1) == 1
+    assert made == [*range(9), 1]
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ class DatasetIterator(Iterator[Batch]):
         if state.pop("data", None) != self.fingerprint:
             raise ValueError(
                 "the state is of other batches: the files, the tokenizer, `length`, `batch_size`, "
-                "`seed`, `shuffle` and `train_on` have to be what they were when it was saved"
+                "`seed`, `shuffle`, `train_on` and what `split` was given have to be what they "
+                "were when it was saved"
             )
         self._iterator.set_state(state)
