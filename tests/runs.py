@@ -178,4 +178,4 @@ def check_first_gradients(case: Case, run: PlainRun) -> None:
     largest = max(size for _, size in sizes)
     assert [path for path, size in sizes if 0 < size < 1e-4 * largest] == []
     norm = np.sqrt(sum(np.sum(x**2) for _, x in leaves))
-    np.testing.assert_allclose(run.metrics[0]["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(run.metrics[0]["grad_norm"], norm, rtol=1e-6)

@@ -193,6 +193,11 @@ def test_precision_checks_its_dtypes():
     assert Precision() == Precision(master="float32", compute="bfloat16")
     with pytest.raises(ValueError, match=r"compute=int32\) must be a real floating"):
         Precision(compute=jnp.int32)
+    for narrow in (jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn, jnp.float8_e8m0fnu):
+        with pytest.raises(ValueError, match=r"compute=float\w+\) is not .* bfloat16.* float32"):
+            Precision(compute=narrow)
+        with pytest.raises(ValueError, match=r"compute=float\w+\) is not .* bfloat16.* float32"):
+            Precision.compact(compute=narrow)
     with pytest.raises(ValueError, match=r"master=float64\) needs 64-bit types"):
         Precision(master=np.float64)
     with pytest.raises(ValueError, match=r"master='fp32'\) is no dtype"):

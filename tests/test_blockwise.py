@@ -138,6 +138,19 @@ def test_special_blocks(code, bits, signed, lib):
 
 
 @pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
+@pytest.mark.parametrize("blocks", [1, 64])
+def test_one_nan_or_infinity_spoils_its_block_in_arrays_of_any_size(code, bits, signed, blocks):
+    """XLA on the CPU drops NaN from the maximum of floats in large arrays."""
+    codec = Blockwise(code=code, bits=bits, signed=signed)
+    there_and_back = jax.jit(lambda x: codec.decode(codec.encode(x, None), jnp.float32))
+    for bad in (np.nan, -np.nan, np.inf):
+        x = numbers(5, signed, blocks)
+        x[5] = bad
+        found = np.asarray(there_and_back(x))
+        assert np.isnan(found[:BLOCK]).all() and np.isfinite(found[BLOCK:]).all(), bad
+
+
+@pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
 def test_stochastic_codes_are_right_in_the_mean(code, bits, signed):
     codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
     x, repeats = numbers(3, signed, 2), 2048

@@ -77,6 +77,14 @@ def test_ids_out_of_range_are_counted_and_the_first_is_named(seed):
         build().check_batch(arrays)
 
 
+@pytest.mark.parametrize("name", ["learned_per_row", "pairs_per_row"])
+def test_counts_of_a_whole_batch_are_no_counts_of_single_rows(name):
+    """Filled with the rows' own numbers, microbatches would be divided by different counts."""
+    with pytest.raises(ValueError, match=rf"batch\['{name}'\] must have one number .* 2 to 5\."):
+        build().check_batch(make_batch() | {name: np.array([5, 2], np.float32)})
+    build().check_batch(make_batch() | {name: np.full(2, 3.5, np.float32)})
+
+
 def test_labels_that_do_not_count_may_be_anything_and_other_arrays_are_not_looked_at():
     good = make_batch()
     ignored = np.where(np.arange(6) < 3, -100, good["labels"])

@@ -130,6 +130,35 @@ def test_data_in_which_nothing_counts_is_refused():
         trainer_of(mean_of_some, 2).evaluate(batches)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_training_on_nothing_is_told_once_and_updates_as_plain_optax(microbatches):
+    def mean_or_zero(model, batch):
+        squares = (predict(model, batch["x"]) - batch["y"]) ** 2
+        total = batch["counts"].sum()
+        return (squares * batch["counts"]).sum() / jnp.maximum(total, 1), {"weight": total}
+
+    batches = make_batches([4, 4, 4], 1)
+    batches[0]["counts"][:] = True
+    for batch in batches[1:]:
+        batch["counts"][:] = False
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    with pytest.warns(UserWarning, match='batch of step 2: .*"weight" is 0') as told:
+        result = mt.fit(
+            build, mean_or_zero, batches, optimizer,
+            microbatches=microbatches, precision=FP32, progress=False,
+        )  # fmt: skip
+    assert len(told) == 1
+    assert [record["weight"] for record in result.history] == [4, 0, 0]
+    assert [record["loss"] for record in result.history][1:] == [0, 0]
+    params = build()
+    state = optimizer.init(params)
+    for batch in batches:
+        gradient = jax.grad(lambda p, b: mean_or_zero(p, b)[0])(params, batch)
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(result.params["w"], params["w"], rtol=2e-6)
+
+
 # The mean over labels
 
 

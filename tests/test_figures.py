@@ -95,6 +95,44 @@ def test_a_figure_without_its_link_has_no_source():
                 assert len(problems(changed)) > before, match[0]
 
 
+README, MEMORY, LONG = "README.md", "docs/less_memory.md", "docs/long_sequences.md"
+# Two texts of a page change places (<->), or one is replaced by the other (->).
+FALSE = [
+    (README, "[least](", "<->", "[24 GiB]("),
+    (README, "[exact updates](", "<->", "[updates one step old]("),
+    (README, "[ZeRO-3 offload](", "<->", "[SuperOffload]("),
+    (README, "ZeRO-3 offload](", "<->", "ZenFlow, updates every 4th step]("),
+    (README, "ViT: plain [`jax.jit` and Optax](", "<->", "ViT: **megatrain_jax**, [automatic]("),
+    (README, "| 9.5 GiB |", "->", "| 9.5 s |"),
+    (
+        README,
+        "9.0 GiB of the GPU a\nstep takes 1.478 s",
+        "->",
+        "9.0 s of the GPU a\nstep takes 1.478 GiB",
+    ),
+    (README, "[520 s, 100.9 and 101.0\nGiB]", "->", "[520 s, 100.9 and 101.0\ns]"),
+    (README, "[4.962 s, 106.1", "->", "[4.962 GiB, 106.1"),
+    (README, "[19.90 s, 106.8", "->", "[19.90 tokens/s, 106.8"),
+    (MEMORY, "On an H200, on sources", "->", "On an H100, on sources"),
+    (MEMORY, "[bf16, int8](", "<->", "[bf16 to nearest, fp32]("),
+    (LONG, "[10.06 s in 72.2\nGiB]", "->", "[10.06 GiB in 72.2\ns]"),
+    (LONG, "[ZeRO-3 with tiles (ALST)](", "<->", "[ZeRO-3]("),
+    (LONG, "14.68 s in 43.1", "->", "14.68 tokens/s in 43.1"),
+]
+
+
+@pytest.mark.parametrize(("name", "one", "how", "other"), FALSE)
+def test_swapped_labels_cards_and_units_are_noticed(name, one, how, other):
+    (page,) = (page for page in PAGES if short(page) == name)
+    assert one in page.text
+    if how == "<->":
+        assert other in page.text
+        text = page.text.replace(one, "\0", 1).replace(other, one, 1).replace("\0", other, 1)
+    else:
+        text = page.text.replace(one, other, 1)
+    assert not problems(page) and problems(dataclasses.replace(page, text=text))
+
+
 # ---- made-up results
 
 

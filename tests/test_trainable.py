@@ -20,7 +20,7 @@ from workloads import all_resident_bytes
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("started_once")
-TOLERANCE = 2e-5
+TOLERANCE = 1e-6
 
 RUNS = [
     ("nnx_tied", r"attention|attn|mlp/up", "clip_adamw", 1),
@@ -70,9 +70,9 @@ def test_training_a_part_agrees_with_masked_optax(name, pattern, optimizer, micr
     )
     before = [np.array(x) for x in jax.tree.leaves(trainer.params)]
     run = train(trainer, batches, gradients=False)
-    np.testing.assert_allclose(run.losses, plain.losses, rtol=2e-6)
+    np.testing.assert_allclose(run.losses, plain.losses, rtol=5e-7)
     check_close(run.params, plain.params, TOLERANCE, "parameter")
-    check_close(run.opt_state, plain.opt_state[0].inner_state, 2 * TOLERANCE, "optimizer state")
+    check_close(run.opt_state, plain.opt_state[0].inner_state, 4 * TOLERANCE, "optimizer state")
     for old, new, trains in zip(before, jax.tree.leaves(run.params), trained, strict=True):
         assert trains or np.array_equal(old, new)
 
@@ -99,7 +99,7 @@ def test_every_budget_and_residuals_give_the_same_results(optimizer):
         check_same_bits(run.params, reference.params)
     keeping = make(10**9, hardware=SLOW)
     assert keeping.schedule.kept
-    check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-5, "kept")
+    check_close(train(keeping, batches, gradients=False).params, reference.params, 1e-6, "kept")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_schedule", "clip_adamw"])

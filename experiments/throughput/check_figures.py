@@ -7,7 +7,8 @@ A figure in running text is a link to its file, whose anchor names it as `figure
 as many names, with commas. A link to a section of a page repeats numbers of that section. In a
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
 titles name the figures. What is measured and has no source is a mistake, and so is a row that
-doesn't say how it differs from the first one. What is no measurement is listed in a comment:
+doesn't say how it differs from the first one. Units, cards and rows' labels are compared with the
+files, too (`figure_words.py`). What is no measurement is listed in a comment:
 `<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and
 `<!-- end of planned -->` was made by a script of plans, with which a test compares it.
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import figures
+from figure_words import swapped_labels, wrong_card, wrong_unit
 from figures import COLUMNS, RATIOS
 from file_list import RESULTS, ROOT, check_list, write_list
 from timing import MIN_STEPS
@@ -134,10 +136,12 @@ def _link(page: Page, match: re.Match[str]) -> list[str]:
     if not anchor:
         return [page.at(match.start(), f"{match[0]} names no figure")] if printed else []
     names = [unquote(name) for name in anchor.split(",")]
-    return [
-        page.at(match.start(), wrong)
-        for wrong in _compare(printed, target, names, "", None, match[0])
-    ]
+    found = _compare(printed, target, names, "", None, match[0])
+    before, after = page.text[: match.start()], page.text[match.end() :]
+    paragraph = before.rpartition("\n\n")[2] + match[1] + after.partition("\n\n")[0]
+    if card := wrong_card(paragraph, target):
+        found.append(f"{match[0]} is not of the {card}")
+    return [page.at(match.start(), wrong) for wrong in found]
 
 
 def _is_result(path: Path) -> bool:
@@ -164,11 +168,13 @@ def _compare(
     values = [value for value in values if value is not None]
     if len(values) != len(printed):
         return [f"{shown} shows {len(printed)} numbers of {len(values)} that {names} are"]
-    return [
-        f"{shown}: {number[0]!r} is {value}"
-        for number, value in zip(printed, values, strict=True)
-        if not _is(number, value)
-    ]
+    pairs = list(zip(printed, values, strict=True))
+    found = [f"{shown}: {n[0]!r} is {value}" for n, value in pairs if not _is(n, value)]
+    # Where a figure has no value, nothing tells which name a number belongs to.
+    for number, name in zip(printed, names, strict=False) if len(printed) == len(names) else ():
+        if unit := wrong_unit(number.string, number.end(3 if number[3] else 2), name):
+            found.append(f"{shown}: {number[0]!r} is {name}, not in {unit}")
+    return found
 
 
 def _is(number: re.Match[str], value: float) -> bool:
@@ -192,13 +198,18 @@ def _table(page: Page, table: re.Match[str]) -> list[str] | None:
     # What is so of all rows may be said above the table instead.
     above = " ".join(page.text[: table.start()].rstrip().rpartition("\n\n")[2].split())
     shared = {mark for mark in set.intersection(*needed) if mark in above} if needed else set()
-    found = []
+    labelled = [
+        (_label(row[0]), *source) for row, source in zip(body, sources, strict=True) if source
+    ]
+    found = [page.at(table.start(), wrong) for wrong in swapped_labels(labelled)]
     for at, cells, source in zip(starts[2:], body, sources, strict=True):
         if source is None or first is None:
             if any(_NUMBER.search(cell) for cell in cells[1:]):
                 found.append(page.at(at, f"the row {cells[0]!r} has no source"))
             continue
         path, base = source
+        if card := wrong_card(_label(cells[0]), path):
+            found.append(page.at(at, f"the row {cells[0]!r} is not of the {card}"))
         marks = [mark for mark in figures.marks(path, first) if mark not in shared]
         missing = [mark for mark in marks if mark not in cells[0]]
         found += [page.at(at, f"the row {cells[0]!r} doesn't say: {m}") for m in missing]
@@ -217,6 +228,11 @@ def _table(page: Page, table: re.Match[str]) -> list[str] | None:
                     for wrong in _compare(printed, path, names, base, yardstick, shown)
                 ]
     return found
+
+
+def _label(cell: str) -> str:
+    """A row's label, without its links' addresses."""
+    return _LINK.sub(lambda match: match[1], cell)
 
 
 def _source(page: Page, cell: str) -> tuple[Path, str] | None:

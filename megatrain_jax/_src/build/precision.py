@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.common.checks import refused
 
 Rounding = Literal["stochastic", "nearest"]
-_MASTERS = ("bfloat16", "float32", "float64")
+_MASTERS = _COMPUTING = ("bfloat16", "float32", "float64")
 _FLOAT32 = jnp.dtype("float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 
@@ -34,7 +34,8 @@ class Precision:
     Attributes:
         master: dtype in which the host keeps the parameters that are trained: bfloat16, float32 or,
             with 64-bit types switched on, float64; or a mapping from paths to bfloat16 or float32.
-        compute: dtype that parameters are cast to before the model sees them.
+        compute: dtype that parameters are cast to before the model sees them: bfloat16, float32 or
+            float64. Narrower ranges, as float16's, would need the loss to be scaled.
         frozen: dtype in which the host keeps parameters that are not trained; None for that of the
             masters. With bfloat16 they take half the memory and half the time on the link, with
             int8, in blocks of 128 with a scale each, norms and biases among them, a quarter.
@@ -66,7 +67,7 @@ class Precision:
         state = None if self.state is None else _held("state", self.state, _STATES)
         canonical = {
             "master": _held("master", self.master, _MASTERS),
-            "compute": _floating("compute", _dtype("compute", self.compute)),
+            "compute": _computing(_dtype("compute", self.compute)),
             "frozen": None if self.frozen is None else _frozen(self.frozen),
             # What optimizers make of fp32 masters is fp32 already: nothing to code.
             "state": None if state == _FLOAT32 else state,
@@ -157,6 +158,18 @@ def _frozen(given: Any) -> Any:
     if dtype == jnp.dtype("int8"):
         return dtype
     return _floating("frozen", dtype, " or int8")
+
+
+def _computing(dtype: Any) -> Any:
+    dtype = _floating("compute", dtype)
+    # Gradients have the dtype that is computed in. Without a scaled loss, small ones become zero
+    # in a dtype whose exponents have a narrower range than fp32's.
+    if dtype.name not in _COMPUTING:
+        raise ValueError(
+            f"Precision(compute={dtype.name}) is not supported: losses are not scaled, so small "
+            "gradients would become zero. Use bfloat16, which has fp32's range, or float32."
+        )
+    return dtype
 
 
 def _floating(name: str, dtype: Any, other: str = "") -> Any:

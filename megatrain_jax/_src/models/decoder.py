@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.arrays import check_array, check_floating
 from megatrain_jax._src.models.config import DecoderConfig
-from megatrain_jax._src.models.ids import check_ids
+from megatrain_jax._src.models.ids import check_counts, check_ids
 from megatrain_jax._src.models.layers import Embedding, Layer, Linear, make_norm
 from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import balancing_loss
@@ -172,6 +172,7 @@ class Decoder(nnx.Module):
             ValueError: If NumPy arrays hold ids that the vocabulary doesn't have.
         """
         check_ids(batch, self.config.vocab_size)
+        check_counts(batch)
 
     def head_weight(self) -> Float[Array, "vocab_size width"]:
         """Returns the head's matrix, which is the embedding's where they are tied.

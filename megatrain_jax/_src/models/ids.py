@@ -34,6 +34,27 @@ def check_ids(batch: Any, vocab_size: int) -> None:
                 raise _out_of_range("labels", labels, beyond, vocab_size)
 
 
+def check_counts(batch: Any) -> None:
+    """Checks that counts of a whole batch are the same for all of its rows.
+
+    Args:
+        batch: Of a mapping, `learned_per_row` and `pairs_per_row` are looked at if they are NumPy
+            arrays. Other batches pass.
+
+    Raises:
+        ValueError: If rows differ, as where each has its own number of labels.
+    """
+    for name in ("learned_per_row", "pairs_per_row") if isinstance(batch, Mapping) else ():
+        counts = batch.get(name)
+        if isinstance(counts, np.ndarray) and counts.size and (counts != counts.flat[0]).any():
+            raise ValueError(
+                f"batch[{name!r}] must have one number for all rows, but has {counts.min():g} to "
+                f"{counts.max():g}. It is the mean over the rows of the whole batch, so that "
+                "microbatches with few labels don't count for more: fill it with the batch's count "
+                "divided by its number of rows"
+            )
+
+
 def _is_ids(array: Any) -> TypeGuard[np.ndarray]:
     return isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.integer)
 

@@ -21,7 +21,8 @@ def next_token_loss(
         model: The decoder.
         batch: `tokens` and `labels`, integers (rows, length), and where there are any `mask`,
             `positions` and `segments` of the same shape and `learned_per_row` (rows,), as
-            `megatrain_jax.data` gives them. With the last, microbatches of a batch weigh as much
+            `megatrain_jax.data` gives them. The last has one number for all rows: the batch's
+            labels that count, divided by its number of rows. With it, microbatches weigh as much
             as they have labels that count; without, each part's loss is the mean over its own.
         z_loss: See `losses.next_token`.
         chunk: See `losses.next_token`.

@@ -5,6 +5,7 @@ finite, that shows only then, when a step or two more have been dispatched: upda
 the store's `ok` is false, so those have changed nothing and are forgotten.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,6 +65,7 @@ class Training:
         self._engine, self._names, self._max_skipped = engine, names, max_skipped
         self._hyperparameters = find_hyperparameters(engine.optimizer)
         self._in_flight: deque[StepMetrics] = deque()
+        self._has_warned = False
 
     def check_whole(self) -> None:
         """Checks that there is a state to go on from.
@@ -150,6 +152,21 @@ class Training:
                 f"`max_skipped`={self._max_skipped} allows; parameters and optimizer state are as "
                 "before them."
             )
+        if healthy and not self._has_warned:
+            self._warn_of_nothing(metrics)
+
+    def _warn_of_nothing(self, metrics: StepMetrics) -> None:
+        """Warns, once a run, of a step whose loss was the mean of nothing."""
+        if "weight" not in metrics or float(jax.device_get(metrics["weight"])) != 0:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f'nothing counted in the batch of step {metrics.step}: the loss\'s metric "weight" is '
+            "0, as where all labels are masked. The step updated nevertheless, by weight decay and "
+            "momentum alone. Leave such batches out. Other steps like it have the weight 0 in "
+            "their records, without a warning.",
+            stacklevel=2,
+        )
 
     def _fail(self, metrics: StepMetrics) -> None:
         """Raises the error of a step that was not finite, having dropped the step and its updates.

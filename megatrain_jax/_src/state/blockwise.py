@@ -42,7 +42,7 @@ class Blockwise(Plain):
 
     A block's largest number is exact, zero stays zero, and decoded numbers have the same codes
     again. In the dynamic code other numbers never become zero, since an optimizer may divide by
-    them or their roots. A block with a number that is not finite is NaN as a whole.
+    them or their roots. A block with an infinity or a NaN is NaN as a whole.
 
     Attributes:
         block: The count of numbers that share a scale.
@@ -80,7 +80,10 @@ class Blockwise(Plain):
         """Codes and scales of numbers of shape (n,); see `Plain.encode`."""
         xp = _numpy_of(x)
         rows = x.astype(np.float32).reshape(-1, self.block)
-        largest = xp.max(xp.abs(rows), axis=1, keepdims=True)
+        # Bits of positive numbers are ordered as the numbers are, with NaN above infinity. XLA's
+        # maximum of floats may drop a NaN, which that of integers can't.
+        magnitudes = rows.view(np.int32) & np.int32(0x7FFFFFFF)
+        largest = xp.max(magnitudes, axis=1, keepdims=True).view(np.float32)
         scales = xp.where(largest < _SMALLEST, xp.zeros_like(largest), largest)
         usual = (scales > 0) & (scales < np.inf)
         # A compiler may divide by multiplying, and the reciprocal of a large scale is no normal

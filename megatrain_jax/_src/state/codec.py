@@ -114,7 +114,8 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
 
     The upper 16 bits of an fp32 number are a bfloat16 number, the lower ones how far it is on the
     way to the next. Adding 16 random bits carries in as many cases as that is far. Numbers that
-    bfloat16 has exactly stay, zeros, infinities and NaN among them.
+    bfloat16 has exactly stay, zeros, infinities and NaN among them. Finite numbers beyond the
+    largest one of bfloat16, 3.39e38, become that one.
 
     Args:
         x: fp32 of shape (n,).
@@ -126,6 +127,8 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     # As integers, since fp32's sum with its random part would be rounded itself.
     given = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = ((given + (bits >> 16)) >> 16).astype(jnp.uint16)
+    # The number below an infinity's bits is the largest finite one's.
+    upper -= ((upper & 0x7FFF) == 0x7F80).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
     # A NaN whose bits are in the lower half would become an infinity, one of all bits a zero.
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
