@@ -78,8 +78,10 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
         AskedWronglyError: If files can't be.
     """
     sources = [settings.data] if settings.weights is None else settings.sources
+    # Steps that are given are made: without `epochs`, they see the data as often as they need.
+    epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
     with _called("data"):
-        parts = [dataset(source, settings.epochs) for source in sources]
+        parts = [dataset(source, epochs) for source in sources]
     held: list[data.Dataset] = []
     if settings.eval_data is not None:
         with _called("eval_data"):
@@ -92,15 +94,13 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
             print(f"{name}: {one}", flush=True)
     train = parts[0] if settings.weights is None else data.mix(parts, settings.weights)
     held_out = data.mix(held) if len(held) > 1 else next(iter(held), None)
-    if settings.epochs is None:
-        assert settings.steps is not None
-        return RunData(train, held_out, settings.steps)
-    if settings.steps is not None and settings.steps > len(train):
+    steps = len(train) if settings.steps is None else settings.steps
+    if epochs is not None and steps > len(train):
         raise ValueError(
-            f"`steps`={settings.steps} are more than the {len(train)} batches of "
-            f"`epochs`={settings.epochs}: say fewer steps, more epochs, or `epochs`=null"
+            f"`steps`={steps} are more than the {len(train)} batches of `epochs`={epochs}: say "
+            "fewer steps or more epochs, or leave `epochs` out to repeat the data"
         )
-    return RunData(train, held_out, settings.steps or len(train))
+    return RunData(train, held_out, steps)
 
 
 def common_options(settings: TrainingSettings, epochs: int | None, too_long: str) -> dict[str, Any]:

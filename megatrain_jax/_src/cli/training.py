@@ -65,10 +65,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         folder.take_note("identity", identity)
     laps.lap("data")
     with checking():
+        schedule = _schedule(settings, batches.steps)
         reference = find_reference(folder, batches.datasets, job, options)
     if reference is not None:
         laps.lap("reference")
-    result = _train(settings, folder, job, options, batches, logs, reference)
+    result = _train(settings, folder, job, options, batches, schedule, logs, reference)
     laps.lap("training")
     steps = result.trainer.num_steps
     if result.interrupted:
@@ -97,7 +98,7 @@ def _how(ending: Mapping[str, Any]) -> str:
     if ending["ended"] == "stopped":
         of = f"{ending['steps']} of {ending['steps_asked_for']} steps"
         return f"{of}, stopped early: {ending['reason']}"
-    return f"{ending['steps']} steps"
+    return f"{ending['steps']} step{'s' * (ending['steps'] != 1)}"
 
 
 def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
@@ -149,10 +150,10 @@ def _train(
     job: Job,
     options: Mapping[str, Any],
     batches: RunData,
+    schedule: optax.Schedule,
     logs: list[callbacks.Callback],
     reference: Reference | None,
 ) -> mt.FitResult:
-    schedule = _schedule(settings, batches.steps)
     every = settings.log_every
     lines = Lines(batches.steps, schedule, settings.microbatches, every, folder.begin_at)
     saving: dict[str, Any] = {}
