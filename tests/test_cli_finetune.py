@@ -111,6 +111,14 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     before = max(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit())
     assert f"interrupted after step {before} of 60: the same command goes on" in printed
     assert 2 <= before < 60
+    # Data that has changed since is told in a line.
+    chats = given / "chats.jsonl"
+    whole = chats.read_text()
+    chats.write_text(whole + json.dumps(conversation(7)) + "\n")
+    assert tune(given, *options) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("megatrain-jax finetune: error: `data` is not what it was when the run")
+    chats.write_text(whole)
     # The same command again, and once more.
     assert tune(given, *options) == 0
     printed = capsys.readouterr().out
@@ -123,7 +131,11 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     assert 0 < report["tokens_per_second_without_padding"] < report["tokens_per_second"]
     # In both processes the first steps compile, and the last ones wait.
     assert report["num_measured_steps"] == max(0, before - 5) + 60 - before - 5
+    own = FinetuneSettings(**json.loads((out / "settings.json").read_text()))
+    counts = [(batch["segments"] > 0).sum() for batch in islice(read(own).train, 60)]
+    assert [record["tokens"] for record in report["history"]] == counts
     check_export(out / "model")
+    capsys.readouterr()
     assert tune(given, *options) == 0
     assert capsys.readouterr().out == f"{out} is done: 60 steps. See {out}\n"
     assert tune(given, *options, "--learning-rate", "1e-4") == 2
@@ -160,7 +172,7 @@ def read(settings: FinetuneSettings) -> RunData:
     return read_data(settings, lambda files, epochs: dataset(settings, files, epochs))
 
 
-def test_files_are_mixed_by_their_weights(given):
+def test_files_are_mixed_by_their_weights(given, capsys):
     (given / "more.jsonl").write_text((given / "chats.jsonl").read_text())
     files = [str(given / name) for name in ("chats.jsonl", "more.jsonl")]
     settings: dict[str, Any] = {"data": files, "weights": [3.0, 1.0], "steps": 2}
@@ -168,6 +180,25 @@ def test_files_are_mixed_by_their_weights(given):
     batches = read(FinetuneSettings(**settings, held_out=0.2))
     assert isinstance(batches.train, data.Mixture) and batches.train.proportions == (3, 1)
     assert isinstance(batches.held_out, data.Mixture) and batches.steps == 2
+    rows = [part.num_rows for part in batches.train.datasets]
+    used = batches.train.rows_used(2)
+    told = capsys.readouterr().out.splitlines()[-2:]
+    assert told == [
+        f"{file}: {n} of {m} rows are used, and {m - n} are left"
+        for file, n, m in zip(files, used, rows, strict=True)
+    ]
+    assert used == [12, 4]
+    # Without steps, all ends with the first that has no row left.
+    shares: dict[str, Any] = {"steps": None, "weights": [0.2, 0.8], "held_out": 0.2}
+    ended = read(FinetuneSettings(**settings | shares))
+    assert isinstance(ended.train, data.Mixture)
+    ours, theirs = ended.train.rows_used()
+    assert ours < theirs == rows[1]
+    told = capsys.readouterr().out.splitlines()[-2:]
+    assert (
+        told[0] == f"{files[0]}: {ours} of {rows[0]} rows are used, and {rows[0] - ours} are left"
+    )
+    assert told[1] == f"{files[1]}: all {rows[1]} rows are used, once"
     settings |= {"weights": None, "held_out": 0.0}
     whole = read(FinetuneSettings(**settings))
     assert isinstance(whole.train, data.Dataset) and whole.train.num_documents == 80
@@ -262,10 +293,10 @@ def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
 
 def test_rates_are_of_the_last_steps_that_do_not_compile(capsys):
     began: list[int] = []
-    lines = Lines(50, optax.constant_schedule(1.0), 2, 1, began.append)
+    lines = Lines(50, optax.constant_schedule(1.0), 1, began.append)
     seconds = [100.0, 50.0, *(1.0 + step for step in range(28))]
     history = [
-        {"step": 11 + n, "loss": 1.0, "grad_norm": 1.0, "tokens": 8.0, "seconds": taken}
+        {"step": 11 + n, "loss": 1.0, "grad_norm": 1.0, "tokens": 16.0, "seconds": taken}
         for n, taken in enumerate(seconds)
     ]
     for record in history:

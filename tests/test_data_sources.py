@@ -324,8 +324,9 @@ def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
     parts = three(epochs=None, too_long="cut", batch_size=4)
     mixture = data.mix(parts, [0.5, 0.3, 0.2])
     assert mixture.proportions == (5, 3, 2)
-    with pytest.raises(TypeError, match="never end"):
-        len(mixture)
+    for ask in (lambda: len(mixture), mixture.rows_used):
+        with pytest.raises(TypeError, match="never end"):
+            ask()
     mixed = lines(islice(mixture, 50))
     own = [lines(islice(part, 50)) for part in parts]
     for start in range(0, 200, 10):
@@ -333,6 +334,7 @@ def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
         assert Counter(whose) == {0: 5, 1: 3, 2: 2}
     for index, rows in enumerate(own):
         assert [row for row in mixed if row in set(rows)] == rows[: 20 * [5, 3, 2][index]]
+    assert mixture.rows_used(50) == [100, 60, 40]
     for batch in islice(mixture, 5):
         assert batch["learned_per_row"].sum() == pytest.approx(batch["mask"].sum())
 
@@ -369,6 +371,10 @@ def test_without_weights_all_datasets_end_together_and_are_whole():
     # With others, it ends where one has no row left.
     few = data.mix(parts, [1, 1, 10])
     assert len(lines(few)) <= 12 * (parts[2].num_rows // 10 + 1) + 1
+    # The rows of the last batch may be spread over more of them.
+    used, total = few.rows_used(), len(few) * 2
+    assert sum(used) in (total, total - 1) and used[2] == parts[2].num_rows
+    assert few.rows_used(6) == [1, 1, 10] and few.rows_used(10**6) == used
 
 
 def test_datasets_that_cant_be_mixed_are_named():

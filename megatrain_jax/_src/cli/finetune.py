@@ -54,9 +54,9 @@ def prepare(settings: FinetuneSettings) -> Job:
         params=params,
         trainable=trainable,
         frozen=_frozen(settings, pretrained.config),
-        loss_fn=objectives.preferred(settings.beta, is_stored=is_stored)
+        loss_fn=objectives.preferred(settings.beta, settings.microbatches, is_stored=is_stored)
         if is_dpo
-        else objectives.next_token,
+        else objectives.next_token(settings.microbatches),
         shapes=batch_shapes(
             settings.batch, settings.length, _PAIRS if is_dpo else 0, has_reference=is_stored
         ),

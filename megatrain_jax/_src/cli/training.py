@@ -60,9 +60,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         laps.lap("plan")
         # After the plan, which takes seconds where reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
+        folder.check_data(batches.fingerprint)
         folder.begin(settings)
         # For logs elsewhere: a run that goes on in another process is the same one there.
         folder.take_note("identity", identity)
+        folder.take_note("data", batches.fingerprint)
     laps.lap("data")
     with checking():
         schedule = _schedule(settings, batches.steps)
@@ -155,7 +157,7 @@ def _train(
     reference: Reference | None,
 ) -> mt.FitResult:
     every = settings.log_every
-    lines = Lines(batches.steps, schedule, settings.microbatches, every, folder.begin_at)
+    lines = Lines(batches.steps, schedule, every, folder.begin_at)
     saving: dict[str, Any] = {}
     if settings.checkpoints:
         saving = {
