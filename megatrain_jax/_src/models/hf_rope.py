@@ -68,22 +68,7 @@ def read_rope(
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {family}")
     kind = kinds[kind]
-    unknown = {
-        name for name, v in values.items() if name not in _OPTIONS[kind] | _COMMON and v is not None
-    }
-    unknown -= set(ignore)
-    if not_read := unknown & _NOT_READ.get(kind, frozenset()):
-        warnings.warn(
-            f"{some(sorted(not_read))} of rotary embeddings of type {kind!r} is not read, as by "
-            "Transformers",
-            stacklevel=4,
-        )
-        unknown -= not_read
-    if unknown:
-        raise ValueError(
-            f"rotary embeddings of type {kind!r} aren't known to have "
-            f"{some(sorted(unknown))}: name in `ignore` those that don't matter"
-        )
+    _check_options(values, kind, ignore)
     share = _number(values, "partial_rotary_factor", 1.0)
     whole = kind == "proportional"  # all dimensions, of which only some turn
     if share != 1.0 and not (partial or whole):
@@ -128,6 +113,26 @@ def read_rope(
             return _yarn(values, shape, original, max_length)
         case _:
             return _longrope(values, shape, original, max_length)
+
+
+def _check_options(values: Mapping[str, Any], kind: str, ignore: Collection[str]) -> None:
+    """Refuses options that nothing reads, but for those that Transformers does not read either."""
+    unknown = {
+        name for name, v in values.items() if name not in _OPTIONS[kind] | _COMMON and v is not None
+    }
+    unknown -= set(ignore)
+    if not_read := unknown & _NOT_READ.get(kind, frozenset()):
+        warnings.warn(
+            f"{some(sorted(not_read))} of rotary embeddings of type {kind!r} is not read, as by "
+            "Transformers",
+            stacklevel=5,
+        )
+        unknown -= not_read
+    if unknown:
+        raise ValueError(
+            f"rotary embeddings of type {kind!r} aren't known to have "
+            f"{some(sorted(unknown))}: name in `ignore` those that don't matter"
+        )
 
 
 def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
