@@ -131,7 +131,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "mistral": ("Mistral", {"sliding_window": 5}, 1),
     "qwen2": ("Qwen2", _SWA | {"rope_parameters": _YARN, "tie_word_embeddings": True}, 2),
     "qwen3": ("Qwen3", _SWA | {"head_dim": 16}, 2),
-    "qwen3-moe": ("Qwen3Moe", _MOE | {"norm_topk_prob": True}, 1),
+    "qwen3-moe": ("Qwen3Moe", _MOE | {"norm_topk_prob": True, "use_qk_norm": True}, 1),
     "qwen3-moe-mixed": (
         "Qwen3Moe",
         _MOE | {"norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},

@@ -102,31 +102,91 @@ def test_a_plan_is_that_of_the_library(tiny, capsys):
         assert f"tokens a second, estimate: {512 / plan.seconds_per_step:,.0f}\n" in printed
 
 
-def test_only_what_helps_is_advised():
-    def advised(fits_host: bool | None, fits_device: bool, **settings: Any) -> str:
-        plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
-        return advice(plan, PlanSettings(**settings))
+def test_adapters_are_planned_as_they_are_trained(tiny, capsys):
+    options = ["--gpu", "H100", "--host", "8GiB", "--tokens", "512", "--length=128"]
+    rank = ["--lora-rank", "2", "--lora-targets", "self_attn/(q|v)_proj"]
+    adapted = models.lora(
+        lambda: models.Decoder(config_of(str(tiny)), rngs=nnx.Rngs(0)),
+        targets="self_attn/(q|v)_proj",
+        rank=2,
+    )
+    for more, trainable, frozen in (
+        ([], adapted.trainable, "bfloat16"),
+        (["--trainable", "norm", "--frozen", "int8"], f"{adapted.trainable}|norm", "int8"),
+    ):
+        assert main(["plan", str(tiny), *options, *rank, *more]) == 0
+        plan = mt.plan(
+            adapted.model,
+            models.next_token_loss,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, b2=0.95)),
+            batch_shapes(4, 128),
+            hardware="H100",
+            host_gib=8,
+            trainable=trainable,
+            precision=mt.Precision(frozen=frozen),
+        )
+        assert str(plan) in capsys.readouterr().out and plan.num_frozen > 0
+    assert main(["plan", str(tiny), *options, *rank[2:]]) == 2
+    assert "counts only with adapters: say `lora_rank`" in capsys.readouterr().err
 
-    of_host = advised(False, True, state="compact", optimizer="lion")
-    assert of_host.startswith("host memory is what lacks. Less of it is needed with --clip null, ")
-    assert "GPU" not in of_host
-    of_device = advised(None, False)
-    assert of_device.startswith("GPU memory is what lacks. ") and "host" not in of_device
-    assert "--device-budget least" in of_device
-    both = advised(False, False, device_budget="least", clip=None)
-    assert "--device-budget" not in both and "--clip" not in both
-    assert both.count("is what lacks") == 2
+
+def test_only_what_helps_is_advised():
+    def advised(
+        fits_host: bool | None, fits_device: bool, enough: int, *helps: str, **settings: Any
+    ) -> str:
+        """The advice where as many of some options as `enough` make the run fit."""
+        plan: Any = SimpleNamespace(fits_host=fits_host, fits_device=fits_device)
+        given = PlanSettings(**settings)
+
+        def plan_with(changed: PlanSettings) -> Any:
+            others = sum(getattr(changed, name) != getattr(given, name) for name in helps)
+            fits_all = others >= enough
+            return SimpleNamespace(fits_host=fits_all, fits_device=fits_all)
+
+        return advice(plan, given, plan_with)
+
+    of_host = advised(False, True, 1, "clip", "lora_rank", optimizer="lion")
+    assert of_host.startswith(
+        "host memory is what lacks. It fits with --clip null or --lora-rank 16. "
+    )
+    assert advised(False, True, 2, "state", "optimizer", "clip").startswith(
+        "host memory is what lacks. It fits with --state compact, --optimizer lion together. "
+    )
+    of_device = advised(None, False, 1, "microbatches", "length", model="m", tokens=16384, gpus=2)
+    assert of_device.startswith(
+        "GPU memory is what lacks. It fits with --microbatches 2 or --length 2048. "
+    )
+    both = advised(False, False, 1, device_budget="least", clip=None)
+    assert both == (
+        "host memory and GPU memory are what lacks. No option of this command is enough: it needs "
+        "a larger --host and a --gpu with more memory, or a smaller model."
+    )
 
 
 def test_a_plan_by_name_is_that_of_its_sizes(capsys):
-    options = ["--gpu", "RTX 4090", "--host", "1.5GiB", "--tokens", "2048", "--length", "1024"]
-    assert main(["plan", "smollm2-135m", *options]) == 1
+    options = ["--gpu", "NVIDIA GeForce RTX 4090", "--tokens", "2048", "--length", "1024"]
+    assert main(["plan", "smollm2-135m", *options]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("smollm2-135m, 2 rows of 1,024 tokens a step, on NVIDIA GeForce RTX")
-    assert "135M parameters in 32 groups" in printed and "DOES NOT FIT in 1.50 GiB" in printed
+    assert "135M parameters in 32 groups" in printed
+
+
+def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
+    sizes = TINY | {"vocab_size": 200_000, "hidden_size": 512}
+    (tiny / "config.json").write_text(json.dumps(sizes))
+    given = ["plan", str(tiny), "--gpu", "RTX 4090", "--tokens", "512", "--length", "256"]
+    assert main([*given, "--host", "4GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "DOES NOT FIT in 4.00 GiB" in printed
     advised = printed.partition("It does not fit: ")[2]
-    assert advised.startswith("host memory is what lacks. Less of it is needed with --state comp")
-    assert "GPU" not in advised and "--device-budget" not in advised
+    assert advised.startswith("host memory is what lacks. It fits with --")
+    assert "GPU" not in advised and "--optimizer" not in advised
+    for options in advised.partition("It fits with ")[2].partition(". docs")[0].split(" or "):
+        assert main([*given, "--host", "4GiB", *options.split()]) == 0
+    capsys.readouterr()
+    assert main([*given, "--host", "1GiB"]) == 1
+    advised = capsys.readouterr().out.partition("It does not fit: ")[2]
+    assert "No option of this command is enough: it needs a larger --host, or" in advised
 
 
 @pytest.mark.parametrize(
@@ -135,7 +195,7 @@ def test_a_plan_by_name_is_that_of_its_sizes(capsys):
         (["plna"], "there is no command 'plna', but plan, finetune and pretrain"),
         (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
-        (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known, but A100, "),
+        (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known; near it are H100, "),
         (["plan", "Qwen3-8B"], "there is no GPU here to plan for: name one, such as --gpu H100"),
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus: Expected a <class 'int'>"),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     before = max(int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit())
     assert f"interrupted after step {before} of 60: the same command goes on" in printed
     assert 2 <= before < 60
+    # Data that has changed since is told in a line.
+    chats = given / "chats.jsonl"
+    whole = chats.read_text()
+    chats.write_text(whole + json.dumps(conversation(7)) + "\n")
+    assert tune(given, *options) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("megatrain-jax finetune: error: `data` is not what it was when the run")
+    chats.write_text(whole)
     # The same command again, and once more.
     assert tune(given, *options) == 0
     printed = capsys.readouterr().out
@@ -122,7 +131,11 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     assert 0 < report["tokens_per_second_without_padding"] < report["tokens_per_second"]
     # In both processes the first steps compile, and the last ones wait.
     assert report["num_measured_steps"] == max(0, before - 5) + 60 - before - 5
+    own = FinetuneSettings(**json.loads((out / "settings.json").read_text()))
+    counts = [(batch["segments"] > 0).sum() for batch in islice(read(own).train, 60)]
+    assert [record["tokens"] for record in report["history"]] == counts
     check_export(out / "model")
+    capsys.readouterr()
     assert tune(given, *options) == 0
     assert capsys.readouterr().out == f"{out} is done: 60 steps. See {out}\n"
     assert tune(given, *options, "--learning-rate", "1e-4") == 2
@@ -138,38 +151,74 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
 @pytest.mark.slow
 def test_a_part_of_the_parameters_is_trained(given, tmp_path, monkeypatch, capsys):
     """By the script, which is the same command; and a run's last line is printed."""
-    trainable = ["--steps", "3", "--trainable", r"layers/.*/(q|v)_proj", "--checkpoint-every=null"]
+    # Of a single step, which learns, too.
+    trainable = ["--steps", "1", "--trainable", r"layers/.*/(q|v)_proj", "--checkpoint-every=null"]
     words = [str(given / "tune.yaml"), "--out", str(tmp_path / "part"), *trainable]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert ended.value.code == 0
-    assert f"finished after 3 steps: {tmp_path / 'part'}" in capsys.readouterr().out
+    assert f"finished after 1 step: {tmp_path / 'part'}" in capsys.readouterr().out
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).state_dict()
         for f in (given / "tiny", tmp_path / "part" / "model")
     )
     # All others are as they were, to the bit.
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(name.split(".")[-2] in ("q_proj", "v_proj") for name in changed)
+    assert changed == {name for name in before if name.split(".")[-2] in ("q_proj", "v_proj")}
 
 
 def read(settings: FinetuneSettings) -> RunData:
     return read_data(settings, lambda files, epochs: dataset(settings, files, epochs))
 
 
-def test_files_are_mixed_by_their_weights(given):
+def test_files_are_mixed_by_their_weights(given, capsys):
     (given / "more.jsonl").write_text((given / "chats.jsonl").read_text())
     files = [str(given / name) for name in ("chats.jsonl", "more.jsonl")]
-    settings: dict[str, Any] = {"data": files, "weights": [3.0, 1.0], "epochs": None, "steps": 2}
+    settings: dict[str, Any] = {"data": files, "weights": [3.0, 1.0], "steps": 2}
     settings |= {"model": str(given / "tiny"), "out": "out", "length": 32, "batch": 8}
     batches = read(FinetuneSettings(**settings, held_out=0.2))
     assert isinstance(batches.train, data.Mixture) and batches.train.proportions == (3, 1)
     assert isinstance(batches.held_out, data.Mixture) and batches.steps == 2
+    rows = [part.num_rows for part in batches.train.datasets]
+    used = batches.train.rows_used(2)
+    told = capsys.readouterr().out.splitlines()[-2:]
+    assert told == [
+        f"{file}: {n} of {m} rows are used, and {m - n} are left"
+        for file, n, m in zip(files, used, rows, strict=True)
+    ]
+    assert used == [12, 4]
+    # Without steps, all ends with the first that has no row left.
+    shares: dict[str, Any] = {"steps": None, "weights": [0.2, 0.8], "held_out": 0.2}
+    ended = read(FinetuneSettings(**settings | shares))
+    assert isinstance(ended.train, data.Mixture)
+    ours, theirs = ended.train.rows_used()
+    assert ours < theirs == rows[1]
+    told = capsys.readouterr().out.splitlines()[-2:]
+    assert (
+        told[0] == f"{files[0]}: {ours} of {rows[0]} rows are used, and {rows[0] - ours} are left"
+    )
+    assert told[1] == f"{files[1]}: all {rows[1]} rows are used, once"
     settings |= {"weights": None, "held_out": 0.0}
     whole = read(FinetuneSettings(**settings))
     assert isinstance(whole.train, data.Dataset) and whole.train.num_documents == 80
     assert whole.held_out is None
+
+
+def test_steps_that_are_given_repeat_the_data_unless_epochs_are_given(given):
+    settings: dict[str, Any] = {"data": str(given / "chats.jsonl"), "held_out": 0.0}
+    settings |= {"model": str(given / "tiny"), "out": "out", "length": 32, "batch": 4}
+    once = read(FinetuneSettings(**settings))
+    assert once.steps == len(once.train)
+    twice = read(FinetuneSettings(**settings, epochs=2))
+    steps = twice.steps + 3
+    repeated = read(FinetuneSettings(**settings, steps=steps))
+    found = list(islice(repeated.train, repeated.steps))
+    assert len(found) == repeated.steps == steps > 2 * once.steps
+    for one, other in zip(found, islice(twice.train, twice.steps - 1), strict=False):
+        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+    with pytest.raises(ValueError, match="are more than the .* leave `epochs` out"):
+        read(FinetuneSettings(**settings, steps=once.steps + 1, epochs=1))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +232,7 @@ def test_files_are_mixed_by_their_weights(given):
         ),
         (["--data", __file__], "test_cli_finetune.py, of `data`, is none of .csv"),
         (["--microbatches", "3"], "`microbatches`=3 must divide `batch`=4"),
-        (["--epochs", "null"], "`epochs`=null never ends: say `steps`"),
+        (["--learning-rate", "1e-46"], "`learning_rate`=1e-46 is 0 in float32 at the first step"),
         (["--steps", "1000"], "`steps`=1000 are more than the 160 batches of `epochs`=40"),
         (["--weights", "[1, 2]"], "`weights` must be one for each of two or more files of `data`"),
         (["--warmup", "2"], "`warmup` must be a share from 0 to 1, but is 2"),
@@ -244,10 +293,10 @@ def test_a_folder_of_something_else_is_left_alone(given, tmp_path, capsys):
 
 def test_rates_are_of_the_last_steps_that_do_not_compile(capsys):
     began: list[int] = []
-    lines = Lines(50, optax.constant_schedule(1.0), 2, 1, began.append)
+    lines = Lines(50, optax.constant_schedule(1.0), 1, began.append)
     seconds = [100.0, 50.0, *(1.0 + step for step in range(28))]
     history = [
-        {"step": 11 + n, "loss": 1.0, "grad_norm": 1.0, "tokens": 8.0, "seconds": taken}
+        {"step": 11 + n, "loss": 1.0, "grad_norm": 1.0, "tokens": 16.0, "seconds": taken}
         for n, taken in enumerate(seconds)
     ]
     for record in history:
@@ -272,9 +321,7 @@ def test_rates_are_of_the_last_steps_that_do_not_compile(capsys):
 def test_the_learning_rate_rises_and_falls(decay, warmup):
     rates = [np.asarray(schedule_of(2.0, 40, warmup, decay, 0.1)(step)) for step in range(41)]
     top = round(40 * warmup)
-    np.testing.assert_allclose(
-        rates[: top + 1], np.linspace(0, 2, top + 1) if top else [2.0], rtol=1e-6
-    )
+    np.testing.assert_allclose(rates[: top + 1], np.linspace(0, 2, top + 2)[1:], rtol=1e-6)
     share = np.arange(41 - top) / (40 - top)
     falling = {
         "cosine": 0.2 + 1.8 * 0.5 * (1 + np.cos(np.pi * share)),

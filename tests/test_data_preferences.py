@@ -122,8 +122,19 @@ def test_whole_conversations_are_learned_from_where_they_differ():
         "chosen": [*start, answer("cat")][:-1] + rest,
         "rejected": [*start, *rest[:1], answer("x")],
     }
-    (pair,) = found(load([{**row, "prompt": "a text that is said again", "score": 3}]))
-    assert pair == tuple(by_transformers([*start, *rest[:1]], said) for said in ("sat", "x"))
+    expected = tuple(by_transformers([*start, *rest[:1]], said) for said in ("sat", "x"))
+    before = [*start, *rest[:1]]
+    told = "".join(f"<{m['role']}>{m['content']}" for m in before)
+    prompts = ["and then", " and then\n", start[0]["content"], "", told, before, before[-1:]]
+    for prompt in prompts:
+        dataset = load([{**row, "prompt": prompt, "score": 3}])
+        assert found(dataset) == [expected] and dataset.summary.ignored == {"score": 1}
+    torn = [{"role": "user", "content": text} for text in ("a", "b")]
+    row = {"prompt": torn, "chosen": [*torn, answer("x")], "rejected": [*torn, answer("y")]}
+    joined = [{"role": "user", "content": "a\nb"}]
+    assert found(load([row], merge="\n")) == [
+        tuple(by_transformers(joined, said) for said in ("x", "y"))
+    ]
 
 
 def dpo(policy: Any, reference: Any, batch: dict[str, jax.Array], beta: float = 0.1) -> jax.Array:
@@ -181,6 +192,7 @@ def test_batches_of_pairs_resume():
     assert Counter(found(mixed)) == Counter(found(dataset)) + Counter(found(mixed.datasets[1]))
 
 
+BEGIN = [{"role": "user", "content": "the cat"}]
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "alike": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are alike"),
     "one missing": ({"prompt": "a", "chosen": "b"}, "no `rejected` among the fields prompt"),
@@ -197,6 +209,32 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
             "rejected": [{"role": "user", "content": "a"}, answer("b")] * 2,
         },
         "one of `chosen` and `rejected` begins the other",
+    ),
+    "other questions": (
+        {
+            "chosen": [{"role": "user", "content": "a"}, answer("b")],
+            "rejected": [{"role": "user", "content": "c"}, answer("d")],
+        },
+        "answer other questions: message 1, before an answer, is user 'a' in one and user 'c' in",
+    ),
+    "another system message": (
+        {
+            name: [{"role": "system", "content": said}, *BEGIN, answer(said)]
+            for name, said in (("chosen", "a"), ("rejected", "b"))
+        },
+        "answer other questions: message 1",
+    ),
+    "another prompt": (
+        {"prompt": "c", "chosen": [*BEGIN, answer("b")], "rejected": [*BEGIN, answer("d")]},
+        "`prompt` is not what `chosen` and `rejected` begin with: it is 'c', and .* user 'the cat'",
+    ),
+    "messages of another prompt": (
+        {
+            "prompt": [{"role": "user", "content": "c"}],
+            "chosen": [*BEGIN, answer("b")],
+            "rejected": [*BEGIN, answer("d")],
+        },
+        "`prompt` is not what `chosen` and `rejected` begin with",
     ),
     "too long": (
         {"prompt": "a", "chosen": "cat " * 150, "rejected": "sat " * 150},

@@ -13,6 +13,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from chats import WORDS, conversations, openai, tokenizer, write
@@ -21,6 +23,7 @@ from megatrain_jax._src.data import reading
 from megatrain_jax._src.data.batches import counts
 from megatrain_jax._src.data.forms import to_conversation
 from megatrain_jax._src.data.report import Report
+from megatrain_jax._src.data.sources import Given, resolve
 
 MESSAGES = conversations(24)
 ROWS = [openai(messages) for messages in MESSAGES]
@@ -145,6 +148,102 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path):
     assert_same(load(twice), load([*ROWS, *ROWS[:8]]))
 
 
+# Columns
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def called(name: str, schema: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    messages = [
+        {"role": "user", "content": f"call {name}"},
+        {"role": "assistant", "tool_calls": [call(name, **arguments)]},
+        {"role": "tool", "content": "1", "name": name},
+        {"role": "assistant", "content": "it is 1"},
+    ]
+    return {"messages": messages, "tools": [tool(name, **schema)]}
+
+
+# No two of them have the same fields, at any depth.
+CALLS = [
+    called("weather", {"city": {"type": "string"}}, city="Paris"),
+    called("add", {"a": {"type": "integer", "minimum": 0}}, a=1, more={"b": [{"c": 2}, {"d": 3}]}),
+    called("pick", {"of": {"enum": ["x", None]}}, more={}, of=["x", None]),
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+]
+CALLING = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def in_columns(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows in the ways in which columns hold them."""
+    made = datasets.Dataset.from_list(rows)
+    write(folder / "a.jsonl", rows)
+    with_json = datasets.Dataset.from_json(
+        str(folder / "a.jsonl"), cache_dir=str(folder), keep_in_memory=True
+    )
+    assert isinstance(with_json, datasets.Dataset)
+    with_json.to_parquet(folder / "json.parquet")
+    return {
+        "Parquet": write(folder / "plain.parquet", rows),
+        "Parquet with JSON": folder / "json.parquet",
+        "a dataset": made,
+        "a dataset with JSON": with_json,
+        "an iterable dataset": made.to_iterable_dataset(),
+        "one of unknown columns": made.to_iterable_dataset().map(lambda row: row),
+    }
+
+
+def test_columns_add_nothing_to_rows_with_other_fields(tmp_path: Path):
+    expected = [to_conversation(row) for row in CALLS]
+    first, tools = expected[0].messages, expected[0].tools
+    assert "null" not in str(tokenizer(CALLING).apply_chat_template(first, tools, tokenize=False))
+    options: dict[str, Any] = {"length": 512, "batch_size": 1, "progress": False}
+    reference = list(data.chat(CALLS, tokenizer(CALLING), **options))
+    for name, source in in_columns(tmp_path, CALLS).items():
+        found = data.chat(source, tokenizer(CALLING), **options)
+        assert found.summary.ignored == {}, name
+        assert_same(found, reference)
+
+
+def test_nulls_stay_where_no_column_added_them(tmp_path: Path):
+    row = called("f", {"x": {"default": None}}, x=None, y=[None])
+    kept = to_conversation(row)
+    assert kept.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None, "y": [None]}
+    ((_, read),) = reading.rows(str(write(tmp_path / "a.jsonl", [row])), Report(), True)
+    assert read == row
+    # Two rows, so that `datasets` takes what differs for JSON.
+    with_json = in_columns(tmp_path, [row, *CALLS])
+    for name in ("Parquet with JSON", "a dataset with JSON"):
+        (part,) = resolve([with_json[name]], texts=False)
+        if isinstance(part, Given):
+            first = next(iter(part.rows))
+        else:
+            _, first = next(iter(reading.rows(part, Report(), True)))
+        assert to_conversation(first)[:3] == kept[:3], name
+    # The values of a map are no fields: none of them is added.
+    pairs = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    table = pyarrow.table({"a": pyarrow.array([[("x", None), ("y", "z")], [], None], pairs)})
+    pyarrow.parquet.write_table(table, tmp_path / "map.parquet")
+    read = [row for _, row in reading.rows(str(tmp_path / "map.parquet"), Report(), True)]
+    assert read == [{"a": {"x": None, "y": "z"}}, {"a": {}}, {}]
+    broken = pyarrow.array(["{", '{"x": null}', None], pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"a": broken}), tmp_path / "json.parquet")
+    report = Report()
+    read = [row for _, row in reading.rows(str(tmp_path / "json.parquet"), report, False)]
+    assert read == [{"a": {"x": None}}, {}]
+    assert dict(report.left_out) == {"no valid JSON": 1}
+
+
 # Rows that are given
 
 
@@ -225,8 +324,9 @@ def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
     parts = three(epochs=None, too_long="cut", batch_size=4)
     mixture = data.mix(parts, [0.5, 0.3, 0.2])
     assert mixture.proportions == (5, 3, 2)
-    with pytest.raises(TypeError, match="never end"):
-        len(mixture)
+    for ask in (lambda: len(mixture), mixture.rows_used):
+        with pytest.raises(TypeError, match="never end"):
+            ask()
     mixed = lines(islice(mixture, 50))
     own = [lines(islice(part, 50)) for part in parts]
     for start in range(0, 200, 10):
@@ -234,6 +334,7 @@ def test_a_mixture_deals_out_the_rows_of_each_dataset_in_its_order():
         assert Counter(whose) == {0: 5, 1: 3, 2: 2}
     for index, rows in enumerate(own):
         assert [row for row in mixed if row in set(rows)] == rows[: 20 * [5, 3, 2][index]]
+    assert mixture.rows_used(50) == [100, 60, 40]
     for batch in islice(mixture, 5):
         assert batch["learned_per_row"].sum() == pytest.approx(batch["mask"].sum())
 
@@ -270,6 +371,10 @@ def test_without_weights_all_datasets_end_together_and_are_whole():
     # With others, it ends where one has no row left.
     few = data.mix(parts, [1, 1, 10])
     assert len(lines(few)) <= 12 * (parts[2].num_rows // 10 + 1) + 1
+    # The rows of the last batch may be spread over more of them.
+    used, total = few.rows_used(), len(few) * 2
+    assert sum(used) in (total, total - 1) and used[2] == parts[2].num_rows
+    assert few.rows_used(6) == [1, 1, 10] and few.rows_used(10**6) == used
 
 
 def test_datasets_that_cant_be_mixed_are_named():

@@ -155,6 +155,37 @@ def test_what_belongs_to_a_turn_is_merged_with_it():
             to_conversation(row, TurnRules("\n"))
 
 
+# Turns that are not learned
+
+
+def test_turns_that_say_so_are_not_learned():
+    (messages,) = [m for m in conversations(20, turns=3, system=False) if len(m) == 6][:1]
+    for number in (1, 3, 5):
+        rows = [
+            openai([{**m, **mark} if i == number else m for i, m in enumerate(messages)])
+            for mark in ({"train": False}, {"weight": 0}, {"train": False, "weight": 0.0})
+        ]
+        for row in rows:
+            dataset = load([row])
+            (batch,) = dataset
+            answers = [m["content"] for i, m in enumerate(messages) if i % 2 and i != number]
+            assert learned(batch) == "".join(f"{said}<|im_end|>" for said in answers)
+            assert batch["tokens"][batch["segments"] > 0].tolist() == by_transformers(messages)
+            assert dataset.summary.ignored == {}
+    row = sharegpt(messages)
+    for turn in row["conversations"]:
+        turn["train"] = True
+    assert load([row]).summary.ignored == {"conversations[].train of user": 1}
+    for mark, fault in (
+        ({"train": "no"}, "`train` that is neither true nor false: 'no' in turn 2"),
+        ({"train": True, "weight": 0}, "a weight that contradicts `train`"),
+        ({"train": False}, "nothing to learn"),
+    ):
+        row = openai([say("user", "a"), say("assistant", "b", **mark)])
+        with pytest.raises(data.DataError, match=f"`source`, row 1: {fault}"):
+            load([row])
+
+
 # Leading turns of the assistant
 
 

@@ -191,6 +191,8 @@ def test_stretched_wavelengths_are_those_of_transformers():
             "beta_slow": rng.choice([1.0, 2.5, 8.0]),
             "truncate": rng.random() < 0.5,
         }
+        if rng.random() < 0.3:
+            rope["attn_factor"] = 0.9  # which Transformers does not read
         values = SIZES | {"head_dim": rng.choice([8, 64, 128]), "rope_parameters": rope}
         config = transformers.LlamaConfig(**values)
         expected, scale = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
@@ -212,6 +214,11 @@ def test_stretched_wavelengths_are_those_of_transformers():
         ({"rope_scaling": {"rope_type": "axial"}}, "'axial'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "`factor`"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attn_factor": 0.9}},
+            "'linear' aren't known to have attn_factor",
+        ),
+        ({"model_type": "qwen3", "use_qk_norm": False}, "`use_qk_norm` = False"),
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` = 0.5"),
         ({"hidden_size": None}, "no `hidden_size`"),
         ({"vocab_size": 0}, "`vocab_size` must be from 1"),
@@ -228,6 +235,7 @@ def test_what_is_not_supported_is_named(changes, named):
         DecoderConfig.from_hf(SIZES | {"model_type": "llama"} | changes)
 
 
+@pytest.mark.filterwarnings("ignore:attn_factor of rotary embeddings:UserWarning")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_of_released_checkpoints(name):
     values, millions, ignored = PUBLISHED[name]
@@ -243,6 +251,20 @@ def test_unknown_fields_may_be_ignored_by_name():
     with pytest.raises(ValueError, match="`comment` = 'mine'.*Name in `ignore`"):
         DecoderConfig.from_hf(values)
     assert DecoderConfig.from_hf(values, ignore=["comment"]).num_layers == 3
+
+
+def test_options_of_rotary_embeddings_may_be_ignored_by_name():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    values = SIZES | {"model_type": "llama"}
+    without = DecoderConfig.from_hf(values | {"rope_scaling": yarn})
+    named = values | {"rope_scaling": yarn | {"attn_factor": 0.9}}
+    with pytest.warns(UserWarning, match="attn_factor of rotary .* is not read, as by Trans"):
+        assert DecoderConfig.from_hf(named).rope == without.rope
+    assert DecoderConfig.from_hf(named, ignore=["attn_factor"]).rope == without.rope
+    named = values | {"rope_scaling": yarn | {"mine": 1}}
+    with pytest.raises(ValueError, match="aren't known to have mine: name in `ignore` those"):
+        DecoderConfig.from_hf(named)
+    assert DecoderConfig.from_hf(named, ignore=["mine"]).rope == without.rope
 
 
 def test_missing_fields_are_named():

@@ -71,7 +71,30 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
     mesh = AbstractMesh((2,), ("data",))
     expected = mt.plan(*given, hardware=machine, mesh=mesh)
     assert mt.plan(*given, hardware="rtx_4090", host_gib=1.5, num_gpus=2) == expected
-    assert mt.card("RTX 4090") == mt.RTX_4090 and mt.card("a100") == mt.A100_80GB
+    names = {
+        mt.RTX_4090: ("RTX 4090", "rtx-4090", "GeForce RTX 4090", "4090", "RTX 4090 24GB"),
+        mt.A100_80GB: ("a100", "A100-80G", "NVIDIA A100-SXM4-80GB", "A100 80 GiB"),
+        mt.A100_40GB: ("A100 40GB", "a100_40gb", "A100-PCIE-40GB"),
+        mt.RTX_A6000: ("A6000", "RTX A6000", "rtx a6000 48gb"),
+        mt.T4: ("t4", "Tesla T4", "NVIDIA T4 16GB"),
+        mt.L4: ("L4", "nvidia l4"),
+        mt.L40S: ("l40s",),
+        mt.A10G: ("A10G", "A10G 24GB"),
+        mt.RTX_3060: ("RTX3060", "rtx 3060 12 GB"),
+        mt.HGX_H100: ("hgx-h100",),
+        mt.H100: ("H100 80GB", "H100 80GB HBM3"),
+    }
+    for machine, written in names.items():
+        # The name that a plan prints is one of them.
+        for name in (*written, machine.name):
+            assert mt.card(name) == machine, name
+    for name, near in (("RTX 4080", "near it are RTX 4090"), ("A100 60GB", "A100 80GB")):
+        with pytest.raises(ValueError, match=f"no card '{name}' is known; near it are .*"):
+            mt.card(name)
+        with pytest.raises(ValueError, match=near):
+            mt.card(name)
+    with pytest.raises(ValueError, match="no card 'Radeon' is known; known are A10G, A100, "):
+        mt.card("Radeon")
     with pytest.raises(TypeError, match="`name` must be the name of a card"):
         mt.card(4090)  # type: ignore[arg-type]
 

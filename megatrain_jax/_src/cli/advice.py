@@ -1,35 +1,66 @@
-"""Advice on a plan that doesn't fit, by the memory that lacks."""
+"""Advice on a plan that doesn't fit: the memory that lacks, and options with which it would fit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import megatrain_jax as mt
+from megatrain_jax._src.cli.largest import fits
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 
+# Of adapters, where none are asked for.
+_RANK = 16
 
-def advice(plan: mt.Plan, settings: PlanSettings) -> str:
-    """The memory that lacks, and the options that would need less of it.
+
+def advice(
+    plan: mt.Plan, settings: PlanSettings, plan_with: Callable[[PlanSettings], mt.Plan]
+) -> str:
+    """The memory that lacks, and the options with which the run fits.
+
+    Each option is planned before it is advised; where none is enough by itself, all are planned
+    together, one after the other, until they are.
 
     Args:
         plan: A plan that doesn't fit the host, the device or both.
         settings: Its settings; what they say already is not advised.
+        plan_with: Function that plans the same with other settings.
     """
-    of_host = {
-        "--state compact": settings.state != "compact",
-        "--optimizer lion": settings.optimizer != "lion",
-        "--clip null": settings.clip is not None,
-    }
-    of_device = {
-        "more --microbatches": True,
-        "a smaller --length": True,
-        "--device-budget least": settings.device_budget != "least",
-    }
-    parts = []
-    if plan.fits_host is False:
-        parts.append(_lacking("host memory", of_host, "a larger --host"))
-    if not plan.fits_device:
-        parts.append(_lacking("GPU memory", of_device, "a larger --gpu"))
-    return " ".join([*parts, "docs/fitting.md has more."])
+    lacking = ["host memory"] if plan.fits_host is False else []
+    lacking += [] if plan.fits_device else ["GPU memory"]
+    options = list(_options(settings, *lacking))
+    enough = [name for name, changes in options if fits(plan_with(replace(settings, **changes)))]
+    text = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} what lacks."
+    if enough:
+        return f"{text} It fits with {' or '.join(enough)}. docs/fitting.md has more."
+    together = settings
+    for number, (_, changes) in enumerate(options, 1):
+        together = replace(together, **changes)
+        # One alone has been tried.
+        if number > 1 and fits(plan_with(together)):
+            names = [name for name, _ in options[:number]]
+            return f"{text} It fits with {', '.join(names)} together. docs/fitting.md has more."
+    larger = {"host memory": "a larger --host", "GPU memory": "a --gpu with more memory"}
+    needed = " and ".join(larger[memory] for memory in lacking)
+    return f"{text} No option of this command is enough: it needs {needed}, or a smaller model."
 
 
-def _lacking(memory: str, options: dict[str, bool], larger: str) -> str:
-    left = [option for option, is_left in options.items() if is_left]
-    less = f"Less of it is needed with {' or '.join(left)}" if left else "All options say less"
-    return f"{memory} is what lacks. {less}, and {larger} has more."
+def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The options that need less of the memory that lacks, with what they change."""
+    if "GPU memory" in lacking:
+        if settings.device_budget != "least":
+            yield "--device-budget least", {"device_budget": "least"}
+        if settings.tokens is not None:
+            rows = settings.tokens // settings.length
+            if (parts := rows // settings.gpus) > settings.microbatches:
+                yield f"--microbatches {parts}", {"microbatches": parts}
+        if settings.length % 2 == 0 and settings.length >= 1024:
+            yield f"--length {settings.length // 2}", {"length": settings.length // 2}
+    if "host memory" in lacking:
+        if settings.state != "compact":
+            yield "--state compact", {"state": "compact"}
+        if settings.optimizer != "lion":
+            yield "--optimizer lion", {"optimizer": "lion"}
+        if settings.clip is not None:
+            yield "--clip null", {"clip": None}
+        if settings.lora_rank is None and settings.trainable is None:
+            yield f"--lora-rank {_RANK}", {"lora_rank": _RANK}

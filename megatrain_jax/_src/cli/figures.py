@@ -26,7 +26,7 @@ def figures(
     """
     measured = steady(result.history, began)
     seconds = [record["seconds"] for record in measured]
-    tokens = [record["tokens"] * settings.microbatches for record in measured]
+    tokens = [record["tokens"] for record in measured]
     mean = statistics.mean(seconds) if seconds else None
     in_rows, peak = settings.batch * settings.length, peak_device_bytes()
     last = result.history[-1]

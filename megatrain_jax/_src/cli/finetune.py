@@ -8,7 +8,7 @@ from typing import Any
 import megatrain_jax as mt
 from megatrain_jax import data, models
 from megatrain_jax._src.cli import objectives, training
-from megatrain_jax._src.cli.choices import Frozen
+from megatrain_jax._src.cli.adapters import frozen_of, with_adapters
 from megatrain_jax._src.cli.finetune_settings import FinetuneSettings
 from megatrain_jax._src.cli.job import Job
 from megatrain_jax._src.cli.run_data import common_options, summarised
@@ -36,8 +36,9 @@ def prepare(settings: FinetuneSettings) -> Job:
     model, params, trainable = pretrained.model, pretrained.params, settings.trainable
     if settings.lora_rank is not None:
         _check_exports(settings, pretrained.config)
-        adapted = models.lora(
+        model, params, trainable = with_adapters(
             model,
+            trainable,
             targets=settings.lora_targets,
             rank=settings.lora_rank,
             alpha=settings.lora_alpha,
@@ -46,17 +47,15 @@ def prepare(settings: FinetuneSettings) -> Job:
             seed=settings.seed,
             params=params,
         )
-        model, params = adapted.model, adapted.params
-        trainable = "|".join([adapted.trainable, *([trainable] if trainable else [])])
     is_dpo, is_stored = settings.objective == "dpo", settings.stores_reference
     return Job(
         model=model,
         params=params,
         trainable=trainable,
-        frozen=_frozen(settings, pretrained.config),
-        loss_fn=objectives.preferred(settings.beta, is_stored=is_stored)
+        frozen=frozen_of(settings.frozen, settings.lora_rank, pretrained.config.saved_dtype),
+        loss_fn=objectives.preferred(settings.beta, settings.microbatches, is_stored=is_stored)
         if is_dpo
-        else objectives.next_token,
+        else objectives.next_token(settings.microbatches),
         shapes=batch_shapes(
             settings.batch, settings.length, _PAIRS if is_dpo else 0, has_reference=is_stored
         ),
@@ -105,13 +104,6 @@ def _template(given: str | None) -> str | None:
     if given is None or "{" in given or not Path(given).is_file():
         return given
     return Path(given).read_text(encoding="utf-8")
-
-
-def _frozen(settings: FinetuneSettings, config: models.DecoderConfig) -> Frozen | None:
-    """The form of frozen parameters: below adapters that of the checkpoint, if it is bfloat16."""
-    if settings.frozen is None and settings.lora_rank and config.saved_dtype == "bfloat16":
-        return "bfloat16"
-    return settings.frozen
 
 
 def _check_exports(settings: FinetuneSettings, config: models.DecoderConfig) -> None:

@@ -21,7 +21,7 @@ class Job:
         params: Parameters to start from; None for those that the model is built with.
         trainable: Pattern of the parameters that are trained; None for all.
         frozen: Form of the other parameters at rest.
-        loss_fn: The loss. One of its metrics is `tokens`, the tokens that are no padding.
+        loss_fn: The loss. One of its metrics is `tokens`, the tokens of a step without padding.
         shapes: Shapes of a batch.
         reference: Folder of the checkpoint by which a reference's numbers are computed before
             training; None where the loss needs none.

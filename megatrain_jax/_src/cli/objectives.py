@@ -1,4 +1,8 @@
-"""The losses of the commands, with the number of tokens that are no padding as a metric."""
+"""The losses of the commands, with the number of tokens of a step as a metric.
+
+Padding is not counted. A step's metric is the mean over its microbatches, so each of them gives its
+own tokens times their number.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,13 +15,17 @@ from megatrain_jax import losses, models
 Loss = Callable[[models.Decoder, Mapping[str, Any]], tuple[Array, dict[str, Array]]]
 
 
-def next_token(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
-    """`models.next_token_loss`, of packed batches."""
-    loss, metrics = models.next_token_loss(model, batch)
-    return loss, {**metrics, "tokens": _num_tokens(batch)}
+def next_token(microbatches: int) -> Loss:
+    """`models.next_token_loss`, of packed batches that are cut into so many parts."""
+
+    def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
+        loss, metrics = models.next_token_loss(model, batch)
+        return loss, {**metrics, "tokens": _num_tokens(batch, microbatches)}
+
+    return loss_fn
 
 
-def preferred(beta: float, *, is_stored: bool) -> Loss:
+def preferred(beta: float, microbatches: int, *, is_stored: bool) -> Loss:
     """The loss of direct preference optimisation.
 
     A metric `accuracy` says of how many pairs the chosen answer has become more likely than the
@@ -25,6 +33,7 @@ def preferred(beta: float, *, is_stored: bool) -> Loss:
 
     Args:
         beta: See `losses.dpo`.
+        microbatches: Parts that a batch is cut into.
         is_stored: Whether the batch has the reference's logarithms, as `reference`; if not, it is
             the model without its adapters.
     """
@@ -43,7 +52,8 @@ def preferred(beta: float, *, is_stored: bool) -> Loss:
         gained = ours - reference
         right = (gained[:, 0::2] > gained[:, 1::2]) & pairs
         accuracy = right.sum() / jnp.maximum(count, 1)
-        return loss, {"weight": count, "accuracy": accuracy, "tokens": _num_tokens(batch)}
+        tokens = _num_tokens(batch, microbatches)
+        return loss, {"weight": count, "accuracy": accuracy, "tokens": tokens}
 
     return loss_fn
 
@@ -81,5 +91,5 @@ def _answers(model: models.Decoder, batch: Mapping[str, Any]) -> Array:
     return jnp.einsum("rl,rla->ra", logs * batch["mask"], belongs.astype(jnp.float32))
 
 
-def _num_tokens(batch: Mapping[str, Any]) -> Array:
-    return (batch["segments"] > 0).sum(dtype=jnp.float32)
+def _num_tokens(batch: Mapping[str, Any], microbatches: int) -> Array:
+    return microbatches * (batch["segments"] > 0).sum(dtype=jnp.float32)

@@ -29,14 +29,19 @@ def run(settings: PlanSettings) -> int:
 
 
 def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
-    planner = Planner(settings)
-    plan = planner.plan(config_of(model), tokens // settings.length, settings.length)
+    planner, config = Planner(settings), config_of(model)
+    plan = planner.plan(config, tokens // settings.length, settings.length)
     print(f"{model}, {settings.batch}, on {planner.where}\n")
     print(plan)
     rate = tokens / (plan.seconds_per_step or math.inf)
     print(f"\ntokens a second, estimate: {rate:,.0f}")
     if not fits(plan):
-        print(f"It does not fit: {advice(plan, settings)}")
+
+        def plan_with(changed: PlanSettings) -> mt.Plan:
+            other = Planner(changed, planner.machine)
+            return other.plan(config, tokens // changed.length, changed.length, least=True)
+
+        print(f"It does not fit: {advice(plan, settings, plan_with)}")
         return 1
     return 0
 
@@ -53,18 +58,23 @@ def _print_largest(settings: PlanSettings) -> int:
         if line is not None:
             print(line, flush=True)
     if not any(found):
-        print(f"Nothing fits: {advice(_smallest(planner), settings)}")
+        print(f"Nothing fits: {_advice(planner)}")
     elif settings.model is not None and not any(found[:-1]):  # the last one is of any model
-        print(f"{settings.model} doesn't fit: {advice(_smallest(planner), settings)}")
+        print(f"{settings.model} doesn't fit: {_advice(planner)}")
     else:
         return 0
     return 1
 
 
-def _smallest(planner: Planner) -> mt.Plan:
-    """The plan of the fewest rows of the settings' model, or of the smallest one."""
+def _advice(planner: Planner) -> str:
+    """The advice on the fewest rows of the settings' model, or of the smallest one."""
     smallest = min(KNOWN_MODELS, key=lambda name: KNOWN_MODELS[name].num_parameters)
-    return planner.smallest(config_of(planner.settings.model or smallest))
+    config = config_of(planner.settings.model or smallest)
+
+    def plan_with(changed: PlanSettings) -> mt.Plan:
+        return Planner(changed, planner.machine).smallest(config)
+
+    return advice(planner.smallest(config), planner.settings, plan_with)
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:

@@ -24,7 +24,11 @@ class PlanSettings:
         optimizer: Name of the optimizer.
         clip: Largest global norm of the gradients; null for no clipping.
         trainable: Regular expression on paths of the parameters that are trained; all without it.
-        frozen: Form of the other parameters at rest.
+        frozen: Form of the other parameters at rest; without it the masters', or with adapters
+            bfloat16, unless the model's config.json has another dtype.
+        lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
+            none.
+        lora_targets: Regular expression on paths of the matrices that have adapters.
         device_budget: GPU memory for state and activations, in bytes, or least.
     """
 
@@ -41,6 +45,8 @@ class PlanSettings:
     clip: float | None = 1.0
     trainable: str | None = None
     frozen: Frozen | None = None
+    lora_rank: int | None = None
+    lora_targets: str = "layers/.*_proj"
     device_budget: str | None = None
 
     def __post_init__(self) -> None:
@@ -56,8 +62,16 @@ class PlanSettings:
         check_needed(
             self,
             ("frozen",),
-            is_there=self.trainable is not None,
-            needed="parameters that are not trained: say `trainable`",
+            is_there=self.trainable is not None or self.lora_rank is not None,
+            needed="parameters that are not trained: say `trainable` or `lora_rank`",
+        )
+        if self.lora_rank is not None:
+            checks.integer("lora_rank", self.lora_rank)
+        check_needed(
+            self,
+            ("lora_targets",),
+            is_there=self.lora_rank is not None,
+            needed="adapters: say `lora_rank`",
         )
         if self.tokens is None:
             return

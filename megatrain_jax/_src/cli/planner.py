@@ -1,5 +1,6 @@
 """Plans of decoders by the settings of the command line."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from flax import nnx
 
 import megatrain_jax as mt
 from megatrain_jax import models
+from megatrain_jax._src.cli.adapters import frozen_of, with_adapters
 from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
@@ -40,13 +42,10 @@ class Planner:
         """
         self.settings = settings
         self.machine = machine or _machine(settings)
-        precision = precision_of(settings.state, settings.master, settings.frozen, jnp.bfloat16)
         self._options: dict[str, Any] = {
             "hardware": self.machine,
             "num_gpus": settings.gpus,
             "microbatches": settings.microbatches,
-            "precision": precision,
-            "trainable": settings.trainable,
             "device_budget": settings.device_budget,
         }
         # No plan depends on the rate.
@@ -67,13 +66,33 @@ class Planner:
         # Whether a size fits at all is decided by the least budget; a plan of it takes less time.
         if least and options["device_budget"] is None:
             options["device_budget"] = "least"
+        model, trainable = self._model(config)
+        settings = self.settings
+        frozen = frozen_of(settings.frozen, settings.lora_rank, _saved_dtype(config))
         return mt.plan(
-            remembered("build", lambda: config, lambda: partial(_build, config)),
+            model,
             models.next_token_loss,
             self._optimizer,
             batch_shapes(rows, length),
+            precision=precision_of(settings.state, settings.master, frozen, jnp.bfloat16),
+            trainable=trainable,
             **options,
         )
+
+    def _model(self, config: models.DecoderConfig) -> tuple[Any, str | None]:
+        """The function that builds a model, and the pattern of what is trained."""
+        rank, targets, trainable = (
+            self.settings.lora_rank, self.settings.lora_targets, self.settings.trainable
+        )  # fmt: skip
+
+        def make() -> tuple[Any, str | None]:
+            build = partial(_build, config)
+            if rank is None:
+                return build, trainable
+            adapted = with_adapters(build, trainable, rank=rank, targets=targets)
+            return adapted.model, adapted.trainable
+
+        return remembered("build", lambda: (config, rank, targets, trainable), make)
 
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
         """Plans steps on the fewest rows of the settings' length, in the least budget."""
@@ -112,6 +131,12 @@ def config_of(model: str) -> models.DecoderConfig:
 
 def _build(config: models.DecoderConfig) -> models.Decoder:
     return models.Decoder(config, rngs=nnx.Rngs(0))
+
+
+def _saved_dtype(config: models.DecoderConfig) -> str:
+    """The dtype of a model's checkpoint: of released ones bfloat16, unless they say another."""
+    values = json.loads(config.original or "{}")
+    return values.get("dtype") or values.get("torch_dtype") or "bfloat16"
 
 
 def _machine(settings: PlanSettings) -> mt.Hardware:

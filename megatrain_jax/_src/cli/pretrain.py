@@ -32,7 +32,7 @@ def prepare(settings: PretrainSettings) -> Job:
     config = sizes_of(settings)
     return Job(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(settings.seed)),
-        loss_fn=objectives.next_token,
+        loss_fn=objectives.next_token(settings.microbatches),
         shapes=batch_shapes(settings.batch, settings.length),
         prompting=lambda: (load_tokenizer("tokenizer", settings.tokenizer), str),
         dataset=lambda files, epochs: dataset(settings, files, epochs),

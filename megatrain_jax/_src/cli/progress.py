@@ -27,14 +27,12 @@ class Lines:
     Attributes:
         steps: Number of steps of the run.
         schedule: Learning rate of a step, counted from 0.
-        microbatches: Parts of a batch; the metric `tokens` is a mean over them.
         every: Print a line after each step whose number this divides.
         tell_start: Function that is told the first step of this process.
     """
 
     steps: int
     schedule: optax.Schedule
-    microbatches: int
     every: int
     tell_start: Callable[[int], None] = lambda step: None
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -49,7 +47,7 @@ class Lines:
                 _print(f"went on after step {record['step'] - 1}")
         self._seen += 1
         if self._seen > _COMPILING:
-            self._recent.append((record["tokens"] * self.microbatches, record["seconds"]))
+            self._recent.append((record["tokens"], record["seconds"]))
         evaluated = "eval_loss" in record
         if evaluated or record["step"] % self.every == 0 or record["step"] == self.steps:
             _print(self.line(record))

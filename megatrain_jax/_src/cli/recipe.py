@@ -3,6 +3,7 @@
 import math
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -39,17 +40,23 @@ def schedule_of(
 ) -> optax.Schedule:
     """The learning rate over the steps of a run: linear warm-up, then a decay to the last step.
 
+    With n steps of warm-up, the first step has 1 / (n + 1) of the highest rate: at a rate of 0 it
+    would learn nothing.
+
     Args:
         learning_rate: The highest rate.
         steps: Number of steps.
-        warmup: Share of them in which the rate rises from 0.
+        warmup: Share of them in which the rate rises, rounded up to whole steps.
         decay: The way it falls afterwards.
         final: Share of the highest rate that the last step ends with; a constant one stays.
+
+    Raises:
+        ValueError: If the first step has a rate of 0, as float32 has it.
 
     Examples:
         >>> rates = schedule_of(1.0, 10, 0.2, "linear", 0.0)
         >>> [round(float(rates(step)), 2) for step in (0, 1, 2, 6, 10)]
-        [0.0, 0.5, 1.0, 0.5, 0.0]
+        [0.33, 0.67, 1.0, 0.5, 0.0]
     """
     rising = math.ceil(warmup * steps)
     # Optax refuses a decay over no steps, which a run of warm-up alone has.
@@ -59,11 +66,17 @@ def schedule_of(
         "linear": optax.linear_schedule(learning_rate, final * learning_rate, falling),
         "constant": optax.constant_schedule(learning_rate),
     }[decay]
-    if not rising:
-        return after
-    return optax.join_schedules(
-        [optax.linear_schedule(0.0, learning_rate, rising), after], [rising]
-    )
+    schedule = after
+    if rising:
+        first = learning_rate / (rising + 1)
+        warming = optax.linear_schedule(first, learning_rate, rising)
+        schedule = optax.join_schedules([warming, after], [rising])
+    if not np.asarray(schedule(0), np.float32) > 0:
+        raise ValueError(
+            f"`learning_rate`={learning_rate} is 0 in float32 at the first step, which would learn "
+            "nothing: say a higher one"
+        )
+    return schedule
 
 
 def optimizer_of(

@@ -1,6 +1,7 @@
 """The data of a run: read, mixed, held out, and compared with the steps that are asked for."""
 
 import glob
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,11 @@ class RunData:
         """All datasets, those held out last."""
         held = [] if self.held_out is None else _parts(self.held_out)
         return [*_parts(self.train), *held]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what is trained on, in its order."""
+        return self.train.fingerprint
 
     @property
     def chat_template(self) -> str | None:
@@ -78,8 +84,10 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
         AskedWronglyError: If files can't be.
     """
     sources = [settings.data] if settings.weights is None else settings.sources
+    # Steps that are given are made: without `epochs`, they see the data as often as they need.
+    epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
     with _called("data"):
-        parts = [dataset(source, settings.epochs) for source in sources]
+        parts = [dataset(source, epochs) for source in sources]
     held: list[data.Dataset] = []
     if settings.eval_data is not None:
         with _called("eval_data"):
@@ -92,15 +100,28 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
             print(f"{name}: {one}", flush=True)
     train = parts[0] if settings.weights is None else data.mix(parts, settings.weights)
     held_out = data.mix(held) if len(held) > 1 else next(iter(held), None)
-    if settings.epochs is None:
-        assert settings.steps is not None
-        return RunData(train, held_out, settings.steps)
-    if settings.steps is not None and settings.steps > len(train):
+    steps = len(train) if settings.steps is None else settings.steps
+    if epochs is not None and steps > len(train):
         raise ValueError(
-            f"`steps`={settings.steps} are more than the {len(train)} batches of "
-            f"`epochs`={settings.epochs}: say fewer steps, more epochs, or `epochs`=null"
+            f"`steps`={steps} are more than the {len(train)} batches of `epochs`={epochs}: say "
+            "fewer steps or more epochs, or leave `epochs` out to repeat the data"
         )
-    return RunData(train, held_out, settings.steps or len(train))
+    names = ["data"] if settings.weights is None else settings.sources
+    if isinstance(train, data.Mixture):
+        used = train.rows_used(steps)
+    else:
+        used = [min(steps * settings.batch, train.rows.count or math.inf)]
+    for name, part, rows in zip(names, parts, used, strict=True):
+        print(f"{name}: {_usage(rows, part.num_rows)}", flush=True)
+    return RunData(train, held_out, steps)
+
+
+def _usage(used: float, rows: int) -> str:
+    """The use of a training set, in words."""
+    if used < rows:
+        return f"{used:,} of {rows:,} rows are used, and {rows - used:,} are left"
+    times = "once" if used == rows else f"{used / rows:.1f} times"
+    return f"all {rows:,} rows are used, {times}"
 
 
 def common_options(settings: TrainingSettings, epochs: int | None, too_long: str) -> dict[str, Any]:

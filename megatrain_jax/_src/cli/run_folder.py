@@ -90,6 +90,22 @@ class RunFolder:
         exported = all((self.path / name).exists() for name in settings.exports)
         return self.report is not None and (settings.export == "never" or exported)
 
+    def check_data(self, fingerprint: str) -> None:
+        """Checks that a run that goes on has the data that it began with.
+
+        Args:
+            fingerprint: A hash of the data and of the order of its batches.
+
+        Raises:
+            ValueError: If it has other data.
+        """
+        before = self.note("data")
+        if self.has_checkpoints and before not in (None, fingerprint):
+            raise ValueError(
+                f"`data` is not what it was when the run in `out` = {self.path} began: a file, the "
+                "tokenizer or its chat template has changed. Bring it back, or choose another `out`"
+            )
+
     def begin(self, settings: TrainingSettings) -> None:
         """Makes the folder and writes down whose it is."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -59,15 +59,18 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         laps.lap("plan")
         # After the plan, which takes seconds where reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
+        folder.check_data(batches.fingerprint)
         folder.begin(settings)
         # For logs elsewhere: a run that goes on in another process is the same one there.
         folder.take_note("identity", identity)
+        folder.take_note("data", batches.fingerprint)
     laps.lap("data")
     with checking():
+        schedule = _schedule(settings, batches.steps)
         reference = find_reference(folder, batches.datasets, job, options)
     if reference is not None:
         laps.lap("reference")
-    result = _train(settings, folder, job, options, batches, logs, reference)
+    result = _train(settings, folder, job, options, batches, schedule, logs, reference)
     laps.lap("training")
     steps = result.trainer.num_steps
     if result.interrupted:
@@ -96,7 +99,7 @@ def _how(ending: Mapping[str, Any]) -> str:
     if ending["ended"] == "stopped":
         of = f"{ending['steps']} of {ending['steps_asked_for']} steps"
         return f"{of}, stopped early: {ending['reason']}"
-    return f"{ending['steps']} steps"
+    return f"{ending['steps']} step{'s' * (ending['steps'] != 1)}"
 
 
 def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
@@ -148,12 +151,12 @@ def _train(
     job: Job,
     options: Mapping[str, Any],
     batches: RunData,
+    schedule: optax.Schedule,
     logs: list[callbacks.Callback],
     reference: Reference | None,
 ) -> mt.FitResult:
-    schedule = _schedule(settings, batches.steps)
     every = settings.log_every
-    lines = Lines(batches.steps, schedule, settings.microbatches, every, folder.begin_at)
+    lines = Lines(batches.steps, schedule, every, folder.begin_at)
     saving: dict[str, Any] = {}
     if settings.checkpoints:
         saving = {

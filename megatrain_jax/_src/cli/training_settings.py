@@ -37,11 +37,12 @@ class TrainingSettings:
         length: Tokens of a row, into which documents are packed.
         batch: Rows of a step.
         microbatches: Equal parts that each batch is cut into.
-        epochs: How often all documents are seen; null for ever, until --steps.
-        steps: Number of steps; without it, all epochs.
+        epochs: How often all documents are seen; without it once, or as often as --steps needs.
+        steps: Number of steps, for which documents are seen again where --epochs is not given;
+            without it, all epochs.
         optimizer: Name of the optimizer.
         learning_rate: Highest learning rate.
-        warmup: Share of the steps in which the learning rate rises.
+        warmup: Share of the steps in which the learning rate rises, from above 0.
         decay: How the learning rate falls afterwards.
         final_rate: Share of the highest learning rate that the decay ends with.
         weight_decay: Decay of weights, multiplied with the learning rate.
@@ -89,7 +90,7 @@ class TrainingSettings:
     length: int = 2048
     batch: int = 16
     microbatches: int = 1
-    epochs: int | None = 1
+    epochs: int | None = None
     steps: int | None = None
     optimizer: OptimizerName = "adamw"
     learning_rate: float = 1e-5
@@ -163,8 +164,6 @@ class TrainingSettings:
             )
         for weight in self.weights or ():
             checks.number("weights", weight, above=0)
-        if self.epochs is None and self.steps is None:
-            raise ValueError("`epochs`=null never ends: say `steps`")
         if self.batch % self.microbatches:
             raise ValueError(f"`microbatches`={self.microbatches} must divide `batch`={self.batch}")
 

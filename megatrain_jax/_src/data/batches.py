@@ -141,6 +141,10 @@ class Batches:
 
     A batch takes the next rows, be it from two epochs; only the last one may have too few. All
     ends where one corpus has no row left for its turn.
+
+    Attributes:
+        size: Rows of a batch.
+        num_rows: Rows of all batches; None if they never end.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Batches:
         """
         self._parts = tuple(parts)
         self._proportions = tuple(proportions)
-        self._length, self._size = length, batch_size
+        self._length, self.size = length, batch_size
         # Units are numbered through all corpora: a row's units say whose it is.
         self._first = np.cumsum([0, *(len(part.corpus.unit_starts) for part in parts)])
         self._num_pairs = max(part.most_units for part in parts)
@@ -164,15 +168,15 @@ class Batches:
 
     def __len__(self) -> int:
         """The number of batches; the largest integer that `len` may return if they never end."""
-        return sys.maxsize if self.num_rows is None else -(-self.num_rows // self._size)
+        return sys.maxsize if self.num_rows is None else -(-self.num_rows // self.size)
 
     def __getitem__(self, index: int) -> Batch:
         """Builds one batch."""
-        stop = (index + 1) * self._size
+        stop = (index + 1) * self.size
         if self.num_rows is not None:
             stop = min(stop, self.num_rows)
-        rows, before = [], counts(index * self._size, self._proportions)
-        for number in range(index * self._size + 1, stop + 1):
+        rows, before = [], counts(index * self.size, self._proportions)
+        for number in range(index * self.size + 1, stop + 1):
             # From one number to the next, exactly one corpus's count grows: the row is its.
             after = counts(number, self._proportions)
             (turn,) = (
@@ -181,8 +185,8 @@ class Batches:
             rows.append(self._parts[turn][before[turn]] + self._first[turn])
             before = after
         # Counted over the whole batch, before each process takes its rows of it.
-        whole = with_counts(self._arrays(spread(rows, self._size)))
-        return {name: array[own_rows(self._size)] for name, array in whole.items()}
+        whole = with_counts(self._arrays(spread(rows, self.size)))
+        return {name: array[own_rows(self.size)] for name, array in whole.items()}
 
     def _arrays(self, rows: list[np.ndarray]) -> Batch:
         whose = [

@@ -15,6 +15,7 @@ from megatrain_jax._src.data.turns import (
     Turns,
     arrange,
     check_content,
+    merged,
     read_tools,
     read_turns,
     valid_text,
@@ -37,7 +38,8 @@ class Conversation(NamedTuple):
     Attributes:
         messages: Dicts with a role and a content, in an order that `arrange` has checked.
         learned: For each message, whether the loss may count it; false for messages of the user,
-            for those of the assistant that have a weight of 0, and for those of a prompt.
+            for those of the assistant that have a weight of 0 or `train` false, and for those of
+            a prompt.
         tools: JSON schemas of the tools that the assistant could use, or None.
         ignored: Fields of the row that nothing reads.
         changed: Changes that the user's rules made to the turns, in words.
@@ -122,7 +124,9 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
         rules: See `to_conversation`.
 
     Raises:
-        InvalidRow: If it is no such pair, or both answers are alike.
+        InvalidRow: If it is no such pair, both answers are alike, or they answer other questions:
+            whole conversations have to be the same up to an answer, and a `prompt` beside them, if
+            there is one, has to be in what both begin with.
     """
     row = _present(row)
     missing = [name for name in ("chosen", "rejected") if name not in row]
@@ -134,7 +138,10 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
     if all(whole):
         read = {"chosen", "rejected"} | ({"prompt"} & set(row))
         both = [_conversation(row, turns, read, rules) for turns in answers.values()]
-        pair = Pair(*_after_common_prompt(*both))
+        common = _common_prompt(*both)
+        if prompt := row.get("prompt"):
+            _check_prompt(prompt, both[0].messages[:common], rules)
+        pair = Pair(*_learned_from(common, *both))
     elif any(whole):
         raise InvalidRow(
             "unknown form", "one of `chosen` and `rejected` is a whole conversation, one an answer"
@@ -179,19 +186,56 @@ def to_text(row: Row) -> Text:
 def _conversation(row: Row, turns: Turns, read: set[str], rules: TurnRules) -> Conversation:
     turns, changed = arrange(_with_system(row, turns), rules)
     if not any(turns.learned):
-        raise InvalidRow("nothing to learn", "every turn of the assistant has a weight of 0")
+        raise InvalidRow(
+            "nothing to learn", "every turn of the assistant has a weight of 0, or `train` false"
+        )
     ignored = turns.ignored | set(row) - read - _ALWAYS_READ
     tools = read_tools(row.get("tools"))
     return Conversation(turns.messages, turns.learned, tools, ignored, changed)
 
 
-def _after_common_prompt(*both: Conversation) -> list[Conversation]:
-    """The conversations, of which only that part is learned in which they differ."""
-    pairs = zip(*(one.messages for one in both), strict=False)
+def _common_prompt(*both: Conversation) -> int:
+    """The number of messages that both conversations begin with, up to an answer."""
+    pairs = list(zip(*(one.messages for one in both), strict=False))
     common = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
     # One begins the other, or both are alike: then they differ where the shorter one ends.
     if common is None:
-        common = min(len(one.messages) for one in both)
+        return len(pairs)
+    if {message["role"] for message in pairs[common]} != {"assistant"}:
+        one, other = map(_shown, pairs[common])
+        raise InvalidRow(
+            "`chosen` and `rejected` answer other questions",
+            f"message {common + 1}, before an answer, is {one} in one and {other} in the other",
+        )
+    return common
+
+
+def _check_prompt(prompt: Any, begin: list[Message], rules: TurnRules) -> None:
+    """Checks a `prompt` beside two conversations, which repeats some of what both begin with.
+
+    A text may be one of the messages, as the last question often is, or hold all of them, as one
+    that a template has made. Messages have to be the last ones before the answers.
+    """
+    if isinstance(prompt, str):
+        text, said = prompt.strip(), [message.get("content", "").strip() for message in begin]
+        agrees = not text or text in said or all(one in text for one in said)
+    else:
+        turns = read_turns("prompt", prompt)
+        turns = turns if rules.merge is None else merged(turns, rules.merge)
+        agrees = turns.messages == begin[-len(turns.messages) :]
+    if not agrees:
+        raise InvalidRow(
+            "`prompt` is not what `chosen` and `rejected` begin with",
+            f"it is {str(prompt)[:60]!r}, and before their answers both have {_shown(begin[-1])}",
+        )
+
+
+def _shown(message: Message) -> str:
+    return f"{message['role']} {message.get('content', '')[:60]!r}"
+
+
+def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
+    """The conversations, of which only what comes after the messages in common is learned."""
     learned = [[i >= common and it for i, it in enumerate(one.learned)] for one in both]
     if not all(map(any, learned)) and both[0].messages != both[1].messages:
         raise InvalidRow("nothing to learn", "one of `chosen` and `rejected` begins the other")

@@ -64,7 +64,8 @@ def chat(
         shuffle: Whether that order is drawn, anew every epoch.
         epochs: The number of times that every conversation is seen; None goes on for ever.
         train_on: The tokens that the loss counts: those of the "assistant", which are what it says
-            and the token that ends each of its turns, but no message with a weight of 0; or "all".
+            and the token that ends each of its turns, but no message with a `weight` of 0 or
+            `train` false; or "all".
         too_long: Treatment of conversations longer than `length`: an "error" that lists them
             once all are read; "cut" loses their end, "split" has them go on in another row
             without what came before, "drop" leaves them out.
@@ -134,9 +135,9 @@ def preferences(
     A row has "chosen" and "rejected", each a text, a message or messages, and before them the
     question in one of the forms of `chat`: ``{"prompt", "chosen", "rejected"}``,
     ``{"conversations", "chosen", "rejected"}`` and so on. Without a question both are whole
-    conversations that begin alike. The `mask` is True on the answers: on what the assistant says
-    where the two differ. Both conversations of a pair are in one row of a batch, one after the
-    other; see `Dataset` for the arrays.
+    conversations that are the same up to an answer; a `prompt` beside them has to agree. The `mask`
+    is True on the answers: on what the assistant says where the two differ. Both conversations of a
+    pair are in one row of a batch, one after the other; see `Dataset` for the arrays.
 
     Args:
         source: See `chat`.
@@ -156,7 +157,8 @@ def preferences(
         progress: See `chat`.
 
     Raises:
-        DataError: See `chat`; rows are also invalid if both answers are alike.
+        DataError: See `chat`; rows are also invalid if both answers are alike, or answer other
+            questions.
         FileNotFoundError: If a file does not exist.
         TypeError: If an argument has another type.
         ValueError: If an option is not one of those above, or the tokenizer can't be loaded.

@@ -9,7 +9,7 @@ from functools import cached_property
 import grain
 
 from megatrain_jax._src.common import checks
-from megatrain_jax._src.data.batches import Batches
+from megatrain_jax._src.data.batches import Batches, counts
 from megatrain_jax._src.data.dataset import Dataset, DatasetIterator, as_grain
 
 
@@ -42,16 +42,33 @@ class Mixture:
 
     def __iter__(self) -> DatasetIterator:
         """Starts with the first batch."""
-        return DatasetIterator(self.grain(), self._fingerprint)
+        return DatasetIterator(self.grain(), self.fingerprint)
 
     def __repr__(self) -> str:
         """Shows each dataset with its share of the rows."""
         total = sum(self.proportions)
         shares = [
-            f"{proportion / total:.1%} of {dataset.num_rows:,} rows"
+            f"{proportion / total:.1%} from {dataset.num_rows:,} rows"
             for proportion, dataset in zip(self.proportions, self.datasets, strict=True)
         ]
         return f"Mixture({', '.join(shares)})"
+
+    def rows_used(self, num_batches: int | None = None) -> list[int]:
+        """Counts the rows that each dataset gives, which may be fewer or more than it has.
+
+        Args:
+            num_batches: Number of batches from the first; None for all.
+
+        Raises:
+            TypeError: If it has another type, or is None where the batches never end.
+            ValueError: If it is negative.
+        """
+        if num_batches is None:
+            num_batches = len(self)
+        num_rows = checks.integer("num_batches", num_batches, least=0) * self._batches.size
+        if self._batches.num_rows is not None:
+            num_rows = min(num_rows, self._batches.num_rows)
+        return counts(num_rows, self.proportions)
 
     def grain(self) -> grain.IterDataset:
         """The same batches as a `grain.IterDataset`, to which further steps can be added."""
@@ -65,7 +82,8 @@ class Mixture:
         return Batches(rows, self.proportions, options.length, options.batch_size)
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """A hash of the proportions, and of the fingerprints of the datasets."""
         digest = hashlib.blake2b(repr(self.proportions).encode(), digest_size=8)
         for dataset in self.datasets:
             digest.update(dataset.fingerprint.encode())

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TextIO
 import pyarrow
 import pyarrow.parquet
 
+from megatrain_jax._src.data.columnar import restored_row
 from megatrain_jax._src.data.json_values import NO_JSON, Scanner, checked_utf8, invalid_utf8
 from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOrigin
 
@@ -248,16 +249,21 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def _pylist(batch: pyarrow.RecordBatch) -> Iterator[Any]:
+    kind = pyarrow.struct(batch.schema)
     try:
-        yield from batch.to_pylist()
+        rows = batch.to_pylist()
     except UnicodeDecodeError:
         # One row is at fault: the others are read one by one.
         for index in range(batch.num_rows):
             try:
                 row = batch.slice(index, 1).to_pylist()[0]
             except UnicodeDecodeError as caught:
-                row = invalid_utf8(caught.object[caught.start])
-            yield row
+                yield invalid_utf8(caught.object[caught.start])
+                continue
+            yield restored_row(row, kind)
+        return
+    for row in rows:
+        yield restored_row(row, kind)
 
 
 def _delimited(delimiter: str) -> Callable[[str], Iterator[tuple[RowOrigin, Any]]]:

@@ -1,7 +1,8 @@
 """The parts of a conversation that a chat template leaves out.
 
-A template is a program that reads what it likes. So a conversation is rendered once more with marks
-in place of what is in doubt, and what leaves no trace in the text was not shown.
+A template is a program that reads what it likes. So each conversation is rendered once more with a
+mark in place of every part, and a part whose mark leaves no trace in the text was not shown. To
+look for the part itself would not do: its text may be somewhere else as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +21,11 @@ class _Part(NamedTuple):
     Attributes:
         index: The number of the message.
         name: The part's name in reports.
-        seen: A text that shows, where the rendered text has it, that the part is shown; None where
-            it may be there for another reason, as the name of a tool may.
         replace: Gives the message with a mark in place of the part.
     """
 
     index: int
     name: str
-    seen: str | None
     replace: Callable[[Message, str], Message]
 
 
@@ -51,10 +49,7 @@ def left_out(
     """
     # Tools are shown in forms of their own: without them the text has to differ.
     found = {"tools"} if tools and render(messages, None) == text else set()
-    parts = [p for p in _parts(messages) if p.seen is None or p.seen not in text]
-    # As a rule: every text of a message is found as it is, and nothing is rendered again.
-    if not parts:
-        return found
+    parts = list(_parts(messages))
     marks = [_mark(number) for number in range(len(parts))]
     marked = render(_replaced(messages, parts, marks), tools)
     if marked is not None:
@@ -85,13 +80,13 @@ def _parts(messages: list[Message]) -> Iterator[_Part]:
             if field in ("role", "content") or not value or str(value).isspace():
                 continue
             replace = _replace_calls if field == "tool_calls" else _replace_field(field)
-            yield _Part(index, f"{field} of {message['role']}", None, replace)
+            yield _Part(index, f"{field} of {message['role']}", replace)
         thought, _, said = message.get("content", "").rpartition(THOUGHT)
-        if said := said.strip():
-            yield _Part(index, f"content of {message['role']}", said, _replace_said)
-        if thought := thought.rpartition("<think>")[2].strip():
+        if said.strip():
+            yield _Part(index, f"content of {message['role']}", _replace_said)
+        if thought.rpartition("<think>")[2].strip():
             name = f"content before {THOUGHT} of {message['role']}"
-            yield _Part(index, name, thought, _replace_thought)
+            yield _Part(index, name, _replace_thought)
 
 
 def _replace_field(field: str) -> Callable[[Message, str], Message]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain_jax._src.common import checks
+from megatrain_jax._src.data.columnar import is_columnar, restored_rows
 from megatrain_jax._src.data.reading import KINDS, TEXT_KINDS, kind_of
 
 Source = str | PathLike[str] | Iterable[Any]
@@ -77,7 +78,8 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
         raise TypeError(checks.refused(name, _ALLOWED, given))
     # What starts anew each time can be looked into; of an iterator the first item is put back.
     if iter(given) is not given:
-        return isinstance(next(iter(given), None), Mapping), given
+        is_rows = isinstance(next(iter(given), None), Mapping)
+        return is_rows, restored_rows(given) if is_columnar(given) else given
     items = iter(given)
     first = list(itertools.islice(items, 1))
     return bool(first) and isinstance(first[0], Mapping), itertools.chain(first, items)

@@ -121,8 +121,8 @@ class Template:
             # Only here one has to know which turn a mark belongs to.
             if len(spans) != len(turns):
                 raise self._unclear(
-                    f"it has {len(spans)} marked parts for {len(turns)} turns, of which some have "
-                    "a weight of 0",
+                    f"it has {len(spans)} marked parts for {len(turns)} turns, of which some "
+                    "are not learned (`weight` 0 or `train` false)",
                     text,
                 )
             spans = [span for span, which in zip(spans, turns, strict=True) if which]

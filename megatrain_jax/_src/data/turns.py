@@ -39,7 +39,7 @@ _BEFORE_QUESTIONS = (None, "system", "developer")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # The fields that templates read besides the role and the content.
 _PASSED_ON = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
-_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", *_PASSED_ON}
+_KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_PASSED_ON}
 
 
 class TurnRules(NamedTuple):
@@ -61,7 +61,7 @@ class Turns(NamedTuple):
     Attributes:
         messages: Dicts with a role and a content.
         learned: For each message, whether the loss may count it; false for messages of the user,
-            and for those of the assistant that have a weight of 0.
+            and for those of the assistant that have a weight of 0, or `train` false.
         ignored: Fields of the row that nothing reads.
     """
 
@@ -84,12 +84,26 @@ def read_turns(field: str, turns: Any) -> Turns:
             raise InvalidRow("unknown form", f"turn {number} is no object, in `{field}`")
         given = {name: value for name, value in turn.items() if value is not None}
         read.messages.append(message := _message(given, number))
-        weight = given.get("weight", 1)
-        if weight not in (0, 1):
-            raise InvalidRow("a weight that is neither 0 nor 1", f"{weight!r} in turn {number}")
-        read.learned.append(message["role"] == "assistant" and bool(weight))
+        read.learned.append(_counts(given, number) and message["role"] == "assistant")
+        # Only the assistant is learned, so that this asks for something that is not done.
+        if given.get("train") and message["role"] != "assistant":
+            read.ignored.add(f"{field}[].train of {message['role']}")
         read.ignored.update(f"{field}[].{name}" for name in set(given) - _KNOWN_OF_MESSAGE)
     return read
+
+
+def _counts(given: Mapping[str, Any], number: int) -> bool:
+    """Whether a turn is to be learned, by its `weight`, as OpenAI has it, and its `train`."""
+    weight, train = given.get("weight", 1), given.get("train", True)
+    if weight not in (0, 1):
+        raise InvalidRow("a weight that is neither 0 nor 1", f"{weight!r} in turn {number}")
+    if not isinstance(train, bool):
+        raise InvalidRow("`train` that is neither true nor false", f"{train!r} in turn {number}")
+    if {"weight", "train"} <= set(given) and bool(weight) != train:
+        raise InvalidRow(
+            "a weight that contradicts `train`", f"{weight!r} and {train!r} in turn {number}"
+        )
+    return bool(weight) and train
 
 
 def arrange(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
@@ -106,8 +120,8 @@ def arrange(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
         InvalidRow: If they can't be brought into such an order.
     """
     changed = set()
-    if rules.merge is not None and (merged := _merged(turns, rules.merge)) is not turns:
-        turns = merged
+    if rules.merge is not None and (joined := merged(turns, rules.merge)) is not turns:
+        turns = joined
         changed.add("consecutive turns of one role merged")
     if rules.leading == "drop" and (cut := _without_leading(turns)) is not turns:
         turns = cut
@@ -205,8 +219,16 @@ def _opened(call: Any, number: int) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _merged(turns: Turns, between: str) -> Turns:
-    """The turns, consecutive ones of one role as one; tools answer one by one."""
+def merged(turns: Turns, between: str) -> Turns:
+    """Returns the turns, consecutive ones of one role as one; tools answer one by one.
+
+    Args:
+        turns: The turns.
+        between: The text to put between two that become one.
+
+    Raises:
+        InvalidRow: If two can't become one, as they have other names or weights.
+    """
     messages: list[Message] = []
     learned: list[bool] = []
     for number, (message, counts) in enumerate(zip(turns.messages, turns.learned, strict=True), 1):

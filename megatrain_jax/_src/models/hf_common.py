@@ -154,6 +154,7 @@ def rope(
         kinds=kinds,
         partial=share is not None,
         interleaved=interleaved,
+        ignore=fields.ignore,
     )
 
 
@@ -188,6 +189,7 @@ def two_ropes(
         "max_length": fields.integer("max_position_embeddings", max_length),
         # Each embedding has its own among its parameters.
         "original_length": None,
+        "ignore": fields.ignore,
     }
     return {"rope": read_rope(full, **shared), "local_rope": read_rope(local, **shared)}
 

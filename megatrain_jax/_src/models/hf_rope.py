@@ -1,7 +1,8 @@
 """Reads the rotary embeddings of a Hugging Face configuration, in its older and newer form."""
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatrain_jax._src.common import checks
@@ -28,6 +29,9 @@ _OPTIONS = {
 }
 KINDS = {kind: kind for kind in _OPTIONS if kind != "proportional"}
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+# Found in released checkpoints, and not read by Transformers: the scale of attention that other
+# programs take, where `attention_factor` is what Transformers takes.
+_NOT_READ = {"yarn": frozenset({"attn_factor"})}
 
 
 def read_rope(
@@ -40,6 +44,7 @@ def read_rope(
     kinds: Mapping[str, str] = KINDS,
     partial: bool = False,
     interleaved: bool = False,
+    ignore: Collection[str] = (),
 ) -> Rope:
     """Returns a rotary embedding.
 
@@ -52,6 +57,7 @@ def read_rope(
         kinds: The values of `rope_type` that the family may have, and the kind that each asks for.
         partial: Whether the family may rotate a part of each head.
         interleaved: See `Rope`.
+        ignore: Options that the user says don't matter.
 
     Raises:
         TypeError: If an option has another type.
@@ -62,11 +68,7 @@ def read_rope(
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"`rope_type` = {shown(kind)} isn't supported in a {family}")
     kind = kinds[kind]
-    unknown = [
-        name for name, v in values.items() if name not in _OPTIONS[kind] | _COMMON and v is not None
-    ]
-    if unknown:
-        raise ValueError(f"rotary embeddings of type {kind!r} aren't known to have {some(unknown)}")
+    _check_options(values, kind, ignore)
     share = _number(values, "partial_rotary_factor", 1.0)
     whole = kind == "proportional"  # all dimensions, of which only some turn
     if share != 1.0 and not (partial or whole):
@@ -111,6 +113,26 @@ def read_rope(
             return _yarn(values, shape, original, max_length)
         case _:
             return _longrope(values, shape, original, max_length)
+
+
+def _check_options(values: Mapping[str, Any], kind: str, ignore: Collection[str]) -> None:
+    """Refuses options that nothing reads, but for those that Transformers does not read either."""
+    unknown = {
+        name for name, v in values.items() if name not in _OPTIONS[kind] | _COMMON and v is not None
+    }
+    unknown -= set(ignore)
+    if not_read := unknown & _NOT_READ.get(kind, frozenset()):
+        warnings.warn(
+            f"{some(sorted(not_read))} of rotary embeddings of type {kind!r} is not read, as by "
+            "Transformers",
+            stacklevel=5,
+        )
+        unknown -= not_read
+    if unknown:
+        raise ValueError(
+            f"rotary embeddings of type {kind!r} aren't known to have "
+            f"{some(sorted(unknown))}: name in `ignore` those that don't matter"
+        )
 
 
 def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:

@@ -1,6 +1,8 @@
 """The cards that are known by name: what was measured or published of each, and its source."""
 
+import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatrain_jax._src.common import checks
@@ -179,50 +181,139 @@ GH200 = Hardware(
     source="vendor peak",
 )
 
+# Nothing was measured of the cards below, on none of which a run has been tried.
+_UNMEASURED = "vendor peak, unmeasured"
+# NVIDIA A100 Tensor Core GPU data sheet (40 GB): as with 80 GB, but 1,555 GB/s.
+A100_40GB = replace(
+    A100_80GB,
+    name="NVIDIA A100 40GB",
+    device_bytes=40 * _GIB,
+    memory_bytes_per_s=1.555e12,
+    source=_UNMEASURED,
+)
+# NVIDIA A10G data sheet: 70 TFLOP/s, half of what it says of sparse products; 600 GB/s; no NVLink.
+# With its error correction the card reports 23028 MiB. The host is an eighth of an AWS g5.48xlarge.
+A10G = Hardware(
+    name="NVIDIA A10G",
+    typical_host_bytes=96 * _GIB,
+    device_bytes=23028 * 2**20,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=70e12,
+    memory_bytes_per_s=600e9,
+    source=_UNMEASURED,
+)
+# NVIDIA RTX A6000 data sheet: 154.8 TFLOP/s, half of what it says of sparse products; 768 GB/s. A
+# bridge for two of them is not counted. With its error correction the card reports 49140 MiB.
+RTX_A6000 = Hardware(
+    name="NVIDIA RTX A6000",
+    typical_host_bytes=128 * _GIB,
+    device_bytes=49140 * 2**20,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=154.8e12,
+    memory_bytes_per_s=768e9,
+    source=_UNMEASURED,
+)
+# NVIDIA L4 data sheet: 121 TFLOP/s, half of what it says of sparse products; 300 GB/s; no NVLink.
+# With its error correction the card reports 23034 MiB.
+L4 = Hardware(
+    name="NVIDIA L4",
+    typical_host_bytes=64 * _GIB,
+    device_bytes=23034 * 2**20,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=121e12,
+    memory_bytes_per_s=300e9,
+    source=_UNMEASURED,
+)
+# NVIDIA GeForce RTX 3060 specifications (12 GB): 3,584 cores at 1.78 GHz, 12.7 TFLOP/s, of which
+# bfloat16 products with fp32 accumulation are twice as many on all GA10x (GA102 white paper); 192
+# bits at 15 Gbit/s; no NVLink.
+RTX_3060 = Hardware(
+    name="NVIDIA GeForce RTX 3060",
+    typical_host_bytes=32 * _GIB,
+    device_bytes=12 * _GIB,
+    link_bytes_per_s=31.5e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=25.5e12,
+    memory_bytes_per_s=360e9,
+    source=_UNMEASURED,
+)
+# NVIDIA T4 data sheet: 320 GB/s, PCIe 3.0 x16 (8 GT/s x 16 lanes x 128/130 = 15.75 GB/s each way).
+# Its tensor cores, of Turing, have no bfloat16 (65 TFLOP/s are those of float16): products count as
+# those of its other cores in fp32, 8.1 TFLOP/s. With its error correction the card reports 15360
+# MiB.
+T4 = Hardware(
+    name="NVIDIA T4",
+    typical_host_bytes=64 * _GIB,
+    device_bytes=15360 * 2**20,
+    link_bytes_per_s=15.75e9,
+    host_bytes_per_s=_EPYC_SOCKET,
+    flops_per_s=8.1e12,
+    memory_bytes_per_s=320e9,
+    source=_UNMEASURED,
+)
+
 _BY_NAME = {
+    "A10G": A10G,
     "A100": A100_80GB,
+    "A100 40GB": A100_40GB,
     "A100 80GB": A100_80GB,
+    "A6000": RTX_A6000,
     "B200": B200,
     "GH200": GH200,
     "H100": H100,
     "H200": H200,
     "HGX H100": HGX_H100,
     "HGX H200": HGX_H200,
+    "L4": L4,
     "L40S": L40S,
+    "RTX 3060": RTX_3060,
     "RTX 3080": RTX_3080,
     "RTX 3090": RTX_3090,
     "RTX 4090": RTX_4090,
     "RTX 5090": RTX_5090,
+    "T4": T4,
 }
 _NAMES = ", ".join(_BY_NAME)
 _ASSUMED = "assumed, those of an A100"
 _BY_DEVICE_KIND = {
     "NVIDIA H200": H200,
     "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA A100-SXM4-40GB": A100_40GB,
+    "NVIDIA A100-PCIE-40GB": A100_40GB,
     "NVIDIA A100-SXM4-80GB": A100_80GB,
     "NVIDIA A100 80GB PCIe": A100_80GB,
+    "NVIDIA A10G": A10G,
+    "NVIDIA GeForce RTX 3060": RTX_3060,
     "NVIDIA GeForce RTX 3080": RTX_3080,
     "NVIDIA GeForce RTX 3090": RTX_3090,
     "NVIDIA GeForce RTX 4090": RTX_4090,
     "NVIDIA GeForce RTX 5090": RTX_5090,
+    "NVIDIA L4": L4,
     "NVIDIA L40S": L40S,
+    "NVIDIA RTX A6000": RTX_A6000,
+    "Tesla T4": T4,
     "NVIDIA B200": B200,
     "NVIDIA GH200 480GB": GH200,
 }
 
 
 def card(name: str) -> Hardware:
-    """Looks up a card by its name, whatever its capitals, blanks, hyphens and underscores.
+    """Looks up a card by its name, whatever its capitals, blanks and hyphens.
 
     Args:
-        name: A name such as "H100" or "RTX 4090".
+        name: A name such as "H100", "rtx-4090" or "A100 40 GB", one that a plan prints, or one by
+            which the driver knows the card. The makers' words, as NVIDIA GeForce, and the card's
+            memory may be left out.
 
     Returns:
         The card, in a typical host.
 
     Raises:
         TypeError: If the name is no string.
-        ValueError: If no such card is known.
+        ValueError: If no such card is known; the message has names that are near.
 
     Examples:
         >>> card("rtx-4090").device_bytes // 2**30
@@ -230,17 +321,35 @@ def card(name: str) -> Hardware:
     """
     if not isinstance(name, str):
         raise TypeError(checks.refused("name", f"the name of a card ({_NAMES})", name))
-    found = {_plain(known): machine for known, machine in _BY_NAME.items()}.get(_plain(name))
+    plain = _plain(name)
+    printed = {machine.name: machine for machine in _BY_NAME.values()}
+    known = {_plain(n): m for n, m in (printed | _BY_DEVICE_KIND | _BY_NAME).items()}
+    found = known.get(plain) or _with_memory(plain, known)
     if found is None:
+        names = {_plain(shown): shown for shown in _BY_NAME}
+        near = difflib.get_close_matches(plain, names, n=3)
+        near = f"; near it are {', '.join(names[n] for n in near)}" if near else ""
         raise ValueError(
-            f"no card {name!r} is known, but {_NAMES}; describe others as "
+            f"no card {name!r} is known{near}; known are {_NAMES}; describe others as "
             "megatrain_jax.Hardware(...)"
         )
     return found
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    """A name without what people write in several ways, or leave out: "A100 40 GB" is a10040g."""
+    small = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"(?<=[0-9])gi?b", "g", re.sub("nvidia|geforce|tesla|quadro|rtx", "", small))
+
+
+def _with_memory(plain: str, known: Mapping[str, Hardware]) -> Hardware | None:
+    """The card of a name with its memory behind it, such as 409024g; None if there is no such."""
+    for name, machine in known.items():
+        size = re.fullmatch(f"{re.escape(name)}([0-9]+)g", plain)
+        # As cards are sold: they have some less for their error correction.
+        if size and 0.9 < (machine.device_bytes or 0) / (int(size[1]) * _GIB) <= 1:
+            return machine
+    return None
 
 
 def this_machine() -> Hardware | None:

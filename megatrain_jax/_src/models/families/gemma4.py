@@ -124,6 +124,7 @@ def _ropes(fields: Fields, full_dim: int, local_dim: int) -> dict[str, Rope]:
         "max_length": fields.integer("max_position_embeddings", 131_072),
         "original_length": None,
         "kinds": KINDS | {"proportional": "proportional"},
+        "ignore": fields.ignore,
     }
     full, local = (parameters[name] for name in _ROPES)
     return {

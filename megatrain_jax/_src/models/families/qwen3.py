@@ -9,6 +9,7 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    fields.neutral(use_qk_norm=True)
     sizes = hf_common.sizes(fields, kv_heads=32, head_dim=128)
     return {
         **sizes,

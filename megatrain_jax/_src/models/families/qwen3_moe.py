@@ -8,6 +8,7 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    fields.neutral(use_qk_norm=True)
     sizes = hf_common.sizes(fields, kv_heads=4)
     used, window = fields.flag("use_sliding_window", False), hf_common.window(fields)
     return {

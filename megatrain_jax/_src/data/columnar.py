@@ -1,0 +1,88 @@
+"""Rows of columnar files as they were written: without the nulls that only fill columns.
+
+Parquet and Arrow give all objects of a column the same fields. An object that lacks a field which
+another one has gets a null there, and nothing tells that null from one that was written. Objects
+that lack a field are common, as tools differ in their arguments; so a field that is null is taken
+for absent. Items of lists, values of maps and JSON are kept as they are: nothing is added to them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pyarrow
+
+from megatrain_jax._src.data.json_values import NO_JSON
+from megatrain_jax._src.data.report import InvalidRow
+
+
+def restored(value: Any, kind: Any, is_decoded: bool = False) -> Any:
+    """Returns a value of a column as it was before the column gave it further fields.
+
+    For example, of the rows ``{"city": "Paris"}`` and ``{"a": 1}`` a column has the values
+    ``{"city": "Paris", "a": None}`` and ``{"city": None, "a": 1}``, which become the rows again.
+
+    Args:
+        value: The value in Python, as `pyarrow` gives it.
+        kind: Type of the column in Arrow; None if it is unknown. Then a null field of any object
+            is taken for absent.
+        is_decoded: Whether JSON, which a column holds as text, is decoded in `value`.
+
+    Raises:
+        InvalidRow: If a column of JSON has no valid JSON.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return value if is_decoded else _decoded(value)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return restored(value, kind.storage_type, is_decoded)
+    if kind is not None and pyarrow.types.is_map(kind):
+        values = dict(value).items()
+        return {key: restored(inner, kind.item_type, is_decoded) for key, inner in values}
+    if isinstance(value, Mapping):
+        return {
+            name: restored(inner, _field_type(kind, name), is_decoded)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list):
+        item = getattr(kind, "value_type", None)
+        return [restored(inner, item, is_decoded) for inner in value]
+    return value
+
+
+def restored_row(row: Mapping[str, Any], kind: pyarrow.StructType) -> Any:
+    """Returns a row of a file by `restored`, or an `InvalidRow` if it can't be read."""
+    try:
+        return restored(row, kind)
+    except InvalidRow as fault:
+        return fault
+
+
+def is_columnar(given: Any) -> bool:
+    """Whether rows are given as a dataset of the library `datasets`, which holds columns."""
+    # Told by its name, since the library may not be installed.
+    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(given).__mro__)
+
+
+def restored_rows(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    """Goes through the rows of a dataset of the library `datasets`, each by `restored`."""
+    features = getattr(dataset, "features", None)
+    kind = None if features is None else pyarrow.struct(features.arrow_schema)
+    for row in dataset:
+        yield restored(row, kind, is_decoded=True)
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as caught:
+        raise InvalidRow(NO_JSON, f"in a column of JSON: {caught}") from None
+
+
+def _field_type(kind: Any, name: str) -> Any:
+    # A dataset may give other fields than its features say.
+    if kind is None or not pyarrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
+        return None
+    return kind.field(name).type
