@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PACKAGE = "megatrain_jax"
 SOURCES = f"{PACKAGE}/_src"
-ROOMS = "build checkpoint data kernels models program runtime schedule state train".split()
+ROOMS = "build checkpoint cli data kernels models program runtime schedule state train".split()
 
 
 @dataclass(frozen=True, kw_only=True)
