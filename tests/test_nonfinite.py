@@ -72,6 +72,36 @@ def test_skipped_steps_leave_everything_as_it_was(optimizer):
     assert skipping.num_skipped == 5  # a step counts once
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
+def test_a_step_that_raised_draws_no_random_numbers(optimizer):
+    """Nor do those that were dispatched behind it: the next one has the dropout of its number."""
+    plain, raising = (make(OPTIMIZERS[optimizer], "raise") for _ in range(2))
+    expected = [plain.read(plain.step(b)) for b in GOOD]
+    found = [raising.read(raising.step(GOOD[0]))]
+    for good, number in zip(GOOD[1:], (1, 2, 1), strict=True):
+        metrics = [raising.step(b) for b in (BAD[0], GOOD[0])[:number]]
+        with pytest.raises(FloatingPointError, match="the loss of step .* nothing was updated"):
+            raising.read(metrics[-1])
+        found.append(raising.read(raising.step(good)))
+    assert [row["loss"] for row in found] == [row["loss"] for row in expected]
+    assert raising.num_steps == plain.num_steps == len(GOOD)
+    check_same_bits(everything(raising), everything(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.* was done in part:UserWarning")
+def test_a_step_that_raised_half_way_counts(tmp_path):
+    """It has updated something, so that what follows is the next step, here as after a restore."""
+    trainer, other = (make(OPTIMIZERS["adamw"], "raise") for _ in range(2))
+    trainer.read(trainer.step(GOOD[0]))
+    with pytest.raises(FloatingPointError, match="Updated before it was met: .*layers"):
+        trainer.read(trainer.step(BAD[2]))
+    assert trainer.num_steps == 2
+    trainer.save(tmp_path / "2")
+    other.restore(tmp_path / "2")
+    losses = [[t.read(t.step(b))["loss"] for b in GOOD[1:]] for t in (trainer, other)]
+    assert losses[0] == losses[1]
+
+
 def test_a_skipping_run_without_bad_steps_is_an_ordinary_one():
     plain, skipping = make(OPTIMIZERS["adamw"], "raise"), make(OPTIMIZERS["adamw"])
     for b in GOOD:
