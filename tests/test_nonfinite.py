@@ -72,36 +72,6 @@ def test_skipped_steps_leave_everything_as_it_was(optimizer):
     assert skipping.num_skipped == 5  # a step counts once
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
-def test_a_step_that_raised_draws_no_random_numbers(optimizer):
-    """Nor do those that were dispatched behind it: the next one has the dropout of its number."""
-    plain, raising = (make(OPTIMIZERS[optimizer], "raise") for _ in range(2))
-    expected = [plain.read(plain.step(b)) for b in GOOD]
-    found = [raising.read(raising.step(GOOD[0]))]
-    for good, number in zip(GOOD[1:], (1, 2, 1), strict=True):
-        metrics = [raising.step(b) for b in (BAD[0], GOOD[0])[:number]]
-        with pytest.raises(FloatingPointError, match="the loss of step .* nothing was updated"):
-            raising.read(metrics[-1])
-        found.append(raising.read(raising.step(good)))
-    assert [row["loss"] for row in found] == [row["loss"] for row in expected]
-    assert raising.num_steps == plain.num_steps == len(GOOD)
-    check_same_bits(everything(raising), everything(plain))
-
-
-@pytest.mark.filterwarnings("ignore:.* was done in part:UserWarning")
-def test_a_step_that_raised_half_way_counts(tmp_path):
-    """It has updated something, so that what follows is the next step, here as after a restore."""
-    trainer, other = (make(OPTIMIZERS["adamw"], "raise") for _ in range(2))
-    trainer.read(trainer.step(GOOD[0]))
-    with pytest.raises(FloatingPointError, match="Updated before it was met: .*layers"):
-        trainer.read(trainer.step(BAD[2]))
-    assert trainer.num_steps == 2
-    trainer.save(tmp_path / "2")
-    other.restore(tmp_path / "2")
-    losses = [[t.read(t.step(b))["loss"] for b in GOOD[1:]] for t in (trainer, other)]
-    assert losses[0] == losses[1]
-
-
 def test_a_skipping_run_without_bad_steps_is_an_ordinary_one():
     plain, skipping = make(OPTIMIZERS["adamw"], "raise"), make(OPTIMIZERS["adamw"])
     for b in GOOD:
@@ -155,7 +125,7 @@ def stack_loss(params, batch):
     return jnp.mean((x - batch["y"][:, None]) ** 2) + spoiled
 
 
-def stack_trainer(optimizer, **options):
+def stack_trainer(optimizer, loss_fn=stack_loss, **options):
     rng = np.random.default_rng(0)
     params = [
         {"w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
@@ -164,7 +134,7 @@ def stack_trainer(optimizer, **options):
     precision = mt.Precision(compute=jnp.float32)
     sample = spoiling(0, None)
     return mt.Trainer(
-        params, stack_loss, optimizer, sample, precision=precision, progress=False, **options
+        params, loss_fn, optimizer, sample, precision=precision, progress=False, **options
     )
 
 
@@ -200,6 +170,36 @@ def test_one_leaf_whose_gradient_is_not_finite_is_reported_and_trains_no_other(n
         for array in jax.tree.leaves([trainer.params, trainer.opt_state]):
             assert np.isfinite(array).all(), NAMES[leaf]
         trainer.read(trainer.step(spoiling(2, None)))
+
+
+def drawing_loss(params, batch, rng):
+    """With a number that tells which random numbers a step has."""
+    return stack_loss(params, batch), {"drawn": jax.random.uniform(rng)}
+
+
+def drawn(trainer, *batches):
+    return [trainer.read(trainer.step(b))["drawn"] for b in batches]
+
+
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_after_a_step_that_raised_the_next_one_has_the_random_numbers_of_its_own(name):
+    good, lost, spoiled = spoiling(0, None), spoiling(1, len(NAMES)), spoiling(1, 0)
+    expected = drawn(stack_trainer(OPTIMIZERS[name], drawing_loss), *[good] * 6)
+    assert len(set(expected)) == 6
+    trainer = stack_trainer(OPTIMIZERS[name], drawing_loss)
+    found = drawn(trainer, good)
+    # Nothing was updated, also where a further step was dispatched behind it: neither counts.
+    for behind in ([], [good]):
+        metrics = [trainer.step(b) for b in (lost, *behind)]
+        with pytest.raises(FloatingPointError, match="the loss of step .* nothing was updated"):
+            trainer.read(metrics[-1])
+        found += drawn(trainer, good)
+    # Blocks behind the spoiled one were updated at once, so that the step counts; clipping waits.
+    with pytest.raises(FloatingPointError):
+        trainer.read(trainer.step(spoiled))
+    counted = name == "adamw"
+    found += [expected[3]] * counted + drawn(trainer, good, good)
+    assert found == expected[: 5 + counted] and trainer.num_steps == 5 + counted
 
 
 def test_the_option_is_checked():
