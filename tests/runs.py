@@ -64,8 +64,9 @@ def make_spec(
 ) -> RunSpec:
     """The run spec of such a trainer, without arrays; see `make_trainer`."""
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
-    given = Options(**{"precision": mt.Precision(compute=jnp.float32)} | options)
-    return make_run_spec(adapted, case.loss_fn, _made(case, optimizer), case.batch(0), given)
+    given: dict[str, Any] = {"precision": mt.Precision(compute=jnp.float32), **options}
+    made = _made(case, optimizer)
+    return make_run_spec(adapted, case.loss_fn, made, case.batch(0), Options(**given))
 
 
 def make_trainer(

@@ -14,7 +14,9 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PACKAGE = "megatrain_jax"
 SOURCES = f"{PACKAGE}/_src"
-ROOMS = "build checkpoint cli data kernels models program runtime schedule state train".split()
+ROOMS = (
+    "build checkpoint cli data kernels models program report runtime schedule state train".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,21 +108,22 @@ def test_an_update_is_done_in_place(name):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "names"),
+    ("case", "optimizer", "options", "names"),
     [
-        ("adamw_schedule", {"microbatches": 2}, {"update", "backward"}),
-        ("clip_adamw", {"precision": mt.Precision.compact()}, {"update", "backward"}),
+        ("unet", "adamw_schedule", {"microbatches": 2}, {"update", "backward"}),
+        ("nnx_tied", "clip_adamw", {"precision": mt.Precision.compact()}, {"update", "backward"}),
         (
+            "unet",
             "adam",
             {"microbatches": 2, "device_budget": 10**9, "hardware": SLOW},
             {"update", "backward", "backward of kept"},
         ),
     ],
-    ids=["sums", "codes", "residuals"],
+    ids=["added to", "as codes", "with residuals"],
 )
-def test_kernels_write_state_and_sums_where_they_were(optimizer, options, names):
+def test_kernels_write_state_and_sums_where_they_were(case, optimizer, options, names):
     """Beside a group's masters and state there is no room for new ones, nor for a second sum."""
-    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS[optimizer], **options)
+    spec = make_spec(CASES[case], OPTIMIZERS[optimizer], **options)
     here, cache = on_one_device(), KernelCache()
     # The places of what is written: masters and state, or gradients and cotangents of inputs.
     written = {"update": (0, 1), "backward": (3, 4), "backward of kept": (4, 5)}
