@@ -12,6 +12,7 @@ import pytest
 
 from inside import engine_of, spec_of, steps_of, store_of
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
@@ -278,3 +279,20 @@ def test_steps_leave_nothing_behind(optimizer, budget):
         alive.append(len(jax.live_arrays()))
     trainer.read(metrics)
     assert alive[-1] == alive[-2] == alive[-3]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_values_that_no_schedule_counts_are_those_of_the_plan(microbatches, monkeypatch):
+    case = CASES["nnx_tied"]
+    trainer = make_trainer(case, OPTIMIZERS["adam"], microbatches=microbatches)
+    seen, obey = {}, Engine.obey
+
+    def seeing(engine, instruction, live):
+        obey(engine, instruction, live)
+        for number, row in enumerate(live.rows if live is not None else ()):
+            counted = live.step.workload.activations
+            seen.update({(number, i): x.nbytes for i, x in row.items() if i not in counted})
+
+    monkeypatch.setattr(Engine, "obey", seeing)
+    trainer.read(trainer.step(case.batch(0)))
+    assert trainer.plan.device_other_bytes == sum(seen.values()) > 0
