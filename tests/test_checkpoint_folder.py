@@ -338,9 +338,10 @@ def test_an_error_of_any_thread_that_writes_is_that_of_the_save(trainer, tmp_pat
     assert os.listdir(tmp_path) == ["0"]
 
 
-def test_all_writes_are_over_when_the_first_error_is_raised():
+@pytest.mark.parametrize("second", [None, OSError("second")])
+def test_all_writes_are_over_when_the_first_error_is_raised(second):
     futures: list[Future] = [Future() for _ in range(4)]
-    for future, error in zip(futures[:3], (None, OSError("first"), OSError("second")), strict=True):
+    for future, error in zip(futures[:3], (None, OSError("first"), second), strict=True):
         future.set_exception(error) if error else future.set_result(None)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(writing._wait, futures)
