@@ -59,11 +59,14 @@ def _made(
     return optimizer(adapted.params_tree(adapted.shapes))
 
 
-def make_spec(case: Case, optimizer: Callable[[Any], optax.GradientTransformation]) -> RunSpec:
+def make_spec(
+    case: Case, optimizer: Callable[[Any], optax.GradientTransformation], **options: Any
+) -> RunSpec:
     """The run spec of such a trainer, without arrays; see `make_trainer`."""
     adapted, _ = adapt(case.build(), case.loss_fn, case.batch(0), 0)
-    options = Options(precision=mt.Precision(compute=jnp.float32))
-    return make_run_spec(adapted, case.loss_fn, _made(case, optimizer), case.batch(0), options)
+    given: dict[str, Any] = {"precision": mt.Precision(compute=jnp.float32), **options}
+    made = _made(case, optimizer)
+    return make_run_spec(adapted, case.loss_fn, made, case.batch(0), Options(**given))
 
 
 def make_trainer(

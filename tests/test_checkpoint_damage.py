@@ -19,7 +19,8 @@ from orbax.checkpoint import v1
 
 import megatrain_jax as mt
 import small
-from megatrain_jax._src.checkpoint import manifest, orbax
+from megatrain_jax._src.checkpoint import checksums, manifest, orbax
+from megatrain_jax._src.checkpoint.checksums import Checksums, as_facts, checksum
 from megatrain_jax._src.checkpoint.chunks import Grid
 from megatrain_jax._src.checkpoint.contents import flat
 from megatrain_jax._src.checkpoint.reading import ChunkReader
@@ -86,14 +87,34 @@ def stacked_loss(params, batch):
     return jnp.mean((x @ params["head"]) ** 2)
 
 
-def test_every_array_is_verified(tmp_path, monkeypatch):
+def stacked(master=jnp.float32, state=jnp.float32) -> mt.Trainer:
+    """A trainer of parameters that are stacked over three layers, and of a head."""
     rng = np.random.default_rng(0)
     layers, head = rng.normal(size=(3, 64, 64)), rng.normal(size=64)
     params = {"layers": np.float32(layers), "head": np.float32(head)}
-    options = {"precision": mt.Precision(compute=jnp.float32), "progress": False}
-    trainer = mt.Trainer(params, stacked_loss, small.OPTIMIZER, small.batch(0), **options)
+    precision = mt.Precision(master=master, state=state, compute=jnp.float32)
+    return mt.Trainer(
+        params, stacked_loss, small.OPTIMIZER, small.batch(0), precision=precision, progress=False
+    )
+
+
+# The forms of masters and optimizer state that a checkpoint was written in, and is read into.
+PLAIN, NARROW = (jnp.float32, jnp.float32), (jnp.bfloat16, jnp.int8)
+
+
+@pytest.mark.filterwarnings("ignore:.* they were converted:UserWarning")
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(PLAIN, PLAIN), (PLAIN, NARROW), (NARROW, PLAIN)],
+    ids=["the same form", "numbers as codes", "codes as numbers"],
+)
+def test_every_array_is_verified(there, here, tmp_path, monkeypatch):
+    trainer = stacked(*there)
     trainer.read(trainer.step(small.batch(0)))
     trainer.save(tmp_path / "1")
+    if here != there:
+        trainer = stacked(*here)
+        trainer.restore(tmp_path / "1")
     load, read, spoiled, names = orbax.load_arrays, ChunkReader.read, [], []
 
     def spoiling(folder, wanted):
@@ -118,9 +139,10 @@ def test_every_array_is_verified(tmp_path, monkeypatch):
         trainer.restore(tmp_path / "1")
         every = [*dict.fromkeys(names)]
         layers = [number for path, number in every if path == ("params", "layers")]
-        assert layers == [0, 1, 2]
+        assert layers == ([0, 1, 2] if here == there else [0])
         seen = {"/".join(path) for path, _ in every}
         assert {"params/head", "opt_state/0/count", "run/step"} <= seen
+        assert ("opt_state/0/mu/layers/codes" in seen) == (there == NARROW)
         for row in every:
             spoiled[:] = [row]
             name = "/".join(row[0])
@@ -128,6 +150,33 @@ def test_every_array_is_verified(tmp_path, monkeypatch):
                 trainer.restore(tmp_path / "1")
     trainer.restore(tmp_path / "1")
     check_same_bits(small.state(trainer), expected)
+
+
+def test_each_chunk_of_an_array_that_is_compared_as_a_whole_counts(tmp_path):
+    array = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    grid = Grid(shape=array.shape, chunk=(2, 4))
+    sums = {number: checksum(array[box]) for number, box in grid.boxes()}
+    sums = Checksums(tmp_path, {"w": as_facts(grid, sums)})
+    sums.verify(("w",), array)
+    for number, box in grid.boxes():
+        other = array.copy()
+        other[box][0, 0] += 1
+        with pytest.raises(mt.CheckpointError, match="w is not what was written"):
+            sums.verify(("w",), other)
+        with pytest.raises(mt.CheckpointError, match="w is not what was written"):
+            sums.verify(("w",), other[box], number)
+
+
+def test_each_piece_of_an_array_has_to_be_finite(monkeypatch):
+    monkeypatch.setattr(checksums, "_PIECE", 7)
+    for dtype in (np.float32, jnp.bfloat16):
+        array = np.ones((5, 4), dtype)
+        checksums.check_finite("w", array)
+        for at in range(array.size):
+            other = array.copy()
+            other.reshape(-1)[at] = (np.nan, np.inf, -np.inf)[at % 3]
+            with pytest.raises(ValueError, match="w is not finite"):
+                checksums.check_finite("w", other)
 
 
 def test_parameters_to_start_from_are_verified(trainer, saved):
@@ -342,6 +391,24 @@ def test_checkpoints_of_earlier_formats_are_restored(number, trainer, saved):
         with pytest.raises(mt.CheckpointError, match="params/1/w is not what was written"):
             trainer.restore(saved)
         trainer.restore(saved.with_name("whole"))
+
+
+def test_stacked_arrays_of_an_earlier_format_are_verified(tmp_path):
+    """On a thread, while their slices are stored."""
+    trainer = stacked()
+    trainer.save(tmp_path / "0")
+    expected, file = small.state(trainer), tmp_path / "0" / "megatrain.json"
+    facts = json.loads(file.read_text())
+    whole = {"/".join(path): checksum(array) for path, array in flat(plain(file.parent)).items()}
+    facts = as_before(facts, 2) | {"arrays": whole}
+    facts.pop("checksum")
+    facts["checksum"] = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
+    file.write_text(json.dumps(facts))
+    trainer.restore(file.parent)
+    check_same_bits(small.state(trainer), expected)
+    small.damage(file.parent, trainer.params["layers"][1])
+    with pytest.raises(mt.CheckpointError, match="params/layers is not what was written"):
+        trainer.restore(file.parent)
 
 
 ANOTHER = {"missing": None, "float32": (2, 2), "int32": (64, 64)}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import pytest
 import megatrain_jax as mt
 import small
 from inside import count_steps
-from megatrain_jax._src.checkpoint import orbax
+from megatrain_jax._src.checkpoint import orbax, writing
 from megatrain_jax._src.checkpoint import workspace as workspaces
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import NAME, Workspace
@@ -316,6 +317,38 @@ def test_the_error_of_a_save_is_raised_once(trainer, tmp_path, monkeypatch):
         saving.wait()
     saving.wait()
     assert os.listdir(tmp_path) == ["3"]
+
+
+def test_an_error_of_any_thread_that_writes_is_that_of_the_save(trainer, tmp_path, monkeypatch):
+    checksum, calls, failing_calls = writing.checksum, [], []
+
+    def failing(array):
+        calls.append(array)
+        if len(calls) in failing_calls:
+            raise OSError(5, "Input/output error")
+        return checksum(array)
+
+    monkeypatch.setattr(writing, "checksum", failing)
+    trainer.save(tmp_path / "0")
+    for number in (1, len(calls)):
+        calls.clear()
+        failing_calls[:] = [number]
+        with pytest.raises(mt.CheckpointError, match="1 could not be written: .*Input/output"):
+            trainer.save(tmp_path / "1")
+    assert os.listdir(tmp_path) == ["0"]
+
+
+@pytest.mark.parametrize("second", [None, OSError("second")])
+def test_all_writes_are_over_when_the_first_error_is_raised(second):
+    futures: list[Future] = [Future() for _ in range(4)]
+    for future, error in zip(futures[:3], (None, OSError("first"), second), strict=True):
+        future.set_exception(error) if error else future.set_result(None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(writing._wait, futures)
+        futures[3].set_result(None)
+        with pytest.raises(OSError, match="first"):
+            waiting.result()
+    writing._wait(futures[:1])
 
 
 def test_a_checkpoint_is_on_the_disk_when_it_gets_its_name(trainer, tmp_path, monkeypatch):

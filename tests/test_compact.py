@@ -15,11 +15,11 @@ import megatrain_jax as mt
 from inside import spec_of
 from megatrain_jax._src.build.options import DeviceBudget
 from megatrain_jax._src.checkpoint.contents import entries_of, flat
-from megatrain_jax._src.checkpoint.forms import coding_of, decoded
+from megatrain_jax._src.checkpoint.forms import coding_of, decoded, other_forms
 from megatrain_jax._src.common.keys import Kind
 from optimizers import OPTIMIZERS
 from oracle import open_model
-from runs import check_same_bits, train
+from runs import check_same_bits, make_spec, train
 from workloads import all_resident_bytes
 from zoo import CASES
 
@@ -313,3 +313,23 @@ def test_seeds_and_steps_draw_anew():
     leaves = [jax.tree.leaves(run.params) for run in runs]
     assert all((a == b).all() for a, b in zip(*leaves[:2], strict=True))
     assert any((a != b).any() for a, b in zip(leaves[0], leaves[2], strict=True))
+
+
+def test_codes_of_another_kind_are_converted_and_those_of_another_shape_are_not():
+    spec = make_spec(CASES["nnx_tied"], OPTIMIZERS["adam"], precision=SETTINGS["int8"])
+    entries = entries_of(spec)
+    own = coding_of(spec, entries)
+    there = {e.path: jax.ShapeDtypeStruct(e.shape, e.dtype) for e in entries}
+    assert len(own) > 4 and not other_forms(entries, own, there, own)
+    for name, coding in own.items():
+        array = tuple(name.split("/"))
+        other = coding | {"code": "linear" if coding["code"] == "dynamic" else "dynamic"}
+        (found,) = other_forms(entries, own, there, own | {name: other}).items()
+        assert found[0] == array and found[1].coding == other
+        assert [source.path for source in found[1].sources] == [
+            (*array, "codes"),
+            (*array, "scales"),
+        ]
+        # What is there in another shape is no form of it: all differences are told before reading.
+        longer = coding | {"shape": [2, *coding["shape"]]}
+        assert not other_forms(entries, own, there, own | {name: longer})

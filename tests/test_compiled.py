@@ -132,7 +132,7 @@ def test_an_automatic_budget_is_what_the_device_has_left():
     for room in (0, least, (least + most) // 2, most, 10 * most):
         planned = make_plan(with_room_for(room))
         assert planned.device_state_bytes <= max(room, least)
-        assert planned.device_temporary_bytes == 1000
+        assert planned.device_temporary_bytes == 1000 and not planned.device_temporary_estimated
         assert planned.device_bytes == planned.device_state_bytes + taken
     assert make_plan(with_room_for(most)).bytes_in == 0 < make_plan(with_room_for(least)).bytes_in
     assert with_temporaries(spec, 1000, None, estimated=False).first is spec.first

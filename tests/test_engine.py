@@ -12,6 +12,7 @@ import pytest
 
 from inside import engine_of, spec_of, steps_of, store_of
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
+from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.schedule.instructions import Op
 from optimizers import OPTIMIZERS
 from runs import SLOW, check_same_bits, make_trainer, train
@@ -278,3 +279,48 @@ def test_steps_leave_nothing_behind(optimizer, budget):
         alive.append(len(jax.live_arrays()))
     trainer.read(metrics)
     assert alive[-1] == alive[-2] == alive[-3]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_values_that_no_schedule_counts_are_those_of_the_plan(microbatches, monkeypatch):
+    case = CASES["nnx_tied"]
+    trainer = make_trainer(case, OPTIMIZERS["adam"], microbatches=microbatches)
+    seen, obey = {}, Engine.obey
+
+    def seeing(engine, instruction, live):
+        obey(engine, instruction, live)
+        if live is not None:
+            counted = live.step.workload.activations
+            for number, row in enumerate(live.rows):
+                seen.update({(number, i): x.nbytes for i, x in row.items() if i not in counted})
+
+    monkeypatch.setattr(Engine, "obey", seeing)
+    trainer.read(trainer.step(case.batch(0)))
+    assert trainer.plan.device_other_bytes == sum(seen.values()) > 0
+
+
+def test_an_evaluation_that_fails_leaves_nothing_behind(monkeypatch):
+    """Wherever it is cut off, also while activations of it wait in the host."""
+    case = CASES["unet"]
+    trainer = make_trainer(case, OPTIMIZERS["adam"], budget="least")
+    trainer.read(trainer.step(case.batch(0)))
+    expected = trainer.evaluate([case.batch(1)])
+    store, obey = store_of(trainer), Engine.obey
+    instructions = spec_of(trainer).first.schedule.evaluation
+    waiting = 0
+    for number in range(1, len(instructions), len(instructions) // 6):
+        left = itertools.count(-number)
+
+        def failing(engine, instruction, live, left=left):
+            nonlocal waiting
+            if next(left) == 0:
+                waiting += any(key.kind not in LASTING for key in store.host)
+                raise RuntimeError("cut off")
+            obey(engine, instruction, live)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "obey", failing)
+            with pytest.raises(RuntimeError, match="cut off"):
+                trainer.evaluate([case.batch(1)])
+        assert not store.on_device and {key.kind for key in store.host} == set(LASTING)
+    assert waiting and trainer.evaluate([case.batch(1)]) == expected

@@ -97,7 +97,7 @@ def test_loops_take_the_longer_of_their_kernels_and_their_operations():
     assert many._replace(copied=1.0).seconds(machine) == many.seconds(machine)
 
 
-def plan_of(num_experts, **options):
+def plan_of(num_experts, rows=4, **options):
     experts = num_experts and models.Experts(
         num=num_experts, per_token=2, intermediate_size=64, normalize=True, layers=tuple(range(4))
     )
@@ -112,7 +112,7 @@ def plan_of(num_experts, **options):
         rope=models.Rope(dim=32, base=1e4),
         experts=experts or None,
     )
-    tokens = shape(4, 512, dtype=jnp.int32)
+    tokens = shape(rows, 512, dtype=jnp.int32)
     return mt.plan(
         lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         models.next_token_loss,
@@ -139,3 +139,9 @@ def test_a_plan_counts_the_kernels_of_experts(monkeypatch):
     halves = plan_of(64, num_gpus=2)
     assert halves.loop_kernels_per_step == many.loop_kernels_per_step
     assert np.isclose(halves.seconds_loops, many.seconds_loops, rtol=0.05)
+
+
+def test_loops_of_every_microbatch_count():
+    one, three = plan_of(8, rows=2), plan_of(8, rows=6, microbatches=3)
+    assert three.loop_kernels_per_step == 3 * one.loop_kernels_per_step > 0
+    assert np.isclose(three.seconds_loops, 3 * one.seconds_loops) and one.seconds_loops > 0

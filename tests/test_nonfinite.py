@@ -125,7 +125,7 @@ def stack_loss(params, batch):
     return jnp.mean((x - batch["y"][:, None]) ** 2) + spoiled
 
 
-def stack_trainer(optimizer, **options):
+def stack_trainer(optimizer, loss_fn=stack_loss, **options):
     rng = np.random.default_rng(0)
     params = [
         {"w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
@@ -134,7 +134,7 @@ def stack_trainer(optimizer, **options):
     precision = mt.Precision(compute=jnp.float32)
     sample = spoiling(0, None)
     return mt.Trainer(
-        params, stack_loss, optimizer, sample, precision=precision, progress=False, **options
+        params, loss_fn, optimizer, sample, precision=precision, progress=False, **options
     )
 
 
@@ -170,6 +170,36 @@ def test_one_leaf_whose_gradient_is_not_finite_is_reported_and_trains_no_other(n
         for array in jax.tree.leaves([trainer.params, trainer.opt_state]):
             assert np.isfinite(array).all(), NAMES[leaf]
         trainer.read(trainer.step(spoiling(2, None)))
+
+
+def drawing_loss(params, batch, rng):
+    """With a number that tells which random numbers a step has."""
+    return stack_loss(params, batch), {"drawn": jax.random.uniform(rng)}
+
+
+def drawn(trainer, *batches):
+    return [trainer.read(trainer.step(b))["drawn"] for b in batches]
+
+
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_after_a_step_that_raised_the_next_one_has_the_random_numbers_of_its_own(name):
+    good, lost, spoiled = spoiling(0, None), spoiling(1, len(NAMES)), spoiling(1, 0)
+    expected = drawn(stack_trainer(OPTIMIZERS[name], drawing_loss), *[good] * 6)
+    assert len(set(expected)) == 6
+    trainer = stack_trainer(OPTIMIZERS[name], drawing_loss)
+    found = drawn(trainer, good)
+    # Nothing was updated, also where a further step was dispatched behind it: neither counts.
+    for behind in ([], [good]):
+        metrics = [trainer.step(b) for b in (lost, *behind)]
+        with pytest.raises(FloatingPointError, match="the loss of step .* nothing was updated"):
+            trainer.read(metrics[-1])
+        found += drawn(trainer, good)
+    # Blocks behind the spoiled one were updated at once, so that the step counts; clipping waits.
+    with pytest.raises(FloatingPointError):
+        trainer.read(trainer.step(spoiled))
+    counted = name == "adamw"
+    found += [expected[3]] * counted + drawn(trainer, good, good)
+    assert found == expected[: 5 + counted] and trainer.num_steps == 5 + counted
 
 
 def test_the_option_is_checked():

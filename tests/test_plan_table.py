@@ -141,6 +141,21 @@ def test_equal_groups_fold_only_where_they_follow_each_other():
         fold(names[1:], count, size, [0] * 5, ())
 
 
+def test_a_tied_group_shows_the_template_of_its_first_stage():
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = jnp.tanh(batch @ params["ends"])
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer)
+        return (x @ params["ends"].T).mean()
+
+    params = {"ends": jnp.ones((6, 8)), "layers": [jnp.ones((8, 8))] * 3}
+    plan = mt.plan(params, loss_fn, optax.sgd(0.1), jnp.ones((4, 6)))
+    templates = {row.name: row.template for row in plan.groups}
+    # The last stage, which reads them again, is of a third template.
+    assert (plan.num_stages, plan.num_templates) == (5, 3)
+    assert templates["ends"] == 0 and set(templates.values()) == {0, 1}
+
+
 def test_flops_of_a_step():
     step = spec_of().first
     flops = [count_flops(bound.stage.jaxpr) for bound in step.stages]

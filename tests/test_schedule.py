@@ -1,14 +1,16 @@
 """The schedule, by hand and against a small machine that does what an engine does."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from megatrain_jax._src.common.keys import Key, Kind
+from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
+from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.search import Schedule, find_schedule
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
@@ -49,6 +51,51 @@ def test_every_budget_computes_the_same_on_current_data(seed):
         run_everything(workload, schedule)
         for name in LISTS:
             assert computing(getattr(schedule, name)) == computing(getattr(smallest, name))
+
+
+def test_a_first_step_may_leave_a_changed_part_that_later_steps_leave_as_the_host_has_it():
+    """By the clock, later steps have the time to offload it and to fetch it again."""
+    workload = random_workload(211)
+    smallest = find_schedule(workload, None).smallest_bytes
+    for budget in (smallest, smallest + 5, smallest + 15, smallest + 30):
+        run_everything(workload, find_schedule(workload, budget))
+
+
+def test_instructions_that_serve_after_two_steps_count_what_either_has_left():
+    rng = random.Random(0)
+    workload = chain(4)
+    keys = [Key(kind, group) for kind in LASTING for group in range(4)]
+
+    def left(present: set[Key]) -> Residency:
+        tasks = rng.sample(range(-4, 0), 2)
+        return Residency(
+            workload=workload,
+            limit=100,
+            resident=frozenset(),
+            clock=Clock(costs=workload.costs),
+            present=set(present),
+            dirty={key for key in present if rng.random() < 0.5},
+            used={task: rng.randint(1, 9) for task in tasks},
+            leaving={(task, rng.choice(keys)): rng.randint(1, 9) for task in tasks},
+        )
+
+    for _ in range(50):
+        present = set(rng.sample(keys, 4))
+        one, other = left(present), left(present)
+        both = one.joined(other)
+        assert both.present == present and both.dirty == one.dirty | other.dirty
+        assert both.clock is other.clock
+        assert both.used == dict(Counter(one.used) | Counter(other.used))
+        assert both.leaving == dict(Counter(one.leaving) | Counter(other.leaving))
+        held = sum(map(workload.size, present))
+        assert both.num_bytes == held + sum(both.used.values()) + sum(both.leaving.values())
+        for key in both.dirty:
+            assert not both.holds_no_more_than(replace(both, dirty=both.dirty - {key}))
+        for step in (one, other):
+            assert step.holds_no_more_than(both)
+            assert both.holds_no_more_than(step) == (
+                (both.dirty, both.used, both.leaving) == (step.dirty, step.used, step.leaving)
+            )
 
 
 @pytest.mark.parametrize("deferred", [False, True])

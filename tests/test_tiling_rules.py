@@ -12,7 +12,7 @@ from jax.extend.random import threefry2x32_p
 import random_functions
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.tiling.axes import Label
-from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
+from megatrain_jax._src.program.tiling.random_bits import _wide_product, tile_of_bits
 from runs import check_close
 from tilings import TOLERANCE, all_divisions, flat_jaxpr, in_loops, loops_of
 
@@ -33,15 +33,31 @@ RULED = {
     "dynamic update": lambda x: jax.lax.dynamic_update_slice(x, 2 * x[:, :2], (0, IDS[0, 0], 0)),
     "embedding": lambda x: x[IDS],
     "embedding of columns": lambda x: x[:, :, IDS],
+    "embedding of windows": lambda x: jax.vmap(
+        lambda at: jax.lax.dynamic_slice_in_dim(x, at, 2, 1)
+    )(IDS[0]),
     "folds": lambda x: (x.sum(0), x.max((0, 1)), x.min(1), x.prod(2), (x > 0.5).all(0),
                         (x > 0.5).any((1, 2)), jax.lax.reduce_xor(IDS, (0,)) + x.mean()),
     "iota": lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 1),
     "pad": lambda x: jnp.pad(x, [(0, 0), (1, 2), (0, 0)]),
     "pooling": lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID"),
+    "pooling with strides": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1, 2, 1), (2, 2, 1), "VALID"
+    ),
+    "pooling with padding": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), ((1, 1), (0, 0), (0, 0))
+    ),
+    "pooling with holes": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID", base_dilation=(1, 1, 2)
+    ),
     "reshape": lambda x: (x.reshape(24, 8), x.reshape(4, 48), x.reshape(4, 3, 2, 8), x.reshape(-1)),
     "reverse": lambda x: jnp.flip(x, 1),
     "scatter add": lambda x: jnp.zeros((5, 8)).at[IDS].add(x),
     "scatter columns": lambda x: jnp.zeros((4, 6, 9)).at[:, :, IDS[0]].add(x[:, :, :6]),
+    "scatter into a slice": lambda x: jnp.zeros((4, 8, 8)).at[:, 1:3].add(x[:, :2]),
+    "scatter extremes": lambda x: (jnp.ones((5, 8)).at[IDS].min(x), x[0].at[IDS].max(2 * x)),
+    "scatter product": lambda x: jnp.ones((5, 8)).at[IDS].mul(x),
+    "scatter set": lambda x: jnp.zeros((5, 8)).at[IDS].set(x),
     "select": lambda x: jnp.where(x > 0.5, x, 0) + jnp.where(x.sum() > 0, x, 2 * x),
     "slice": lambda x: (x[:, 1:5], x[::2], x[:, :, ::2]),
     "sort": lambda x: jax.lax.sort((x, 2 * x), dimension=1, num_keys=1),
@@ -104,7 +120,16 @@ def test_dropout_draws_the_same_bits():
     assert drawn > 0
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("uint32", (3, 2**31)), ("uint8", (2**20, 5, 2**13))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("uint32", (3, 2**31)),
+        ("uint8", (2**20, 5, 2**13)),
+        # Adding the number of the tile wraps around the lower word.
+        ("uint16", (5, 3 * 2**30)),
+        ("uint32", (3, 2, 2 * 999_999_937)),
+    ],
+)
 def test_bits_of_one_tile_are_those_of_its_elements(dtype, shape):
     """Of an array that would fill gigabytes; the oracle is Threefry on numbers that Python has."""
     key = jax.random.key(7)
@@ -125,6 +150,16 @@ def test_bits_of_one_tile_are_those_of_its_elements(dtype, shape):
         got = tile_of_bits(eqn, label, tile, num_tiles, key)
         np.testing.assert_array_equal(got.reshape(-1), (first ^ second).astype(dtype))
     assert numbers.max() >= 2**32
+
+
+def test_products_of_words_have_all_64_bits():
+    rng = np.random.default_rng(0)
+    numbers = np.append(rng.integers(0, 2**32, 1000), [0, 1, 2**16 - 1, 2**16, 2**32 - 1])
+    for factor in (1, 2**16 - 1, 2**16, 2**32 - 1, *rng.integers(1, 2**32, 20)):
+        exact = numbers.astype(np.uint64) * np.uint64(factor)
+        high, low = _wide_product(jnp.asarray(numbers, jnp.uint32), int(factor))
+        np.testing.assert_array_equal(high, exact >> np.uint64(32))
+        np.testing.assert_array_equal(low, exact & np.uint64(2**32 - 1))
 
 
 @pytest.mark.parametrize("num_tiles", [2, 32])

@@ -6,10 +6,14 @@ import numpy as np
 import optax
 import pytest
 
+import megatrain_jax as mt
+from inside import on_one_device
+from megatrain_jax._src.build.step_kernels import step_kernels
 from megatrain_jax._src.kernels import updates
+from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.state.host_leaves import read_leaves
 from optimizers import OPTIMIZERS
-from runs import make_spec
+from runs import SLOW, make_spec
 from zoo import CASES
 
 # For these no element of an update depends on another one, or on where it is.
@@ -101,3 +105,37 @@ def test_an_update_is_done_in_place(name):
         assert memory is not None
         assert memory.alias_size_in_bytes == layout.master.num_bytes + layout.state.num_bytes
         assert memory.temp_size_in_bytes < layout.state.num_bytes + 128
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "options", "names"),
+    [
+        ("unet", "adamw_schedule", {"microbatches": 2}, {"update", "backward"}),
+        ("nnx_tied", "clip_adamw", {"precision": mt.Precision.compact()}, {"update", "backward"}),
+        (
+            "unet",
+            "adam",
+            {"microbatches": 2, "device_budget": 10**9, "hardware": SLOW},
+            {"update", "backward", "backward of kept"},
+        ),
+    ],
+    ids=["added to", "as codes", "with residuals"],
+)
+def test_kernels_write_state_and_sums_where_they_were(case, optimizer, options, names):
+    """Beside a group's masters and state there is no room for new ones, nor for a second sum."""
+    spec = make_spec(CASES[case], OPTIMIZERS[optimizer], **options)
+    here, cache = on_one_device(), KernelCache()
+    # The places of what is written: masters and state, or gradients and cotangents of inputs.
+    written = {"update": (0, 1), "backward": (3, 4), "backward of kept": (4, 5)}
+    seen = set()
+    for kernel in dict.fromkeys(step_kernels(spec.first, spec.layouts, spec.optimizer, here)):
+        if kernel.name not in written:
+            assert not kernel.donated
+            continue
+        assert kernel.takes is not None
+        arrays = jax.tree.leaves([kernel.takes[at] for at in written[kernel.name]])
+        memory = cache.get(kernel).lower(*kernel.takes).compile().memory_analysis()
+        expected = sum(array.size * array.dtype.itemsize for array in arrays)
+        assert memory.alias_size_in_bytes == expected, kernel.name
+        seen |= {kernel.name} if expected else set()
+    assert seen == names

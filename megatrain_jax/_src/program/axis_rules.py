@@ -247,7 +247,7 @@ def _unstack(eqn: Any) -> Iterator[Together]:
 def _windows(eqn: Any) -> Iterator[Together]:
     params = eqn.params
     for axis, size in enumerate(params["window_dimensions"]):
-        alone = size == 1 == params["window_strides"][axis]
+        alone = size == 1 == params["window_strides"][axis] == params["base_dilation"][axis]
         if alone and tuple(params["padding"][axis]) == (0, 0):
             yield [(0, axis), (1, axis)], MAPPED
 
@@ -290,7 +290,9 @@ def params_of_part(
     return {**params, key: tuple(length if a == axis else n for a, n in enumerate(params[key]))}
 
 
+# Versions of JAX spell these names with either sign.
 ADDING = ("scatter-add", "scatter_add")
+_OTHER_SCATTERS = [f"scatter{sign}{kind}" for sign in "-_" for kind in ("mul", "min", "max")]
 
 _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
     **dict.fromkeys(REDUCTIONS | ARG_REDUCTIONS, _reduction),
@@ -308,7 +310,7 @@ _RULES: dict[str, Callable[[Any], Iterator[Together]]] = {
     "random_bits": _random_bits,
     **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _windows),
     "rev": _along("dimensions"),
-    **dict.fromkeys([*ADDING, "scatter", "scatter_mul", "scatter_min", "scatter_max"], _scatter),
+    **dict.fromkeys([*ADDING, "scatter", *_OTHER_SCATTERS], _scatter),
     "sharding_constraint": _constrained,
     "slice": _slice,
     "sort": _along("dimension"),

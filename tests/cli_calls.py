@@ -1,0 +1,205 @@
+"""A command of the command line whose calls of the library are written down instead of made."""
+
+import contextlib
+import inspect
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optax
+import pytest
+import transformers
+from flax import nnx
+
+import megatrain_jax as mt
+from megatrain_jax import callbacks, data, models
+from megatrain_jax._src.cli import objectives
+from megatrain_jax._src.cli.main import main
+
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+_CALLBACKS = "CSVLog JSONLog TensorBoard WandB MLflow Samples KeepBest EarlyStopping".split()
+
+
+class Calls(defaultdict[str, list[dict[str, Any]]]):
+    """The arguments of all calls, by the function's name."""
+
+    def __init__(self):
+        super().__init__(list)
+
+    def given(self, place: str) -> list[Any]:
+        """The values of an argument, such as "fit.steps", in each call; None where it was left."""
+        name, argument = place.split(".")
+        return [arguments.get(argument) for arguments in self[name]]
+
+    def note(self, function: Callable[..., Any], name: str, *args: Any, **options: Any) -> None:
+        """Writes down a call that has to agree with the function's signature."""
+        bound = inspect.signature(function).bind(*args, **options)
+        arguments = {key: value for key, value in bound.arguments.items() if key != "self"}
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(parameter.name, {})
+        self[name].append(arguments)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A dataset by the file that it is of, and by what it holds out."""
+
+    source: Any
+    chat_template: str | None = None
+    share: float | None = None
+    seed: int | None = None
+    datasets: tuple["Files", ...] = ()
+    summary: str = "read"
+    num_tokens: int = 1
+
+    def __len__(self) -> int:
+        return 100
+
+    def split(self, share: float, seed: int) -> tuple["Files", "Files"]:
+        return self, Files(self.source, share=share, seed=seed)
+
+
+@dataclass
+class _Tokenizer:
+    folder: str
+    bos_token_id: None = None
+    eos_token_id: None = None
+    pad_token_id: None = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"word": 40}
+
+
+class _History(list[dict[str, Any]]):
+    def plot(self) -> Any:
+        return SimpleNamespace(savefig=lambda path: None)
+
+
+@dataclass
+class _Library:
+    """What the command calls, replaced by notes of the calls."""
+
+    interrupts: bool
+    patch: pytest.MonkeyPatch
+    calls: Calls = field(default_factory=Calls)
+
+    def replace(self, owner: Any, name: str, result: Callable[..., Any]) -> None:
+        """Has a function of the library noted, and return what another one makes of its call."""
+        real = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self.calls.note(real, name, *args, **options)
+            return result(*args, **options)
+
+        self.patch.setattr(owner, name, noted)
+
+    def replace_all(self) -> None:
+        pretrained = SimpleNamespace(
+            model=lambda: None,
+            params="those of the checkpoint",
+            config=SimpleNamespace(family="llama", original="{}", saved_dtype="bfloat16"),
+        )
+        adapted = SimpleNamespace(model=lambda: None, params="with adapters", trainable="lora")
+        self.replace(mt, "plan", self._plan)
+        self.replace(mt, "fit", self._fit)
+        self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
+        self.replace(models, "lora", lambda *args, **options: adapted)
+        self.patch.setattr(models, "Decoder", self._decoder)
+        self.patch.setattr(nnx, "Rngs", lambda seed: seed)
+        for name in ("save_lora", "save_pretrained"):
+            self.replace(models, name, lambda trainer, folder, **options: folder)
+        for name in ("chat", "text", "preferences"):
+            self.replace(
+                data,
+                name,
+                lambda source, tokenizer, **options: Files(source, options.get("chat_template")),
+            )
+        self.replace(data, "mix", lambda parts, *weights: Files(None, datasets=tuple(parts)))
+        self.replace(objectives, "preferred", objectives.preferred)
+        for name in ("adamw", "lion", "clip_by_global_norm"):
+            self.replace(optax, name, getattr(optax, name))
+        self.patch.setattr(transformers.AutoTokenizer, "from_pretrained", self._tokenizer)
+        for name in _CALLBACKS:
+            self._replace_callback(name)
+        self.patch.setattr(callbacks.KeepBest, "path", None)
+
+    def _replace_callback(self, name: str) -> None:
+        kind = getattr(callbacks, name)
+        real = kind.__init__
+        self.patch.setattr(
+            kind,
+            "__init__",
+            lambda callback, *args, **options: self.calls.note(
+                real, name, callback, *args, **options
+            ),
+        )
+
+    def _decoder(self, config: models.DecoderConfig, *, rngs: int) -> None:
+        self.calls["Decoder"].append({"config": config, "rngs": rngs})
+
+    def _plan(self, model: Callable[[], Any], *args: Any, **options: Any) -> Any:
+        model()
+        return SimpleNamespace(seconds_per_step=1.0, fits_device=True, fits_host=True)
+
+    def _fit(self, *args: Any, steps: int, **options: Any) -> Any:
+        history = _History(
+            {"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens": 4.0, "seconds": 1.0}
+            for step in range(1, steps + 1)
+        )
+        plan = SimpleNamespace(num_parameters=1, num_frozen=0)
+        trainer: Any = SimpleNamespace(plan=plan, num_steps=steps)
+        for record in history:
+            options["callbacks"][0](trainer, record)
+        return SimpleNamespace(
+            trainer=trainer,
+            history=history,
+            interrupted=self.interrupts,
+            ended="finished",
+            reason=None,
+        )
+
+    def _tokenizer(self, folder: str, **options: Any) -> _Tokenizer:
+        return _Tokenizer(Path(folder).name)
+
+
+def calls_of(folder: Path, command: str, words: list[str], *, interrupts: bool = False) -> Calls:
+    """The calls that a command makes in a new folder, which has the files that it may name.
+
+    Beside functions of the library there are `printed`, whose `steps` are those of the lines and
+    whose `rate` is in the last one, and `report`, with the numbers of report.json.
+    """
+    for name in ("model", "other-model", "tokenizer", "other-tokenizer"):
+        (folder / name).mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (folder / name).touch()
+    (folder / "sizes.json").write_text(json.dumps(SIZES))
+    (folder / "wide.json").write_text(json.dumps(SIZES | {"hidden_size": 64}))
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(folder)
+        library = _Library(interrupts, patch)
+        library.replace_all()
+        status = main([command, *words])
+        assert status == (130 if interrupts else 0), (command, words)
+    calls = library.calls
+    lines = re.findall(r"^step (\d+)/.*$", out.getvalue(), re.MULTILINE)
+    rates = re.findall(r"([\d,]+) tokens/s", out.getvalue()) or [None]
+    calls["printed"].append({"steps": list(map(int, lines)), "rate": rates[-1]})
+    for report in folder.glob("*/report.json"):
+        calls["report"].append(json.loads(report.read_text()))
+    return calls
