@@ -174,6 +174,7 @@ COMMON = [
     option("master", "bfloat16", *precision("master")),
     option("compute", "bfloat16", *precision("compute")),
     option("device_budget", "least", "fit.device_budget", "plan.device_budget"),
+    option("host_budget", "64GiB", "fit.host_budget", "plan.host_budget"),
     option("on_nonfinite", "skip", "fit.on_nonfinite", "plan.on_nonfinite"),
     option("eval_every", 4, "fit.eval_every"),
     option("metric", "eval_right", *judged("metric"), **EVALUATES),
@@ -328,6 +329,7 @@ PLAN = [
     option("trainable", "norm", "plan.trainable"),
     option("frozen", "int8", precision("frozen")[1], trainable="norm"),
     option("device_budget", "2GiB", At(place="plan.device_budget", expected=2**31)),
+    option("host_budget", "64GiB", At(place="plan.host_budget", expected=2**36)),
 ]
 OPTIONS = {"finetune": COMMON + FINETUNE, "pretrain": COMMON + PRETRAIN, "plan": PLAN}
 # Of the common ones, `pretrain` reads its data and exports in ways of its own.

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ def test_training_on_nothing_is_told_once_and_updates_as_plain_optax(microbatche
     assert len(told) == 1
     assert [record["weight"] for record in result.history] == [4, 0, 0]
     assert [record["loss"] for record in result.history][1:] == [0, 0]
-    params = build()
+    params: Any = build()
     state = optimizer.init(params)
     for batch in batches:
         gradient = jax.grad(lambda p, b: mean_or_zero(p, b)[0])(params, batch)

@@ -177,10 +177,14 @@ def test_a_process_s_host_has_its_devices_shares(compiled, together):
     moved = shared.bytes_in + shared.bytes_out
     assert shared.bytes_through_host == 2 * together * moved
     assert shared.seconds_in == pytest.approx(shared.bytes_in / min(10, 40 / (2 * together)))
-    least = together * shared.host_process_bytes
-    fits = (replace(shared, hardware=replace(MACHINE, host_bytes=n)).fits_host
-            for n in (least - 1, least))  # fmt: skip
+    least = shared.host_process_bytes
+    roomy = replace(MACHINE, host_bytes=2**40)
+    fits = (replace(shared, hardware=roomy, host_budget=n).fits_host for n in (least - 1, least))
     assert list(fits) == [False, True]
+    # What the system needs comes on top of what all processes of a host take.
+    assert not replace(shared, hardware=replace(MACHINE, host_bytes=together * least)).fits_host
+    host = replace(MACHINE, host_bytes=together * (least + 2**31))
+    assert replace(shared, hardware=host).fits_host
     words = " ".join(str(shared).split())
     assert "one of 2, estimate" in words
     assert ("of each host" in words) == (together == 1)

@@ -30,6 +30,7 @@ class PlanSettings:
             none.
         lora_targets: Regular expression on paths of the matrices that have adapters.
         device_budget: GPU memory for state and activations, in bytes, or least.
+        host_budget: Host memory that the process may take in all; without it, what the host has.
     """
 
     model: str | None = None
@@ -48,6 +49,7 @@ class PlanSettings:
     lora_rank: int | None = None
     lora_targets: str = "layers/.*_proj"
     device_budget: str | None = None
+    host_budget: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the sizes.

@@ -15,6 +15,7 @@ from megatrain_jax._src.cli.config_files import config_values
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 from megatrain_jax._src.cli.recipe import optimizer_of, precision_of
 from megatrain_jax._src.cli.shapes import batch_shapes
+from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import bytes_of, sized
 
@@ -46,7 +47,8 @@ class Planner:
             "hardware": self.machine,
             "num_gpus": settings.gpus,
             "microbatches": settings.microbatches,
-            "device_budget": settings.device_budget,
+            "device_budget": checks.num_bytes("device_budget", settings.device_budget, "least"),
+            "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
         # No plan depends on the rate.
         self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)

@@ -111,6 +111,7 @@ def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
         "precision": precision_of(settings.state, settings.master, job.frozen, compute),
         "trainable": job.trainable,
         "device_budget": settings.device_budget,
+        "host_budget": settings.host_budget,
         "on_nonfinite": settings.on_nonfinite,
         "seed": settings.seed,
         "hardware": here,

@@ -13,7 +13,8 @@ LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 # Options that may be changed while a run goes on: no batch and no update follows from them.
 FREE = frozenset(
     "checkpoint_every checkpoints device_budget eval_data eval_every export export_as export_dtype "
-    "keep log_every logs mlflow sample_temperatures sample_tokens samples wandb workers".split()
+    "host_budget keep log_every logs mlflow sample_temperatures sample_tokens samples wandb "
+    "workers".split()
 )
 _POSITIVE = ("length", "batch", "microbatches", "keep", "log_every", "sample_tokens")
 _POSITIVE_OR_NONE = ("epochs", "steps", "eval_every", "checkpoint_every", "stop_after")
@@ -53,6 +54,8 @@ class TrainingSettings:
         master: Form of the masters at rest; without it float32, or what compact says.
         compute: dtype of arithmetic; without it bfloat16 on a GPU and float32 elsewhere.
         device_budget: GPU memory for state and activations, in bytes, or least.
+        host_budget: Host memory that the process may take in all, such as 200GiB; without it, what
+            is available.
         on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
         eval_every: Evaluate after each step whose number this divides, and at the end.
         metric: Metric of evaluations that says which of them is the best.
@@ -105,6 +108,7 @@ class TrainingSettings:
     master: Master | None = None
     compute: Literal["bfloat16", "float32"] | None = None
     device_budget: str | None = None
+    host_budget: str | None = None
     on_nonfinite: Literal["raise", "skip"] = "raise"
     eval_every: int | None = None
     metric: str = "eval_loss"
@@ -149,6 +153,7 @@ class TrainingSettings:
         for name in ("weight_decay", "min_delta"):
             checks.number(name, getattr(self, name), least=0)
         checks.num_bytes("device_budget", self.device_budget, "least")
+        checks.num_bytes("host_budget", self.host_budget)
         self._check_data()
         self._check_evaluation()
         self._check_logs()
