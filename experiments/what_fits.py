@@ -69,10 +69,11 @@ def fits(of: mt.Plan, host: str, model: str, gpu: mt.Hardware, form: str) -> boo
     size = HOSTS[host]
     if not of.fits_device or of.host_bytes > size:
         return False
-    if of.host_process_bytes is not None and of.host_process_bytes <= size:
+    there = dataclasses.replace(gpu, host_bytes=size)
+    if dataclasses.replace(of, hardware=there).fits_host:
         return True
     # In a smaller host a run holds fewer activations, and its pool has other pieces.
-    smaller = plan(model, dataclasses.replace(gpu, host_bytes=size), form)
+    smaller = plan(model, there, form)
     return bool(smaller.fits_host and smaller.fits_device)
 
 
