@@ -57,21 +57,33 @@ class Calls(defaultdict[str, list[dict[str, Any]]]):
 
 @dataclass(frozen=True)
 class Files:
-    """A dataset by the file that it is of, and by what it holds out."""
+    """A dataset that knows the file it was read from and the share that is held out."""
 
     source: Any
     chat_template: str | None = None
     share: float | None = None
     seed: int | None = None
-    datasets: tuple["Files", ...] = ()
     summary: str = "read"
+    fingerprint: str = "files"
     num_tokens: int = 1
+    num_rows: int = 100
+    rows: Any = field(default_factory=lambda: SimpleNamespace(count=None))
 
     def __len__(self) -> int:
         return 100
 
     def split(self, share: float, seed: int) -> tuple["Files", "Files"]:
         return self, Files(self.source, share=share, seed=seed)
+
+
+class _MixedFiles(data.Mixture):
+    """A mixture of such datasets."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def rows_used(self, num_batches: int | None = None) -> list[int]:
+        return [dataset.num_rows for dataset in self.datasets]
 
 
 @dataclass
@@ -114,7 +126,9 @@ class _Library:
             params="those of the checkpoint",
             config=SimpleNamespace(family="llama", original="{}", saved_dtype="bfloat16"),
         )
-        adapted = SimpleNamespace(model=lambda: None, params="with adapters", trainable="lora")
+        adapted = SimpleNamespace(
+            model=lambda: "with adapters", params="with adapters", trainable="lora"
+        )
         self.replace(mt, "plan", self._plan)
         self.replace(mt, "fit", self._fit)
         self.replace(models, "load_pretrained", lambda *args, **options: pretrained)
@@ -129,8 +143,9 @@ class _Library:
                 name,
                 lambda source, tokenizer, **options: Files(source, options.get("chat_template")),
             )
-        self.replace(data, "mix", lambda parts, *weights: Files(None, datasets=tuple(parts)))
-        self.replace(objectives, "preferred", objectives.preferred)
+        self.replace(data, "mix", lambda parts, *weights: _MixedFiles(parts, [1, 1]))
+        for name in ("next_token", "preferred"):
+            self.replace(objectives, name, getattr(objectives, name))
         for name in ("adamw", "lion", "clip_by_global_norm"):
             self.replace(optax, name, getattr(optax, name))
         self.patch.setattr(transformers.AutoTokenizer, "from_pretrained", self._tokenizer)
@@ -180,8 +195,8 @@ class _Library:
 def calls_of(folder: Path, command: str, words: list[str], *, interrupts: bool = False) -> Calls:
     """The calls that a command makes in a new folder, which has the files that it may name.
 
-    Beside functions of the library there are `printed`, whose `steps` are those of the lines and
-    whose `rate` is in the last one, and `report`, with the numbers of report.json.
+    Beside functions of the library there are `printed`, with the `steps` of the lines, and
+    `report`, with the numbers of report.json.
     """
     for name in ("model", "other-model", "tokenizer", "other-tokenizer"):
         (folder / name).mkdir(parents=True)
@@ -198,8 +213,7 @@ def calls_of(folder: Path, command: str, words: list[str], *, interrupts: bool =
         assert status == (130 if interrupts else 0), (command, words)
     calls = library.calls
     lines = re.findall(r"^step (\d+)/.*$", out.getvalue(), re.MULTILINE)
-    rates = re.findall(r"([\d,]+) tokens/s", out.getvalue()) or [None]
-    calls["printed"].append({"steps": list(map(int, lines)), "rate": rates[-1]})
+    calls["printed"].append({"steps": list(map(int, lines))})
     for report in folder.glob("*/report.json"):
         calls["report"].append(json.loads(report.read_text()))
     return calls

@@ -51,7 +51,8 @@ def preferred(beta: float, microbatches: int, *, is_stored: bool) -> Loss:
         loss = losses.dpo(*columns, beta=beta, mask=pairs, count=count)
         gained = ours - reference
         right = (gained[:, 0::2] > gained[:, 1::2]) & pairs
-        accuracy = right.sum() / jnp.maximum(count, 1)
+        # A microbatch may have less than one pair on average; without any, none is right.
+        accuracy = right.sum() / jnp.where(count > 0, count, 1)
         tokens = _num_tokens(batch, microbatches)
         return loss, {"weight": count, "accuracy": accuracy, "tokens": tokens}
 
