@@ -177,7 +177,7 @@ def test_a_process_s_host_has_its_devices_shares(compiled, together):
     moved = shared.bytes_in + shared.bytes_out
     assert shared.bytes_through_host == 2 * together * moved
     assert shared.seconds_in == pytest.approx(shared.bytes_in / min(10, 40 / (2 * together)))
-    least = shared.host_process_bytes
+    least = shared.host_process_bytes or 0
     roomy = replace(MACHINE, host_bytes=2**40)
     fits = (replace(shared, hardware=roomy, host_budget=n).fits_host for n in (least - 1, least))
     assert list(fits) == [False, True]
