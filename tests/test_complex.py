@@ -118,6 +118,7 @@ def test_training_agrees_with_plain_jax(name):
             microbatches=microbatches,
             hardware=SLOW,
         )
+        assert not any("wider" in text for text in trainer.plan.warnings)
         blocks = {s.stage.key for s in trainer.stages if s.stage.is_block}
         assert len(blocks) == case.templates
         run = train(trainer, batches)

@@ -85,7 +85,8 @@ def num_bytes(name: str, value: Any, *words: str) -> int | str | None:
         try:
             return bytes_of(name, value)
         except ValueError as error:
-            raise ValueError(f"{error}; {listed}and None are possible, too") from None
+            other = f"; it may also be {listed.rstrip(', ')}" if words else ""
+            raise ValueError(f"{error}{other}") from None
     return integer(name, value, other=f' (bytes), text such as "22 GiB", {listed}or None')
 
 

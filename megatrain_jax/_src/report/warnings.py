@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def _wide_products(spec: RunSpec) -> list[str]:
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
     every = sum(count_flops(j, is_product) for j in jaxprs)
     # A router or a loss in fp32 is a few percent, and meant so.
-    wide = sum(count_flops(j, lambda e: is_product(e, compute.itemsize)) for j in jaxprs)
+    wide = sum(count_flops(j, lambda e: _is_wide(e, compute.itemsize)) for j in jaxprs)
     if wide <= every / 10:
         return []
     return [
@@ -96,6 +97,13 @@ def _wide_products(spec: RunSpec) -> list[str]:
         "(nnx.Embed does), or a wide array in the batch, widens all that follow: give it the "
         "compute dtype"
     ]
+
+
+def _is_wide(eqn: Any, itemsize: int) -> bool:
+    """Whether an equation is a product of numbers wider than `itemsize` that could be narrower."""
+    # The narrowest complex numbers that there are have 8 bytes.
+    is_complex = np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
+    return is_product(eqn, itemsize) and not is_complex
 
 
 def _coded_differences(spec: RunSpec) -> list[str]:
