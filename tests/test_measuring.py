@@ -149,6 +149,7 @@ def test_the_librarys_steps_owe_nothing_when_the_clock_is_read(monkeypatch):
     args = argparse.Namespace(
         device_budget="least",
         clip=1.0,
+        optimizer="adamw",
         microbatches=1,
         devices=1,
         loss="own",

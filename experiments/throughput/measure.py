@@ -99,7 +99,7 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
     return mt.Trainer(
         lambda: Decoder(shape, compute, nnx.Rngs(0)),
         LOSSES[args.loss],
-        chosen_optimizer(args),
+        chosen_optimizer(args.clip, args.optimizer),
         own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
         precision=mt.Precision(compute=compute, master=args.master, state=args.state),
@@ -121,12 +121,10 @@ OPTIMIZERS = {
 }
 
 
-def chosen_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Returns the optimizer, after clipping if the options say so."""
-    optimizer = OPTIMIZERS[args.optimizer]()
-    if args.clip is None:
-        return optimizer
-    return optax.chain(optax.clip_by_global_norm(args.clip), optimizer)
+def chosen_optimizer(clip: float | None, name: str = "adamw") -> optax.GradientTransformation:
+    """Returns an optimizer, after clipping by the global norm if `clip` is given."""
+    optimizer = OPTIMIZERS[name]()
+    return optimizer if clip is None else optax.chain(optax.clip_by_global_norm(clip), optimizer)
 
 
 def compute_dtype() -> Any:
@@ -279,6 +277,7 @@ def main() -> None:
         "sizes": dataclasses.asdict(shape),
         "device_budget": args.device_budget,
         "clip": args.clip,
+        "optimizer": args.optimizer,
         "microbatches": args.microbatches,
         "held": {"master": args.master, "state": args.state},
         "hardware": hardware(),

@@ -159,7 +159,7 @@ def library_work(
 
 def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """Trains some steps and returns their figures."""
-    compute, optimizer = compute_dtype(), chosen_optimizer(args)
+    compute, optimizer = compute_dtype(), chosen_optimizer(args.clip)
     make = plain_work if args.device_budget == "plain" else library_work
     model = chosen_model(args.model, shape, compute)
     work, about = make(model, optimizer, compute, args)
