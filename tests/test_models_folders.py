@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,23 @@ def change_a_file(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
+def edit_by_hand(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "50000.0"))
+
+
+def train_on(folder: Path) -> None:
+    """As with Transformers: other weights of the same names and shapes."""
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(export_of(2, folder.with_name("other"))[weights.name])
+    assert weights.stat().st_size == size
+
+
+def put_an_empty_folder(folder: Path) -> None:
+    (folder / "notes").mkdir()
+
+
 def put_a_link(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to(folder / "model.safetensors")
@@ -91,16 +109,33 @@ def be_a_link(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [put_a_file, forget_the_list, change_a_file, put_a_link, be_a_link]
+    ("change", "named"),
+    [
+        (put_a_file, "also holds notes/mine.txt"),
+        (put_an_empty_folder, "also holds notes"),
+        (forget_the_list, f"has no {folders.MARKER}"),
+        (change_a_file, "another config.json"),
+        (edit_by_hand, "another config.json"),
+        (train_on, "another model.safetensors"),
+        (put_a_link, "another config.json"),
+        (be_a_link, "is no folder of its own"),
+    ],
 )
-def test_a_folder_with_anything_else_is_never_replaced(tmp_path, change):
+def test_a_folder_with_anything_else_is_never_replaced(tmp_path, change, named):
     folder = tmp_path / "mine"
     export_of(0, folder)
     change(folder)
-    before = small.tree(tmp_path)
-    with pytest.raises(FileExistsError, match="replaces nothing but what save_pretrained"):
+    before, paths = small.tree(tmp_path), sorted(tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match=f"replaces nothing but what save_.*{named}"):
         save_pretrained(decoder(1), folder, overwrite=True)
-    assert small.tree(tmp_path) == before
+    assert small.tree(tmp_path) == before and sorted(tmp_path.rglob("*")) == paths
+
+
+def test_a_copy_of_an_export_is_one_too(tmp_path):
+    export_of(0, tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy", copy_function=shutil.copyfile)
+    save_pretrained(decoder(1), tmp_path / "copy", overwrite=True)
+    assert small.tree(tmp_path / "copy") == export_of(1, tmp_path / "fresh")
 
 
 @pytest.mark.usefixtures("_file_system")

@@ -1,5 +1,6 @@
 """Steps that are skipped because a number is not finite: as if they had never been."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -170,6 +171,34 @@ def test_one_leaf_whose_gradient_is_not_finite_is_reported_and_trains_no_other(n
         for array in jax.tree.leaves([trainer.params, trainer.opt_state]):
             assert np.isfinite(array).all(), NAMES[leaf]
         trainer.read(trainer.step(spoiling(2, None)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path, name):
+    trainer = stack_trainer(OPTIMIZERS[name])
+    trainer.step(spoiling(0, None))
+    trainer.step(spoiling(1, 0))
+    with pytest.raises(FloatingPointError, match="gradient of .* not finite"):
+        trainer.save(tmp_path / "1")
+    assert not any(tmp_path.iterdir())
+    # What is left is saved by a second call. Immediate updates have done the step in part.
+    trainer.save(tmp_path / "1")
+    resumed = stack_trainer(OPTIMIZERS[name])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        resumed.restore(tmp_path / "1")
+    said = [str(w.message) for w in warned if "step 2 was done in part" in str(w.message)]
+    assert len(said) == (name == "adamw")
+    check_same_bits(everything(resumed), everything(trainer))
+
+
+def test_a_checkpoint_counts_skipped_steps_that_were_not_read(tmp_path):
+    trainer = stack_trainer(OPTIMIZERS["adamw"], on_nonfinite="skip")
+    trainer.step(spoiling(0, 0))
+    trainer.save(tmp_path / "1")
+    resumed = stack_trainer(OPTIMIZERS["adamw"], on_nonfinite="skip")
+    resumed.restore(tmp_path / "1")
+    assert (resumed.num_steps, resumed.num_skipped) == (1, 1)
 
 
 def drawing_loss(params, batch, rng):

@@ -175,8 +175,13 @@ class RunState:
             ValueError: If Orbax could not read from `path` what it has written.
             FileExistsError: If there is something at `path`.
             CheckpointError: If it can't be written; nothing is left of it.
+            FloatingPointError: See `Trainer.read`, of steps that were not read; nothing is written.
+                Called again, it saves the state that the error describes. If that holds a step in
+                part, `restore` warns.
         """
-        self.start_saving(path, params_only=checks.boolean("params_only", params_only)).wait()
+        params_only = checks.boolean("params_only", params_only)
+        self._training.settle_all()
+        self.start_saving(path, params_only=params_only).wait()
 
     @property
     def made_of(self) -> dict[str, Any]:

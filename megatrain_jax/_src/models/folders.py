@@ -7,12 +7,13 @@ ends the process in between leaves the earlier export as it was:
     mine/                  exchanges names with it, in one system call
     mine.unfinished-x7/    is the earlier export now, and is deleted
 
-Each export lists its own files in `megatrain_export.json`. A folder is only replaced if it holds
-these files and no others.
+Each export lists its own files and their checksums in `megatrain_export.json`. A folder is only
+replaced if it holds nothing but these files, and none of them has changed.
 """
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+
+import xxhash
 
 from megatrain_jax._src.common import checks
 
@@ -46,7 +49,9 @@ def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
     if not os.path.lexists(path) or (is_empty and not path.is_symlink()):
         return path
     if not overwrite:
-        hint = ", or pass `overwrite=True`" if _stranger(path) is None else ""
+        # Whether it is unchanged is not looked up here: that reads all weights.
+        is_export = (path / MARKER).is_file()
+        hint = ", or pass `overwrite=True` to replace an unchanged export" if is_export else ""
         raise FileExistsError(f"there is something at {path} already: choose a new `folder`{hint}")
     _check_replaceable(path)
     return path
@@ -68,24 +73,39 @@ def _stranger(path: Path) -> str | None:
         known = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"has no {MARKER} that lists its files"
-    for name, size in _sizes(path).items():
+    for name in _names(path):
         if name not in known:
             return f"also holds {name}"
-        if known[name] != size:
+        if known[name] != _checksum(path / name):
             return f"holds another {name} than was exported"
     return None
 
 
-def _sizes(path: Path) -> dict[str, int | None]:
-    """The sizes of the files in a folder, but for the list of them; None for links."""
-    found: dict[str, int | None] = {}
-    for folder, folders, files in os.walk(path):
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        for file in (Path(folder, name) for name in [*files, *links]):
-            size = None if file.is_symlink() else file.stat().st_size
-            found[str(file.relative_to(path))] = size
-    found.pop(MARKER, None)
-    return found
+def _names(path: Path) -> list[str]:
+    """The files, links and empty folders in a folder, but for the list of them."""
+    found = [
+        Path(folder, name).relative_to(path)
+        for folder, folders, files in os.walk(path)
+        for name in [*files, *folders]
+        if not _holds_something(Path(folder, name))
+    ]
+    return sorted(str(name) for name in found if str(name) != MARKER)
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
+
+
+def _checksum(path: Path) -> str | None:
+    """The checksum of all bytes of a file; None of anything else.
+
+    A size or a time wouldn't do: weights that were trained further have the same size, and a copy
+    of a folder has other times.
+    """
+    if path.is_symlink() or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 @contextmanager
@@ -103,7 +123,8 @@ def unfinished(folder: Path) -> Iterator[Path]:
     try:
         at.chmod(0o755)  # mkdtemp lets nobody else in
         yield at
-        (at / MARKER).write_text(json.dumps({"files": _sizes(at)}, indent=1) + "\n")
+        known = {name: _checksum(at / name) for name in _names(at)}
+        (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
         if folder.is_dir() and any(folder.iterdir()):
             _check_replaceable(folder)  # hours may lie between this and the first look
             _sync(at)
