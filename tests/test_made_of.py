@@ -3,11 +3,13 @@
 Without that, `adamw(1.0)` in the folder of a finished `adamw(1e-3)` looked like a finished run.
 """
 
+import functools
 import itertools
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import small
 from megatrain_jax._src.checkpoint import manifest
 from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.program import jaxpr as jx
+from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("started_once")
@@ -40,9 +43,10 @@ def fit(
     optimizer: Any = SLOW,
     loss_fn: Any = small.loss_fn,
     first: int = 0,
+    data: Any = None,
     **options: Any,
 ) -> mt.FitResult:
-    data = (small.batch(seed) for seed in itertools.count(first))
+    data = data or (small.batch(seed) for seed in itertools.count(first))
     options = {"precision": FLOAT32, "progress": False} | options
     return mt.fit(
         small.params(), loss_fn, data, optimizer, steps=steps, checkpoint_dir=folder, **options
@@ -63,7 +67,8 @@ def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(
     assert small.losses(again) == small.losses(before)
     assert line(warned) == (
         f"{tmp_path / '2'} is the end of a run with other settings, and no step is left to train, "
-        "so these have no effect: optimizer computes with 1 in place of 0.001; "
+        "so these have no effect: loss_fn is another function, which may compute something else; "
+        "optimizer computes with 1 in place of 0.001; "
         "precision.compute was 'float32' and is 'bfloat16'; "
         "precision.rounding was 'stochastic' and is 'nearest'; "
         "data begins with another batch; seed was 0 and is 7. "
@@ -139,10 +144,64 @@ def test_another_version_of_jax_is_remarked_and_nothing_else(tmp_path, capsys):
     assert f"Resumed from {tmp_path / '2'}. {remark}" in capsys.readouterr().out
 
 
-def test_other_batch_sizes_and_microbatches_are_no_other_loss(tmp_path):
-    """The same loss is traced for the shapes of a part of a batch."""
+def rows_of_two() -> Iterator[Any]:
+    return ({"x": small.batch(seed)["x"][:2]} for seed in itertools.count())
+
+
+@pytest.mark.parametrize("change", ["microbatches", "rows", "compute"])
+def test_a_loss_that_is_traced_for_other_shapes_or_dtypes_is_compared_by_its_code(tmp_path, change):
+    options: dict[str, Any] = {
+        "microbatches": {"microbatches": 2},
+        "rows": {"data": rows_of_two()},
+        "compute": {"precision": mt.Precision(compute=jnp.bfloat16)},
+    }[change]
+    also = {
+        "microbatches": "",
+        "rows": "; data begins with another batch",
+        "compute": "; precision.compute was 'float32' and is 'bfloat16'",
+    }[change]
+    other = "; loss_fn is another function, which may compute something else"
     fit(tmp_path, 2)
-    assert fit(tmp_path, 3, microbatches=2).trainer.num_steps == 3
+    for steps, loss_fn, clauses in ((2, small.loss_fn, also), (2, doubled, other + also)):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            fit(tmp_path, steps, loss_fn=loss_fn, **options)
+        if clauses:
+            assert f"these have no effect: {clauses[2:]}. " in line(warned)
+        else:
+            assert not warned
+
+
+def scaled(scale: Any, microbatches: int = 1) -> Any:
+    return lambda params, batch: scale * small.loss_fn(params, batch) * microbatches
+
+
+def test_code_is_compared_by_what_it_computes_with():
+    def documented(x):
+        """One text."""
+        return x + 1
+
+    def described(y):
+        """Another text."""
+        return y + 1
+
+    assert code_hash(documented) == code_hash(described)
+    assert code_hash(scaled(2)) == code_hash(scaled(2, microbatches=4))
+    assert code_hash(jax.jit(doubled)) == code_hash(doubled)
+    functions = [
+        doubled,
+        scaled(2),
+        scaled(100),
+        scaled(doubled),
+        functools.partial(scaled(2), batch=1),
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: x in {"a", "b"},
+        lambda x: doubled(x, x),
+        lambda x: line(x),
+    ]
+    hashes = [str(code_hash(function)) for function in functions]
+    assert len(set(hashes)) == len(functions)
 
 
 @jax.custom_jvp
@@ -166,16 +225,20 @@ FUNCTIONS = """
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         state = jax.eval_shape(tx.init, w)
         return [jx.trace(jax.grad(loss), w, x), jx.trace(tx.update, w, state, w)]
+    def code():
+        from megatrain_jax._src.program.code_hash import code_hash
+        names = ("a", "b")
+        return code_hash(lambda x: x in {"p", "q", "r"} and names and traced())
 """
 
 
 def test_fingerprints_are_the_same_in_another_process():
     scope: dict = {}
     exec(textwrap.dedent(FUNCTIONS), scope)
-    here = [fingerprint(traced) for traced in scope["traced"]()]
+    here = [scope["code"](), *(fingerprint(traced) for traced in scope["traced"]())]
     script = textwrap.dedent(FUNCTIONS) + (
         "from megatrain_jax._src.program.fingerprint import fingerprint\n"
-        "print([fingerprint(x) for x in traced()])"
+        "print([code(), *(fingerprint(x) for x in traced())])"
     )
     there = subprocess.run(
         [sys.executable, "-c", script],

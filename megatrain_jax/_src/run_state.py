@@ -187,8 +187,9 @@ class RunState:
     def made_of(self) -> dict[str, Any]:
         """The settings of this run, which its checkpoints keep for comparison: see `fit`.
 
-        JSON with the fingerprints of the loss and the optimizer, the precision, the seed, the
-        hyperparameters in the optimizer's state, and the versions of the libraries.
+        JSON with the fingerprints of the loss and the optimizer, a hash of the loss's code, the
+        precision, the seed, the hyperparameters in the optimizer's state, and the versions of the
+        libraries.
         """
         # Not at the start: most trainers never save.
         if self._made_of is None:

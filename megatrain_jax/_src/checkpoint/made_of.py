@@ -7,8 +7,10 @@ the optimizer, the precision and the data. `made_of` writes this down as JSON:
     state     settings whose values are arrays of the checkpoint, so that the checkpoint's count:
               the seed's key, and hyperparameters that `optax.inject_hyperparams` keeps as state
     traced    facts that change how the same loss is traced: versions, shapes of the batch
+    code      a hash of the Python code of `loss_fn`
 
-Fingerprints of functions that were traced under other facts are not compared.
+Fingerprints of functions that were traced under other facts are not compared. Where the libraries
+have the same versions, the code of the loss is compared instead.
 """
 
 import sys
@@ -24,11 +26,9 @@ import xxhash
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.settings import changes
-from megatrain_jax._src.program.fingerprint import fingerprint
+from megatrain_jax._src.program.code_hash import code_hash
+from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
-
-# Libraries whose functions appear in the trace of a loss or an optimizer.
-_LIBRARIES = ("jax", "flax", "equinox", "optax", "megatrain_jax")
 
 
 def made_of(spec: RunSpec) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
         "traced": {
             "versions": {
                 name: getattr(sys.modules[name], "__version__", None)
-                for name in _LIBRARIES
+                for name in LIBRARIES
                 if name in sys.modules
             },
             "shapes": [str(v.aval) for v in inputs],
@@ -54,6 +54,7 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
             "update": str(precision.update),
             "num_devices": spec.options.num_devices,
         },
+        "code": code_hash(spec.loss_fn),
     }
 
 
@@ -83,6 +84,8 @@ def differences(
     if any(traced.get(name) != own[name] for name in ("versions", "update")):
         free.append("optimizer")
     call = changes(before.get("call", {}), now["call"], free)
+    if "loss_fn" in free and _is_other_code(before, now):
+        call = {"loss_fn": "loss_fn is another function, which may compute something else", **call}
     state = changes(before.get("state", {}), now["state"])
     counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
     if not counting and not state:
@@ -128,6 +131,13 @@ def batch_digest(batch: Any) -> str:
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the loss has other Python code, and not only since a library has another version."""
+    same_versions = before.get("traced", {}).get("versions") == now["traced"]["versions"]
+    same_trace = before.get("call", {}).get("loss_fn") == now["call"]["loss_fn"]
+    return same_versions and not same_trace and bool(changes(before.get("code", {}), now["code"]))
 
 
 def _joined(clauses: Iterable[str]) -> str:

@@ -27,6 +27,8 @@ import xxhash
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.jaxpr import Traced
 
+# Libraries whose functions appear in the trace of a loss or an optimizer.
+LIBRARIES = ("jax", "flax", "equinox", "optax", "megatrain_jax")
 _ADDRESS = re.compile("0x[0-9a-f]+")
 # A text of more numbers would tell nobody which of them matters.
 _MOST_NUMBERS = 200
