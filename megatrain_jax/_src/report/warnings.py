@@ -101,9 +101,10 @@ def _wide_products(spec: RunSpec) -> list[str]:
 
 def _is_wide(eqn: Any, itemsize: int) -> bool:
     """Whether an equation is a product of numbers wider than `itemsize` that could be narrower."""
+    if not is_product(eqn, itemsize):
+        return False
     # The narrowest complex numbers that there are have 8 bytes.
-    is_complex = np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
-    return is_product(eqn, itemsize) and not is_complex
+    return not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
 
 
 def _coded_differences(spec: RunSpec) -> list[str]:
