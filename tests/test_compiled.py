@@ -143,7 +143,8 @@ def test_an_automatic_budget_is_what_the_device_has_left():
 
 @pytest.mark.parametrize("budget", ["most", "LEAST", ""])
 def test_a_budget_in_words_has_to_be_known(budget):
-    with pytest.raises(ValueError, match='`device_budget` must be bytes .*; it may also be "least"'):
+    words = '`device_budget` must be bytes .*; it may also be "least"'
+    with pytest.raises(ValueError, match=words):
         make_trainer(CASES["nnx_tied"], OPTIMIZERS["adam"], budget=budget)
 
 
