@@ -1,0 +1,93 @@
+"""Plain prose: pronouns in place of nouns stay rare, package by package.
+
+A sentence such as "What those have that others lack" makes a reader guess its nouns. This test counts
+such words in docstrings, comments and pages. `MOST` may only fall: lower a number after rewriting, and
+rewrite the sentence when it fails, with its noun and its verb, instead of swapping a word.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "megatrain_jax" / "_src"
+# The modules of the library that are in no package.
+BESIDE = "*.py"
+PRONOUNS = frozenset({"what", "those", "other", "others", "whose", "which"})
+# Pronouns per 1,000 words that each place may have.
+MOST = {
+    "README.md": 5.6,
+    "CONTRIBUTING.md": 2.3,
+    "CHANGELOG.md": 23.8,
+    "docs": 4.9,
+    BESIDE: 17.2,
+    "adapt": 12.2,
+    "build": 22.0,
+    "callbacks": 16.6,
+    "checkpoint": 22.9,
+    "cli": 23.8,
+    "common": 18.7,
+    "data": 21.0,
+    "kernels": 20.3,
+    "models": 18.2,
+    "program": 21.5,
+    "report": 30.2,
+    "runtime": 18.6,
+    "schedule": 23.6,
+    "startup": 4.6,
+    "state": 17.2,
+    "train": 13.3,
+}
+SHOWN_CODE = re.compile(r"^```.*?^```|<!--.*?-->|`[^`]*`|\]\([^)]*\)", re.M | re.S)
+
+
+def prose(path: Path) -> str:
+    """The text of a page without code and link targets, or a Python file's docstrings and comments."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return SHOWN_CODE.sub(" ", text)
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        ast.get_docstring(n) or "" for n in ast.walk(ast.parse(text)) if isinstance(n, documented)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join(found + [t.string for t in tokens if t.type == tokenize.COMMENT])
+
+
+def rate(texts: list[str]) -> float:
+    """Pronouns per 1,000 words."""
+    words = [word for text in texts for word in re.findall(r"[a-z']+", text.lower())]
+    return 1000 * sum(word in PRONOUNS for word in words) / len(words)
+
+
+def files_of(place: str) -> list[Path]:
+    """The files of a place: a page, the pages of a folder, a package, or the modules beside packages."""
+    if place.endswith(".md"):
+        return [ROOT / place]
+    if place == "docs":
+        return sorted((ROOT / place).rglob("*.md"))
+    return sorted(SOURCES.glob(place) if place == BESIDE else (SOURCES / place).rglob("*.py"))
+
+
+@pytest.mark.parametrize(("place", "most"), MOST.items())
+def test_prose_stays_plain(place: str, most: float):
+    rates = {str(p.relative_to(ROOT)): rate([prose(p)]) for p in files_of(place)}
+    worst = sorted(rates, key=rates.__getitem__)[:-4:-1]
+    assert rate([prose(p) for p in files_of(place)]) <= most, f"rewrite sentences, first in {worst}"
+
+
+def test_every_package_has_its_limit():
+    packages = {path.parent.name for path in SOURCES.glob("*/*.py")}
+    assert packages <= MOST.keys()
+
+
+def test_pronouns_are_counted_and_code_is_not(tmp_path: Path):
+    page, module = tmp_path / "page.md", tmp_path / "module.py"
+    page.write_text("What is `which`?\n\n```\nwhat\n```\n[those](what.md) others\n")
+    module.write_text('"""What others do."""\n\nwhat = "which"  # whose\n')
+    assert rate([prose(page)]) == 1000 * 3 / 4
+    assert rate([prose(module)]) == 1000 * 3 / 4
