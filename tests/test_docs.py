@@ -14,6 +14,7 @@ import nbclient
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from mkdocs import config as mkdocs_config
 
 from megatrain_jax._src import start
 from megatrain_jax._src.kernels.cache import KernelCache
@@ -141,6 +142,26 @@ def test_reference_has_every_public_name(package: str):
     listed = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = [line for line in listed.splitlines() if line.startswith(f"::: {package}.")]
     assert set(public) <= {line.rpartition(".")[2] for line in lines}
+
+
+def test_navigation_shows_few_entries():
+    sections = mkdocs_config.load_config(str(ROOT / "mkdocs.yml")).nav
+    shown = [entry for section in sections for entries in section.values() for entry in entries]
+    assert len(sections) + len(shown) <= 25
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("OOM", "troubleshooting.md"),
+        ("inference", "finetuning.md"),
+        ("generate", "logging.md"),
+        ("validation", "logging.md"),
+        ("gradient accumulation", "your_model.md"),
+    ],
+)
+def test_search_finds_the_words_of_the_field(words: str, page: str):
+    assert words in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
