@@ -104,6 +104,7 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         microbatches=args.microbatches,
         precision=mt.Precision(compute=compute, master=args.master, state=args.state),
         device_budget=budget(args.device_budget),
+        host_budget=args.host_budget,
         mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
     )
 
@@ -229,6 +230,9 @@ def parse_arguments() -> argparse.Namespace:
         help="device memory for state and activations: least, auto, GiB, or all (everything "
         "resident, and every stage computed again in backward as with least)",
     )
+    parser.add_argument(
+        "--host-budget", help="host memory for the whole process, as in 62GiB; else what is there"
+    )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     for held in ("master", "state"):
@@ -276,6 +280,7 @@ def main() -> None:
         "shape": args.shape,
         "sizes": dataclasses.asdict(shape),
         "device_budget": args.device_budget,
+        "host_budget": args.host_budget,
         "clip": args.clip,
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,
