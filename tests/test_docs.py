@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from megatrain_jax._src import start
 from megatrain_jax._src.kernels.cache import KernelCache
-from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
+from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, code_lines, execute, links
 from site_pages import documented, parameters_had, parameters_said, rendered
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -121,6 +121,11 @@ def test_notebooks_are_kept_without_outputs(notebook: Path):
 def test_links_lead_somewhere(page: Path):
     lost = [target for target in links(page) if not (page.parent / target).exists()]
     assert not lost
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs")], ids=short)
+def test_code_fits_the_column_of_the_site(page: Path):
+    assert not [line for line in code_lines(page) if len(line) > 80]
 
 
 @pytest.mark.parametrize(
