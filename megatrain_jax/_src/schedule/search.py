@@ -147,7 +147,7 @@ def find_schedule(
     Raises:
         BudgetError: The budget is below the smallest schedule's peak.
     """
-    lists = build_task_lists(workload)
+    lists = build_task_lists(workload, few_waves=True)
     smallest = least_bytes(lists, frozenset())
     room = _Room(device=smallest if budget is None else budget, host=host_room)
     if room.device < smallest:
@@ -276,12 +276,16 @@ def _best(candidates: Sequence[_Steps], room: _Room) -> _Steps:
 
 def _copies(steps: _Steps) -> tuple[int, float]:
     """Bytes that a steady step copies, both ways, and the seconds of one copy after the other."""
-    copies = [r.key for r in steps.steady.instructions if r.op in (Op.FETCH, Op.OFFLOAD)]
-    keys, link_of = [key for key in copies if key is not None], steps.workload.costs.link_of
-    sizes = list(map(steps.workload.size, keys))
-    links = zip(sizes, map(link_of, keys), strict=True)
-    seconds = (size * max(link.inward, link.outward, link.shared) for size, link in links)
-    return sum(sizes), sum(seconds)
+    num_bytes, seconds = 0, 0.0
+    for instruction in steps.steady.instructions:
+        key, task = instruction.key, instruction.task
+        if instruction.op in (Op.FETCH, Op.OFFLOAD) and key is not None and task is not None:
+            # What comes to rest before the first task has the number -1.
+            size = steps.lists.times(max(0, task)) * steps.workload.size(key)
+            link = steps.workload.costs.link_of(key)
+            num_bytes += size
+            seconds += size * max(link.inward, link.outward, link.shared)
+    return num_bytes, seconds
 
 
 def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:
@@ -298,7 +302,7 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:
         steady = begin.next_step(0, boundary)
         steady.run(lists.steady, lists.steady, boundary)
         end = steady.next_step(num_tasks, boundary)
-        seconds = steady.clock.device - begin.clock.device
+        seconds = steady.clock.device - begin.clock.device + _left_out(lists, steady)
         most = begin.joined(end)
         covered, num_steps = most.holds_no_more_than(begin), num_steps + 1
         begin = most
@@ -311,6 +315,13 @@ def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:
         end=begin,
         seconds=seconds,
     )
+
+
+def _left_out(lists: TaskLists, steady: Residency) -> float:
+    """Seconds of the waves that lists leave out, which are like the second one."""
+    if not lists.left_out:
+        return 0.0
+    return lists.left_out * (steady.wave_over[1] - steady.wave_over[0])
 
 
 def _at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:
@@ -327,6 +338,9 @@ def _at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residenc
 
 def _finished(steps: _Steps, smallest: int) -> Schedule:
     """The schedule of the steps that were chosen, with what comes after them."""
+    if left_out := steps.lists.left_out:
+        whole = dataclasses.replace(steps.workload, waves=steps.workload.waves + left_out)
+        steps = _lay_down(build_task_lists(whole), steps.limit, steps.resident)
     lists, flush = steps.lists, steps.flush
     evaluation = _at_rest(lists, steps.limit, frozenset())
     evaluation.run_to_rest(lists.evaluation)

@@ -31,8 +31,8 @@ class Costs:
     """Estimates of how long things take, in seconds. They decide what moves when, never results.
 
     Attributes:
-        forward: For each stage, its forward of all microbatches.
-        backward: For each stage, its backward of all microbatches.
+        forward: For each stage, its forward of a wave's microbatches.
+        backward: For each stage, its backward of a wave's microbatches.
         update: For each group, its update.
         recompute: For each stage, by how much its backward is shorter if its residuals are kept;
             nothing unless given.
@@ -81,6 +81,8 @@ class Workload:
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
+        waves: Number of equal parts of the microbatches that go through the stages one after
+            another. Activations and residuals exist for one wave: their bytes are those of a wave.
         reduce_reads: Kinds that REDUCE reads besides the gradient.
         costs: Seconds that its computations and transfers take.
     """
@@ -100,6 +102,7 @@ class Workload:
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
+    waves: int = 1
     reduce_reads: frozenset[Kind] = frozenset()
     costs: Costs
 
@@ -109,6 +112,7 @@ class Workload:
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
         assert self.reduce_reads <= LASTING
+        assert self.waves == 1 or (self.waves > 1 and self.accumulate), "waves sum into zeros"
         # BACKWARD makes a gradient, if it has bytes, of each group that its stage reads; that of a
         # frozen group would never be consumed.
         untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
