@@ -1,6 +1,7 @@
 """`plan`: the memory and time that a run will need, from shapes alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Unpack
 
 import optax
@@ -8,6 +9,7 @@ from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.build.batches import check_batch
+from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
@@ -102,4 +104,5 @@ def plan(
         )
         spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
         usable = machine and machine.usable_bytes
-        return make_plan(fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host))
+        spec = fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host)
+        return make_plan(replace(spec, first=with_all_waves(spec.first)))

@@ -15,11 +15,13 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import jax
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
+from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import check_host, fit_to_host, peak_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
@@ -138,6 +140,7 @@ def _started(
                 spec = fit_to_machine(
                     spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
                 )
+            spec = replace(spec, first=with_all_waves(spec.first))
             # Refused here at the latest, before minutes of pinning.
             check_host(spec, *processes.spread, has_pool=has_gpu)
             values = spec.first.program.values

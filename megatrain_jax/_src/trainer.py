@@ -11,7 +11,7 @@ import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like, other_shapes
-from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.bound_step import BoundStep, with_all_waves
 from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
@@ -310,7 +310,7 @@ class Trainer(RunState):
                 step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
                 step = on_same_host(step, self._spec, *self.processes.spread, training=train)
                 what = self._spec, self._engine.kernels, self._store.placement
-                self._steps[key] = in_room(step, *what, training=train)
+                self._steps[key] = with_all_waves(in_room(step, *what, training=train))
         return self._steps[key]
 
 

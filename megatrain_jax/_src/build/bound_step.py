@@ -33,7 +33,7 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -50,7 +50,7 @@ class BoundStep:
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
         collectives: For each stage, bytes that each device receives from the others in its forward
-            and in its backward, of all microbatches.
+            and in its backward, of a wave's microbatches.
         metrics: Names of the metrics that the loss returns.
         workload: The step as its schedule sees it, with all residuals that stages can keep.
         lean: The same with the costliest residuals alone; None if no stage has any.
@@ -80,6 +80,16 @@ class BoundStep:
                 pairs = zip(bound.groups, bound.mode.gradients, strict=True)
                 dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
         return dtypes
+
+    @property
+    def waves(self) -> int:
+        """Number of equal parts of the microbatches that go through the stages one by one."""
+        return self.workload.waves
+
+    @property
+    def wave_microbatches(self) -> int:
+        """Number of microbatches in a wave."""
+        return self.microbatches // self.waves
 
     @property
     def scheduled(self) -> Workload:
@@ -136,6 +146,7 @@ def bind_step(
     device_budget: int | None,
     hardware: Hardware,
     host_room: float = math.inf,
+    waves: int = 1,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -154,6 +165,7 @@ def bind_step(
             for the least.
         hardware: Machine whose rates the schedule is made for.
         host_room: Bytes that the host of each device has beside the state at rest.
+        waves: Number of equal parts of the microbatches that go through the stages one by one.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -166,13 +178,16 @@ def bind_step(
     coded = [layout.num_coded for layout in layouts]
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
-    collectives = collective_bytes(bound, microbatches, num_devices)
-    activations, makes, reads = counted_activations(program, microbatches, num_devices)
-    each = microbatches / num_devices
+    # Of a wave, as what stages hand on and keep exists for one wave at a time. Sums over waves are
+    # as those over microbatches, whatever their number in a wave.
+    in_wave = microbatches // waves
+    collectives = collective_bytes(bound, in_wave, num_devices)
+    activations, makes, reads = counted_activations(program, in_wave, num_devices)
+    each = in_wave / num_devices
 
     def bytes_of(kept: Sequence[Residuals | None]) -> tuple[int, ...]:
         rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
-        return tuple(microbatches * num_bytes for num_bytes in rows)
+        return tuple(in_wave * num_bytes for num_bytes in rows)
 
     workload = Workload(
         activations=activations,
@@ -187,8 +202,9 @@ def bind_step(
         frozen=grouping.frozen,
         deferred=deferred,
         accumulate=microbatches > 1,
+        waves=waves,
         reduce_reads=reduce_reads,
-        costs=find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware),
+        costs=find_costs(bound, sizes, coded, collectives, in_wave, num_devices, hardware),
     )
     lean = None
     # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
@@ -240,6 +256,17 @@ def spanning(
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
+
+
+def with_all_waves(step: BoundStep) -> BoundStep:
+    """A step with the instructions of all its waves, of which its schedule may leave some out."""
+    schedule = whole_schedule(step.scheduled, step.schedule)
+    stages = [bound.stage for bound in step.stages]
+    # Evaluations have a task for each FORWARD, and no step of theirs is run.
+    is_training = any(bound.mode is not None for bound in step.stages)
+    instructions = schedule.cold if is_training else schedule.evaluation
+    last_read = last_read_by_task(instructions, stages, step.program)
+    return dataclasses.replace(step, schedule=schedule, last_read=last_read)
 
 
 def _gradient_dtypes(

@@ -280,5 +280,9 @@ def with_temporaries(
 def other_bytes(step: BoundStep) -> int:
     """Bytes of the activations that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.activations.keys()
-    times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
+    # The step's end reads its outputs, and the values before all stages are made at its begin; the
+    # others exist for one wave.
+    whole = {*step.program.outputs, *step.program.prologue_values}
+    times = {i: step.microbatches if i in whole else step.wave_microbatches for i in others}
+    times |= dict.fromkeys(others & step.kept_once, 1)
     return sum(n * step.program.num_bytes(i, step.num_devices) for i, n in times.items())

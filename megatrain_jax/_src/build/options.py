@@ -34,6 +34,7 @@ class RunArguments(TypedDict, total=False):
     """The fields of `Options` as arguments, for type checkers."""
 
     microbatches: int
+    waves: int | None
     precision: Precision
     device_budget: DeviceBudget
     host_budget: HostBudget
@@ -55,6 +56,7 @@ class Options:
     """
 
     microbatches: int = 1
+    waves: int | None = None
     precision: Precision = Precision()
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
@@ -87,12 +89,18 @@ class Options:
         _store(
             self,
             microbatches=checks.integer("microbatches", self.microbatches),
+            waves=_integer_or_none("waves", self.waves),
             device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
         )
+        if self.waves is not None and self.microbatches % self.waves:
+            raise ValueError(
+                f"`waves`={self.waves} does not divide `microbatches`={self.microbatches}: each "
+                "wave has equally many microbatches"
+            )
         _check_precision(self.precision)
         _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)

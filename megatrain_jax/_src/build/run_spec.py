@@ -87,6 +87,11 @@ class RunSpec:
         return self.options.microbatches
 
     @property
+    def waves(self) -> int:
+        """Number of parts of the microbatches that go through the stages one after another."""
+        return self.first.waves
+
+    @property
     def largest_slab_bytes(self) -> int:
         """Bytes of the largest array of the store, of several devices each one's shard."""
         slabs = (slab for layout in self.layouts for slab in layout.slabs)
@@ -103,10 +108,10 @@ class RunSpec:
             loss_fn: The loss; None for the run's own.
         """
         loss_fn = loss_fn or self.loss_fn
-        microbatches = self.microbatches
+        microbatches, waves = self.microbatches, self.waves
         # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
-            microbatches = 1
+            microbatches = waves = 1
         # The run's own leaves and groups, also if this loss would suggest others: they are what the
         # store holds.
         traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
@@ -127,6 +132,7 @@ class RunSpec:
                 device_budget=self.budget_bytes,
                 hardware=_scheduled_for(self.options),
                 host_room=self.host_room,
+                waves=waves,
                 training=train,
             )
         except BudgetError as error:
@@ -194,6 +200,7 @@ def make_run_spec(
         num_devices=options.num_devices,
         device_budget=budget,
         hardware=_scheduled_for(options),
+        waves=options.waves or 1,
         training=True,
     )
     return RunSpec(
@@ -230,6 +237,7 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
         "the optimizer": fingerprint(spec.optimizer.traced),
         "the shapes of a batch": batch_key(sample_batch),
         "`microbatches`": options.microbatches,
+        "`waves`": options.waves,
         "`precision`": options.precision,
         "`device_budget`": options.device_budget,
         "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),

@@ -12,11 +12,11 @@ class Kind(enum.IntEnum):
     first, the smaller key does.
     """
 
-    ACTIVATION = 0  # what one stage hands to others, of all microbatches
+    ACTIVATION = 0  # what one stage hands to others, of all microbatches of a wave
     GRADIENT = 1  # of a group's masters
     OPTIMIZER_STATE = 2  # of a group
     MASTERS = 3  # a group's parameters as they are stored
-    RESIDUALS = 4  # what a stage's forward keeps for its backward, of all microbatches
+    RESIDUALS = 4  # what a stage's forward keeps for its backward, of a wave's microbatches
 
 
 LASTING = frozenset({Kind.MASTERS, Kind.OPTIMIZER_STATE})
@@ -28,8 +28,8 @@ PASSING = frozenset({Kind.ACTIVATION, Kind.RESIDUALS})
 class Key(NamedTuple):
     """Names one part: the unit that has a size, a place, and moves.
 
-    All microbatches of an activation move together. Were they to move one by one, the microbatch
-    would be a third field.
+    The microbatches of a wave move together. Were they to move one by one, the microbatch would be
+    a third field.
 
     Attributes:
         kind: The kind of the part.
