@@ -32,8 +32,8 @@ def counted_activations(
     Values that are the same on all devices are not: the host would have to hold them as often.
 
     Returns:
-        Bytes on a device by id, for so many microbatches, and for each stage the ids that it makes
-        and reads.
+        Bytes on a device by id, for all microbatches, and for each stage the ids that it makes and
+        reads.
     """
     read = {i for stage in program.stages for i in stage.inputs}
     made = {i for stage in program.stages for i in stage.outputs}

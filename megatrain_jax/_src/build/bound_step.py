@@ -50,7 +50,7 @@ class BoundStep:
         microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
         collectives: For each stage, bytes that each device receives from the others in its forward
-            and in its backward, of a wave's microbatches.
+            and in its backward, of all microbatches.
         metrics: Names of the metrics that the loss returns.
         workload: The step as its schedule sees it, with all residuals that stages can keep.
         lean: The same with the costliest residuals alone; None if no stage has any.
@@ -178,16 +178,13 @@ def bind_step(
     coded = [layout.num_coded for layout in layouts]
     asked = hardware if training else None
     bound = _bind(stages, grouping, layouts, gradients, fused, microbatches > 1, asked)
-    # Of a wave, as what stages hand on and keep exists for one wave at a time. Sums over waves are
-    # as those over microbatches, whatever their number in a wave.
-    in_wave = microbatches // waves
-    collectives = collective_bytes(bound, in_wave, num_devices)
-    activations, makes, reads = counted_activations(program, in_wave, num_devices)
-    each = in_wave / num_devices
+    collectives = collective_bytes(bound, microbatches, num_devices)
+    activations, makes, reads = counted_activations(program, microbatches, num_devices)
+    each = microbatches / num_devices
 
     def bytes_of(kept: Sequence[Residuals | None]) -> tuple[int, ...]:
         rows = (program.examples.num_bytes(r.avals, num_devices) if r else 0 for r in kept)
-        return tuple(in_wave * num_bytes for num_bytes in rows)
+        return tuple(microbatches * num_bytes for num_bytes in rows)
 
     workload = Workload(
         activations=activations,
@@ -202,9 +199,8 @@ def bind_step(
         frozen=grouping.frozen,
         deferred=deferred,
         accumulate=microbatches > 1,
-        waves=waves,
         reduce_reads=reduce_reads,
-        costs=find_costs(bound, sizes, coded, collectives, in_wave, num_devices, hardware),
+        costs=find_costs(bound, sizes, coded, collectives, microbatches, num_devices, hardware),
     )
     lean = None
     # Two workloads, between which the search for a schedule chooses: all residuals of some stages,
@@ -212,6 +208,8 @@ def bind_step(
     if any(kept := [b.lean for b in bound]):
         costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
         lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
+    # Up to here everything is of all microbatches.
+    workload, lean = workload.in_waves(waves), lean and lean.in_waves(waves)
     schedule = find_schedule(workload, device_budget, lean, host_room)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
@@ -250,7 +248,31 @@ def spanning(
     again = computed_again(step.workload, stages, span, num_bytes)
     workload = dataclasses.replace(step.workload, again=again)
     lean = step.lean and dataclasses.replace(step.lean, again=again)
+    return _rescheduled(step, workload, lean, device_budget, host_room)
+
+
+def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
+    """A training step in another number of waves.
+
+    Args:
+        step: The step.
+        waves: Number of waves, which divides the microbatches.
+        device_budget: See `bind_step`.
+    """
+    workload, lean = step.workload.in_waves(waves), step.lean and step.lean.in_waves(waves)
+    return _rescheduled(step, workload, lean, device_budget, math.inf)
+
+
+def _rescheduled(
+    step: BoundStep,
+    workload: Workload,
+    lean: Workload | None,
+    device_budget: int | None,
+    host_room: float,
+) -> BoundStep:
+    """A training step with another workload."""
     schedule = find_schedule(workload, device_budget, lean, host_room)
+    stages = [bound.stage for bound in step.stages]
     # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
@@ -258,13 +280,18 @@ def spanning(
     )
 
 
-def with_all_waves(step: BoundStep) -> BoundStep:
-    """A step with the instructions of all its waves, of which its schedule may leave some out."""
+def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
+    """A step with the instructions of all its waves, of which its schedule may leave some out.
+
+    Args:
+        step: The step.
+        training: Whether it is a training step, not an evaluation.
+    """
+    if not step.schedule.left_out:
+        return step
     schedule = whole_schedule(step.scheduled, step.schedule)
     stages = [bound.stage for bound in step.stages]
-    # Evaluations have a task for each FORWARD, and no step of theirs is run.
-    is_training = any(bound.mode is not None for bound in step.stages)
-    instructions = schedule.cold if is_training else schedule.evaluation
+    instructions = schedule.cold if training else schedule.evaluation
     last_read = last_read_by_task(instructions, stages, step.program)
     return dataclasses.replace(step, schedule=schedule, last_read=last_read)
 

@@ -66,7 +66,7 @@ def fit_to_machine(
     fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
     fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
     # What the host never holds stays as it is, to be refused.
-    found = fitting.on_host(fitted) or fitted
+    found = fitting.on_host(fitted) or dataclasses.replace(fitted, fits_host=False)
     if not _has_functions_of(fitted.first.schedule, found.first.schedule):
         found = fitting.with_its_functions(found)
     if device_bytes is None:

@@ -42,7 +42,7 @@ def collective_bytes(
 
     Args:
         bound: The stages.
-        microbatches: Number of microbatches in a wave; each gathers and sums anew.
+        microbatches: Number of parts that the batch is split into; each gathers and sums anew.
         num_devices: Number of devices.
 
     Returns:
@@ -80,7 +80,7 @@ def find_costs(
 ) -> Costs:
     """Estimates the seconds that stages, updates and transfers take.
 
-    Stages by their floating-point operations, for a wave's microbatches, attention's kernels at
+    Stages by their floating-point operations, for all microbatches, those of attention's kernels at
     a rate of their own, by the kernels of their loops, and by what devices send each other within;
     updates by the bytes that they read and write in the device's memory, and by the numbers that
     they decode and encode.
@@ -90,7 +90,7 @@ def find_costs(
         sizes: For each group, bytes of its parts on one device.
         coded: For each group, numbers of these that are held in codes.
         collectives: See `collective_bytes`.
-        microbatches: Number of microbatches in a wave.
+        microbatches: Number of parts that the batch is split into.
         num_devices: Number of devices that share the step.
         hardware: The rates.
     """
@@ -143,7 +143,7 @@ def seconds_saved(
 
     Args:
         kept: The residuals of each stage.
-        factor: Number of microbatches in a wave over that of devices.
+        factor: Number of microbatches over that of devices.
         hardware: The rates.
     """
 

@@ -4,6 +4,7 @@ Pure and abstract, so that a plan of a 120B model takes seconds on a laptop; the
 from the same object.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -54,6 +55,7 @@ class RunSpec:
             if the device's memory isn't known.
         host_room: Bytes that the host of each device has beside the state at rest; infinite if
             unknown.
+        fits_host: Whether the host has room for what its steps take.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -70,6 +72,7 @@ class RunSpec:
     temporary_estimated: bool = False
     room_bytes: int | None = None
     host_room: float = math.inf
+    fits_host: bool = True
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -84,7 +87,7 @@ class RunSpec:
     @property
     def microbatches(self) -> int:
         """Number of parts that a training batch is split into."""
-        return self.options.microbatches
+        return self.first.microbatches
 
     @property
     def waves(self) -> int:
@@ -121,7 +124,8 @@ class RunSpec:
             grouping=self.grouping,
             optimizer=self.optimizer,
         )
-        try:
+
+        def bound(waves: int) -> BoundStep:
             return _bind(
                 (batch_key(batch), train, loss_fn),
                 traced,
@@ -135,6 +139,16 @@ class RunSpec:
                 waves=waves,
                 training=train,
             )
+
+        # An evaluation fetches all weights once if the device and the host have room for the
+        # activations of all microbatches.
+        if not train and waves > 1:
+            with contextlib.suppress(BudgetError):
+                step = bound(1)
+                if step.schedule.evaluation_bytes <= self.host_room:
+                    return step
+        try:
+            return bound(waves)
         except BudgetError as error:
             raise self._refused(error.smallest, train) from None
 
@@ -174,6 +188,7 @@ def make_run_spec(
         ValueError: If model, loss, optimizer, batch and options don't fit together.
     """
     microbatches = options.microbatches
+    assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
     # "least" is the only word.
     budget = None if isinstance(options.device_budget, str) else options.device_budget
 
@@ -237,7 +252,7 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
         "the optimizer": fingerprint(spec.optimizer.traced),
         "the shapes of a batch": batch_key(sample_batch),
         "`microbatches`": options.microbatches,
-        "`waves`": options.waves,
+        "`waves`": spec.waves,
         "`precision`": options.precision,
         "`device_budget`": options.device_budget,
         "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),

@@ -1,8 +1,9 @@
 """The workload of a schedule, as plain data: what a step computes, on which bytes, how fast."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.sizes import sized
@@ -51,6 +52,21 @@ class Costs:
     backward_on_link: tuple[float, ...] = ()
     link: Link
     dispatch: float = 0.0
+
+    def times(self, factor: float) -> "Costs":
+        """The costs of so many times the microbatches."""
+
+        def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * x for x in seconds)
+
+        return replace(
+            self,
+            forward=times(self.forward),
+            backward=times(self.backward),
+            recompute=times(self.recompute),
+            forward_on_link=times(self.forward_on_link),
+            backward_on_link=times(self.backward_on_link),
+        )
 
     def link_of(self, key: Key) -> Link:
         """The link that a part travels over; nowhere else is this decided."""
@@ -136,6 +152,19 @@ class Workload:
             f"of state, {'deferred' if self.deferred else 'immediate'} updates)"
         )
 
+    def in_waves(self, waves: int) -> "Workload":
+        """The same step in so many waves, which divide its microbatches."""
+        if waves == self.waves:
+            return self
+        factor = self.waves / waves
+        return replace(
+            self,
+            activations={i: round(factor * size) for i, size in self.activations.items()},
+            residuals=tuple(round(factor * size) for size in self.residuals),
+            waves=waves,
+            costs=self.costs.times(factor),
+        )
+
     def size(self, key: Key) -> int:
         """Bytes of one part."""
         return self._bytes[key]
@@ -164,6 +193,13 @@ class Workload:
     def trained_groups(self) -> list[int]:
         """The groups that are updated."""
         return [group for group in range(len(self.sizes)) if group not in self.frozen]
+
+    @property
+    def has_shared_sums(self) -> bool:
+        """Whether a gradient is a sum over stages, in an order that the number of waves changes."""
+        reached = zip(self.stages, self.backward, strict=True)
+        reads = [g for groups, backward in reached if backward for g in dict.fromkeys(groups)]
+        return any(count > 1 and g not in self.frozen for g, count in Counter(reads).items())
 
     @property
     def unused_groups(self) -> list[int]:
