@@ -1,7 +1,7 @@
 """Connects the site with the repository around docs/.
 
-- Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/ as
-  its root, so these files are added under their own paths, and the links follow.
+- Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/
+  as its root, so these files are added under their own paths, and the links follow.
 - The header links to the address that this copy was cloned from.
 - Where a page says `<!-- quickstart -->`, the site shows the code of the quickstart that it needs.
 """
@@ -61,7 +61,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to the rest of the repository into links within the site, and shows shared code."""
+    """Turns links to the rest of the repository into links in the site; shows shared code."""
     # Where the page lies in the repository: those that `on_files` added lie outside docs/.
     inside = PurePosixPath(page.file.src_uri).parts[0] not in (*_FOLDERS, *_PAGES)
     here = PurePosixPath("docs" if inside else "") / PurePosixPath(page.file.src_uri).parent

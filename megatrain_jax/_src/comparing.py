@@ -38,6 +38,7 @@ def compare_plans(
             name in the table to the value, or a sequence of machines, numbers or strings, which
             are their own names.
         microbatches: See `plan`.
+        waves: See `plan`.
         precision: See `plan`.
         device_budget: See `plan`.
         trainable: See `plan`.

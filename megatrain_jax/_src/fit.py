@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
 import optax
 from tqdm.auto import tqdm
 
@@ -74,7 +75,10 @@ def fit(
             yet.
         steps: Number of batches to train on, those before a checkpoint included; None trains until
             `data` ends.
-        microbatches: Number of equal parts that each batch is cut into.
+        microbatches: Number of equal parts that each batch is cut into, or "auto"; a run that
+            resumes keeps the number that its checkpoint was trained with. See `Trainer`.
+        waves: Number of groups of microbatches that are trained on one after another; see
+            `Trainer`.
         precision: The dtypes of masters, of compute and of optimizer state.
         device_budget: Bytes of device memory that state may occupy, "least", or None for what the
             device has left; see `Trainer`.
@@ -133,7 +137,10 @@ def fit(
         source = Source(data, saved=series is not None)
         # Drawn before anything is made: its shapes decide on all that follows, and it is trained
         # on.
-        sample = _first_batch(source, run.microbatches, run.num_devices // processes.count)
+        own = run.num_devices // processes.count
+        sample = _first_batch(source, run.least_microbatches, own)
+        if series is not None and resume and run.microbatches == "auto":
+            run = _in_parts_of(series, run, sample, processes.count)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
@@ -219,6 +226,18 @@ def _series(
         processes,
         options.steps if resume else None,
     )
+
+
+def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: int) -> Options:
+    """The options with a checkpoint's numbers of microbatches and waves, if its batches are alike.
+
+    On another machine the plan would choose other ones, and other keys for random numbers with
+    them.
+    """
+    parts, rows = series.parts(), jax.tree.leaves(sample)[0].shape[0] * num_processes
+    if parts is None or rows % (parts["microbatches"] * run.num_devices):
+        return run
+    return replace(run, **parts)
 
 
 def _compare(

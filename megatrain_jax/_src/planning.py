@@ -1,13 +1,16 @@
 """`plan`: the memory and time that a run will need, from shapes alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Unpack
 
+import jax
 import optax
 from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.build.batches import check_batch
+from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
@@ -18,6 +21,7 @@ from megatrain_jax._src.build.options import (
     options_of,
     shows,
 )
+from megatrain_jax._src.build.parts import fit_with_parts
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.common.garbage import leaving_garbage
@@ -43,7 +47,8 @@ def plan(
         loss_fn: See `Trainer`.
         optimizer: See `Trainer`.
         sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-        microbatches: See `Trainer`.
+        microbatches: See `Trainer`; "auto" needs `hardware`, and is 1 without.
+        waves: See `Trainer`.
         precision: See `Trainer`.
         device_budget: See `Trainer`. None counts what `fit` would take on `hardware`, with an
             estimate of what compiled functions need, and the least if its memory isn't known.
@@ -85,7 +90,8 @@ def plan(
     run = options_of(plan, Options, options)
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
-    check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
+    number = run.least_microbatches
+    check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True)
     # Whatever mesh is given, on however many axes: a run divides everything over all devices.
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     machine, widest_heads = run.machine, None
@@ -100,6 +106,13 @@ def plan(
             lambda: given,
             lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
         )
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
         usable = machine and machine.usable_bytes
-        return make_plan(fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host))
+        spec = fit_with_parts(
+            run,
+            lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
+            lambda spec: fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host),
+            jax.tree.leaves(sample_batch)[0].shape[0],
+            usable,
+            placement,
+        )
+        return make_plan(replace(spec, first=with_all_waves(spec.first)))

@@ -235,6 +235,7 @@ class RunState:
             "skipped": self.num_skipped,
             "skipped_in_row": self._training.skipped_in_row,
             "params_only": params_only,
+            "parts": {"microbatches": self._spec.microbatches, "waves": self._spec.waves},
             "partial": self._training.partial,
             "history": as_json(self.history),  # as it is now
             "coded": coding_of(self._spec, entries),

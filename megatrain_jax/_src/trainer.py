@@ -11,12 +11,13 @@ import optax
 
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.build.batches import check_batch, check_like, other_shapes
-from megatrain_jax._src.build.bound_step import BoundStep
+from megatrain_jax._src.build.bound_step import BoundStep, with_all_waves
 from megatrain_jax._src.build.budget import in_room
 from megatrain_jax._src.build.host import agreed_host_budget, on_same_host
 from megatrain_jax._src.build.inputs import check_data, check_loss, check_mesh, check_parts
 from megatrain_jax._src.build.options import Options, RunArguments, options_of, shows
 from megatrain_jax._src.build.run_spec import (
+    RunSpec,
     batch_key,
     distinct_facts,
     exact_dtypes,
@@ -25,6 +26,7 @@ from megatrain_jax._src.build.run_spec import (
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.garbage import leaving_garbage
+from megatrain_jax._src.common.remembering import remembering
 from megatrain_jax._src.history import weighted_means
 from megatrain_jax._src.kernels.bound_stage import BoundStage
 from megatrain_jax._src.report.make_plan import make_plan
@@ -37,7 +39,7 @@ from megatrain_jax._src.runtime.exhausted import advised
 from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.runtime.training import StepMetrics
 from megatrain_jax._src.schedule.search import Schedule
-from megatrain_jax._src.start import start
+from megatrain_jax._src.start import start, with_parts
 from megatrain_jax._src.state.cards import this_machine
 from megatrain_jax._src.state.placement import default_mesh, placed_on
 
@@ -74,7 +76,12 @@ class Trainer(RunState):
                 hold the model's other variables, which are left as they are, and nothing else.
             progress: Whether to show a progress bar while the state is made or restored.
             microbatches: Number of equal parts that each training batch is split into. The loss and
-                the gradient are the means over the parts.
+                the gradient are the means over the parts. "auto" has the plan choose, by the memory
+                of the GPU, and with it the number of waves; 1 where there is no GPU.
+            waves: Number of equal groups of microbatches that go through forward and backward one
+                after another. Each fetches all weights, and holds activations of its own alone.
+                None has the plan choose; one where a parameter is read by several blocks, as a
+                tied embedding is, since the sum of its gradients would be rounded differently.
             precision: The dtypes of masters, of compute and of optimizer state.
             device_budget: Bytes of device memory that state and activations may occupy, as a
                 number or as text such as "22 GiB". With more,
@@ -127,15 +134,20 @@ class Trainer(RunState):
         progress = checks.boolean("progress", progress) and placement.processes.is_first
         check_parts(model, loss_fn, optimizer, params)
         num_devices = len(placement.local_devices)
-        check_batch(sample_batch, run.microbatches, "sample_batch", num_devices, or_shapes=True)
+        number = run.least_microbatches
+        check_batch(sample_batch, number, "sample_batch", num_devices, or_shapes=True)
         adapted, initial = adapt(model, loss_fn, sample_batch, run.seed)
         initial.check()
         # What isn't part of the run may go: the caller may have given up its own reference, too.
         del model
         adapted.check_batch(sample_batch)
         sample = joined_shapes(sample_batch, placement.processes.count)
-        with leaving_garbage():
-            spec = make_run_spec(adapted, loss_fn, optimizer, sample, run)
+
+        def make(run: Options) -> RunSpec:
+            return make_run_spec(adapted, loss_fn, optimizer, sample, run)
+
+        with leaving_garbage(), remembering():
+            spec = make(with_parts(run, make, sample, placement, has_gpu=machine is not None))
         # Before anything large is made: an error then costs a message.
         placement.processes.agree("the beginning of a run", lambda: distinct_facts(spec, sample))
         if placement.processes.is_first:
@@ -310,7 +322,8 @@ class Trainer(RunState):
                 step = self._spec.bound_step(shapes, train=train, loss_fn=loss_fn)
                 step = on_same_host(step, self._spec, *self.processes.spread, training=train)
                 what = self._spec, self._engine.kernels, self._store.placement
-                self._steps[key] = in_room(step, *what, training=train)
+                step = in_room(step, *what, training=train)
+                self._steps[key] = with_all_waves(step, training=train)
         return self._steps[key]
 
 

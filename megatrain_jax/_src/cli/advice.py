@@ -50,7 +50,7 @@ def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[
     if "GPU memory" in lacking:
         if settings.device_budget != "least":
             yield "--device-budget least", {"device_budget": "least"}
-        if settings.tokens is not None:
+        if settings.tokens is not None and settings.microbatches != "auto":
             rows = settings.tokens // settings.length
             if (parts := rows // settings.gpus) > settings.microbatches:
                 yield f"--microbatches {parts}", {"microbatches": parts}

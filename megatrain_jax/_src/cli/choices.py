@@ -5,5 +5,6 @@ from typing import Literal
 State = Literal["float32", "bfloat16", "int8", "int4", "compact"]
 Master = Literal["float32", "bfloat16"]
 Frozen = Literal["float32", "bfloat16", "int8"]
+Microbatches = int | Literal["auto"]
 Decay = Literal["cosine", "linear", "constant"]
 OptimizerName = Literal["adamw", "lion"]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatrain_jax._src.cli.choices import Frozen, Master, OptimizerName, State
+from megatrain_jax._src.cli.choices import Frozen, Master, Microbatches, OptimizerName, State
 from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.common import checks
 
@@ -18,7 +18,7 @@ class PlanSettings:
         host: Host memory, such as 512GiB; default: this machine's or a typical host's.
         tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
         length: Tokens per row.
-        microbatches: Equal parts that each batch is cut into.
+        microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
         master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         optimizer: Name of the optimizer.
@@ -39,7 +39,7 @@ class PlanSettings:
     host: str | None = None
     tokens: int | None = None
     length: int = 4096
-    microbatches: int = 1
+    microbatches: Microbatches = 1
     state: State = "float32"
     master: Master | None = None
     optimizer: OptimizerName = "adamw"
@@ -57,8 +57,12 @@ class PlanSettings:
         Raises:
             ValueError: If one is out of range, or they are inconsistent.
         """
-        for name in ("gpus", "length", "microbatches"):
+        for name in ("gpus", "length"):
             checks.integer(name, getattr(self, name))
+        if self.microbatches != "auto":
+            checks.integer("microbatches", self.microbatches)
+        elif self.tokens is None:
+            raise ValueError("`microbatches`=auto needs `tokens`: cut small enough, any batch fits")
         if self.clip is not None:
             checks.number("clip", self.clip, above=0)
         check_needed(
@@ -92,13 +96,14 @@ class PlanSettings:
     @property
     def least_rows(self) -> int:
         """Rows of the smallest batch that GPUs and microbatches can share."""
-        return self.gpus * self.microbatches
+        return self.gpus * (1 if isinstance(self.microbatches, str) else self.microbatches)
 
     @property
     def batch(self) -> str:
         """The batch in words."""
         assert self.tokens is not None
-        parts = "" if self.microbatches == 1 else f" in {self.microbatches} microbatches"
+        is_whole = self.microbatches in (1, "auto")
+        parts = "" if is_whole else f" in {self.microbatches} microbatches"
         return f"{rows_of(self.tokens // self.length, self.length)} a step{parts}"
 
 

@@ -12,11 +12,11 @@ class Kind(enum.IntEnum):
     key does.
     """
 
-    ACTIVATION = 0  # a value that one stage passes on, of all microbatches
+    ACTIVATION = 0  # a value that one stage passes on, of a wave's microbatches
     GRADIENT = 1  # of a group's masters
     OPTIMIZER_STATE = 2  # of a group
     MASTERS = 3  # a group's parameters as they are stored
-    RESIDUALS = 4  # values that a stage's forward saves for its backward, of all microbatches
+    RESIDUALS = 4  # values that a stage's forward saves for its backward, of a wave's microbatches
 
 
 LASTING = frozenset({Kind.MASTERS, Kind.OPTIMIZER_STATE})
@@ -28,7 +28,7 @@ PASSING = frozenset({Kind.ACTIVATION, Kind.RESIDUALS})
 class Key(NamedTuple):
     """The name of one part, the unit that has a size, has a place and moves.
 
-    All microbatches of an activation move together. If they moved one by one, the microbatch would
+    The microbatches of a wave move together. If they moved one by one, the microbatch would
     be a third field.
 
     Attributes:

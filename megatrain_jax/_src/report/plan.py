@@ -93,6 +93,7 @@ class Plan:
         seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
             schedule lets them; `None` without hardware.
         microbatches: Microbatches of a step.
+        waves: Equal parts of them that go through the stages one after another.
         update_mode: Whether parameters are updated in the stage's own backward.
         num_stages: Stages of the forward.
         num_kept: Stages that keep the results of their matrix products for the backward, which
@@ -135,6 +136,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    waves: int = 1
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
@@ -190,6 +192,13 @@ class Plan:
     def seconds_out(self) -> float | None:
         """Seconds a step's transfers to the host take alone; `None` without hardware."""
         return self._seconds_alone(self.bytes_out)
+
+    @property
+    def link_share(self) -> float | None:
+        """Share of a step in which its link is busy, in its busier way; `None` without hardware."""
+        if not self.seconds_per_step:
+            return None
+        return max(self.seconds_in or 0.0, self.seconds_out or 0.0) / self.seconds_per_step
 
     @property
     def seconds_compute(self) -> float | None:

@@ -21,6 +21,7 @@ class LiveValues:
         rows: Values between stages by their ids, those of the prologue first; activations that
             wait in the host are not among them meanwhile.
         cotangents: Cotangents, by the ids of the values that they are of.
+        wave: The wave that is computed at present.
         means: Loss and metrics, once they are known: means over the microbatches.
         scalars: For each group whose *reduce* was dispatched, what that gave.
         squares: Squared norms of the groups' gradients.
@@ -30,7 +31,23 @@ class LiveValues:
     step: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
+    wave: int = 0
     means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     squares: list[jax.Array] = dataclasses.field(default_factory=list)
     group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
+
+    @property
+    def wave_rows(self) -> list[dict[int, jax.Array]]:
+        """The rows of the wave's microbatches."""
+        return self.rows[self._at_hand]
+
+    @property
+    def wave_cotangents(self) -> list[dict[int, jax.Array]]:
+        """The cotangents of the wave's microbatches."""
+        return self.cotangents[self._at_hand]
+
+    @property
+    def _at_hand(self) -> slice:
+        number = self.step.wave_microbatches
+        return slice(self.wave * number, (self.wave + 1) * number)

@@ -132,6 +132,21 @@ class Checkpoints:
         is_ours = [folder.has_manifest(path) or orbax.has_our_arrays(path) for path in paths]
         return list(compress(numbers, is_ours))
 
+    def parts(self) -> dict[str, int] | None:
+        """The numbers of microbatches and waves that the newest checkpoint was trained with.
+
+        Returns:
+            Both by their options' names; None if no checkpoint says so.
+        """
+
+        def newest() -> dict[str, int] | None:
+            for step in reversed(self._candidates()):
+                with suppress(CheckpointError):
+                    return manifest.read(self.folder / str(step)).get("parts")
+            return None
+
+        return by_first(self._processes, "the look for a batch's parts", newest)
+
     def begin(self, trainer: Trainer) -> None:
         """Checks that nothing in the folder conflicts with the steps that a trainer will take.
 
