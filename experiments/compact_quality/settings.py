@@ -44,7 +44,7 @@ SETTINGS = {
     "muon, bf16 masters, int8 state": Setting(
         held={**_BF16, "state": _INT8}, optimizer="muon", yardstick="muon"
     ),
-    # From two to three bytes per parameter. All of them code the embedding, too.
+    # From one to three bytes per parameter, but for the second. They code the embedding, too.
     "adafactor, bf16 masters": Setting(held=_BF16, optimizer="adafactor"),
     "int8 masters": Setting(held={"master": "int8"}),
     "int8 masters, int4 state": Setting(held={"master": "int8", "state": "int4"}),
@@ -53,6 +53,10 @@ SETTINGS = {
     ),
     "lion, int8 masters, int8 state": Setting(
         held={"master": "int8", "state": "int8"}, optimizer="lion", rate=_LION
+    ),
+    "adafactor, int8 masters": Setting(held={"master": "int8"}, optimizer="adafactor"),
+    "muon, int8 masters, int4 state": Setting(
+        held={"master": "int8", "state": "int4"}, optimizer="muon", yardstick="muon"
     ),
     "muon, bf16 masters, int4 state": Setting(
         held={**_BF16, "state": "int4"}, optimizer="muon", yardstick="muon"
