@@ -37,7 +37,12 @@ def levels(x):
 @pytest.mark.usefixtures("started_once_in_test")
 @pytest.mark.parametrize(
     ("optimizer", "state"),
-    [("adamw_schedule", None), ("muon", "int8"), ("lion", "int4"), ("clip_adamw", "int4")],
+    [
+        ("adamw_schedule", None),
+        ("muon", "int8"),
+        ("clip_adamw", "int4"),
+        pytest.param("lion", "int4", marks=pytest.mark.long),
+    ],
 )
 def test_updates_are_those_of_optax_rounded_without_bias(optimizer, state):
     """Whole-tree Optax goes on from what a run holds; the run's next parameters surround that."""
@@ -79,7 +84,7 @@ def test_updates_are_those_of_optax_rounded_without_bias(optimizer, state):
             assert np.any(held != before)
     off = np.concatenate(rounded)
     assert abs(off.mean()) < 5 * off.std() / np.sqrt(off.size)
-    assert 0.05 < off.std() < 0.5, "rounded at random, to one of two levels"
+    assert np.abs(off).max() > 0.6, "rounded at random, not to nearest"
 
 
 def test_matrices_are_coded_and_vectors_are_not():
