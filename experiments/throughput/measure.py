@@ -102,6 +102,7 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         chosen_optimizer(args.clip, args.optimizer),
         own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
+        waves=args.waves,
         precision=mt.Precision(compute=compute, master=args.master, state=args.state),
         device_budget=budget(args.device_budget),
         host_budget=args.host_budget,
@@ -153,6 +154,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "tiles": [dataclasses.asdict(row) for row in plan.tiles],
         "keeps_costliest": plan.keeps_costliest,
         "stages_computed_again": plan.num_again,
+        "waves": plan.waves,
     }
 
 
@@ -222,6 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_shape_options(parser)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--waves", type=int, help="groups of microbatches; by default planned")
     parser.add_argument("--clip", type=float, help="clip the gradients' global norm to this")
     parser.add_argument(
         "--device-budget",

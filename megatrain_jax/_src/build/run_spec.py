@@ -145,7 +145,10 @@ class RunSpec:
         if not train and waves > 1:
             with contextlib.suppress(BudgetError):
                 step = bound(1)
-                if step.schedule.evaluation_bytes <= self.host_room:
+                # In the least budget it would take more of the device than training does.
+                room = self.budget_bytes or self.first.schedule.peak_bytes
+                fits = step.schedule.peak_bytes <= room
+                if fits and step.schedule.evaluation_bytes <= self.host_room:
                     return step
         try:
             return bound(waves)
