@@ -1,4 +1,4 @@
-"""Advice where the device's memory runs out although a plan said that it would not."""
+"""Advice for the case that device memory runs out against the plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _ADVICE = (
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Adds a note to JAX's error if memory runs out."""
+    """Adds a note with advice to JAX's error if memory runs out."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
