@@ -13,7 +13,7 @@ _CUDA_POOL = "cuda_async"
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Adds a note to JAX's error if memory runs out."""
+    """Adds a note with advice to JAX's error if memory runs out."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
