@@ -1,5 +1,6 @@
 """Host memory as control groups and the kernel tell it, from files of made-up machines."""
 
+import resource
 import sys
 
 import pytest
@@ -44,8 +45,8 @@ def test_limits_of_all_ancestors_bind(tmp_path, version):
     where = machine(tmp_path, membership=membership)
     groups = host_memory.cgroup_memory(where["root"], where["membership"])
     assert groups == (
-        host_memory.CgroupMemory(limit_bytes=40 * GIB, used_bytes=5 * GIB),
-        host_memory.CgroupMemory(limit_bytes=30 * GIB, used_bytes=9 * GIB),
+        host_memory.MemoryLimit(limit_bytes=40 * GIB, used_bytes=5 * GIB),
+        host_memory.MemoryLimit(limit_bytes=30 * GIB, used_bytes=9 * GIB),
     )
     assert host_memory.total_bytes(**where) == 30 * GIB
     assert host_memory.available_bytes(**where) == 21 * GIB
@@ -90,11 +91,20 @@ def test_this_machine_has_memory():
     assert 0 < host_memory.available_bytes() <= total
 
 
-def test_small_pages_are_those_of_a_setting_that_gives_no_others(tmp_path):
-    setting = tmp_path / "shmem_enabled"
-    words = ("always", "within_size", "advise", "never", "deny", "force")
-    for chosen in words:
-        setting.write_text(" ".join(f"[{w}]" if w == chosen else w for w in words) + "\n")
-        small = host_memory.pins_small_pages(setting)
-        assert small == (chosen in ("advise", "never", "deny"))
-    assert not host_memory.pins_small_pages(tmp_path / "no such file")
+def test_a_process_s_own_limits_bind_beside_those_of_its_groups(tmp_path, monkeypatch):
+    write_group(tmp_path / "fs", limit=16 * GIB, usage=6 * GIB, cache=0, version=2)
+    where = machine(tmp_path, membership="0::/\n", total_gib=64, available_gib=50)
+    where["status"] = tmp_path / "status"
+    where["status"].write_text(f"Name: python\nVmSize: {3 * 2**20} kB\nVmData: {2**20} kB\n")
+    given = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (given[kind], resource.RLIM_INFINITY))
+    assert host_memory.process_limits(where["status"]) == ()
+    for limits, total, available in (
+        ({resource.RLIMIT_AS: 20 * GIB}, 16, 10),
+        ({resource.RLIMIT_AS: 12 * GIB}, 12, 9),
+        ({resource.RLIMIT_DATA: 8 * GIB}, 8, 7),
+        ({resource.RLIMIT_DATA: GIB // 2}, 0.5, 0),
+    ):
+        given |= limits
+        assert host_memory.total_bytes(**where) == total * GIB
+        assert host_memory.available_bytes(**where) == available * GIB

@@ -62,13 +62,11 @@ def test_shardings_name_their_memory():
         np.testing.assert_array_equal(np.asarray(back), np.arange(4.0))
 
 
-def test_cpu_only_checks(monkeypatch):
-    monkeypatch.setattr(pool, "available_bytes", lambda: 10 * GIB)
-    before, cpu = len(jax.live_arrays()), on_one_device()
-    pool.reserve(cpu, 10 * GIB)
+def test_a_cpu_takes_nothing(monkeypatch):
+    monkeypatch.setattr(pool, "available_bytes", lambda: 0)
+    before = len(jax.live_arrays())
+    pool.reserve(on_one_device(), 10 * GIB)
     assert len(jax.live_arrays()) == before
-    with pytest.raises(MemoryError, match=r"needs 10\.50 GiB in host memory, 10\.00 GiB avail"):
-        pool.reserve(cpu, 10 * GIB + GIB // 2)
 
 
 class FakeGpu:
@@ -140,13 +138,14 @@ def test_what_is_pinned_is_shown_while_pieces_are_taken(gpu, monkeypatch):
         take(num_bytes)
 
     def shown(taken, of):
+        assert seen or not fake.regions, "the first word comes before the wait"
         seen.append((taken, of))
-        if len(seen) == 12:
+        if len(seen) == 13:
             enough.set()
 
     fake.take = take_when_seen
     fake.reserve(85 * GIB, 0, shown)
-    assert [taken for taken, _ in seen[:12]] == [min(10 * i, 85) * GIB for i in range(1, 13)]
+    assert [taken for taken, _ in seen[:13]] == [min(10 * i, 85) * GIB for i in range(13)]
     assert {of for _, of in seen} == {85 * GIB} and seen[-1][0] == 85 * GIB
     fake.reserve(85 * GIB, 0, lambda *_: pytest.fail("nothing is taken again"))
 
@@ -208,6 +207,29 @@ def test_gpu_whose_limit_was_set_too_low_explains_itself(gpu):
         fake.reserve(85 * GIB)
     assert f"{pool.LIMIT_VARIABLE} to at least 85" in str(caught.value)
     assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 16.0 GiB for an array"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory"),
+    ],
+)
+def test_a_system_that_pins_less_than_it_has_is_named_with_what_it_pinned(gpu, monkeypatch, error):
+    fake = gpu(limit_gib=115, available_gib=123)
+    take = fake.take
+
+    def take_up_to_a_limit(num_bytes):
+        if sum(fake.regions) + num_bytes > 10 * GIB:
+            raise error
+        take(num_bytes)
+
+    fake.take = take_up_to_a_limit
+    with pytest.raises(MemoryError, match=r"pinned 5\.00 GiB .* refused 16\.00 GiB") as caught:
+        fake.reserve(21 * GIB)
+    assert "needs 21.00 GiB pinned" in str(caught.value) and "host_budget" in str(caught.value)
+    assert caught.value.__cause__ is error
 
 
 def test_gpu_passes_other_errors_on(gpu, monkeypatch):

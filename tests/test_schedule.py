@@ -11,7 +11,7 @@ from megatrain_jax._src.schedule import search
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
 from workloads import (
@@ -51,6 +51,31 @@ def test_every_budget_computes_the_same_on_current_data(seed):
         run_everything(workload, schedule)
         for name in LISTS:
             assert computing(getattr(schedule, name)) == computing(getattr(smallest, name))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [seed if seed < 20 else pytest.param(seed, marks=pytest.mark.long) for seed in range(100)],
+)
+def test_waves_compute_the_same_on_current_data(seed):
+    """Also with more waves than a search for a schedule lays down."""
+    waves = (2, 3, 5, 6)[seed % 4]
+    workload = replace(random_workload(seed), accumulate=True, waves=waves)
+    smallest, orders = find_schedule(workload, None), {}
+    assert smallest.peak_bytes <= smallest.smallest_bytes
+    run_everything(workload, whole_schedule(workload, smallest))
+    most = max(smallest.smallest_bytes, all_resident_bytes(workload))
+    with_residuals = most + 2 * sum(workload.residuals)
+    between = random.Random(seed).choices(range(smallest.smallest_bytes, with_residuals + 1), k=2)
+    for budget in (smallest.smallest_bytes, *between, most, with_residuals):
+        schedule = find_schedule(workload, budget)
+        assert schedule.peak_bytes <= budget
+        assert schedule.left_out == max(0, waves - 3)
+        schedule = whole_schedule(workload, schedule)
+        assert schedule.peak_bytes <= budget
+        run_everything(workload, schedule)
+        every = orders.setdefault(LISTS, tuple(computing(getattr(schedule, n)) for n in LISTS))
+        assert every == tuple(computing(getattr(schedule, n)) for n in LISTS)
 
 
 def test_a_first_step_may_leave_a_changed_part_that_later_steps_leave_as_the_host_has_it():

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+import megatrain_jax as mt
 from megatrain_jax._src import start as starts
 from megatrain_jax._src.adapt.adapters import adapt
 from megatrain_jax._src.checkpoint.given_parameters import starting_from
@@ -99,12 +100,16 @@ def test_a_start_compiles_then_pins_then_fills_and_says_how_long(monkeypatch, ca
     monkeypatch.setattr("megatrain_jax._src.trainer.placed_on", lambda mesh: on_gpu)
     monkeypatch.setattr(starts, "_SECONDS_TO_EXPLAIN", 0)
     monkeypatch.setattr(starts, "pins_small_pages", lambda: True)
-    trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
+    monkeypatch.setattr(starts, "advice_on_pages", lambda of: events.append("advice") or "Advice")
+    monkeypatch.setattr(starts, "warning_of_little", lambda num_bytes: "little is pinned")
+    with pytest.warns(mt.PlanWarning, match="little is pinned"):
+        trainer = make_trainer(case, OPTIMIZERS["clip_adamw"])
     said = capsys.readouterr().err
-    assert "pinning host memory" in said, "a bar"
+    assert "pinning host memory, the kernel finds pages of 4 KiB" in said, "a bar"
+    assert "Advice" in said
     pattern = r"started in [\d.]+ s: tracing .*, compiling .*, pinning .*, initialising [\d.]+ s; "
-    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s, which huge pages", said)
-    assert events == ["ReadAhead", "fit_to_machine", "reserve", "fill_store"]
+    assert re.search(pattern + r"\d.* pinned in [\d.]+ s, [\d.]+ GiB/s", said)
+    assert events == ["ReadAhead", "fit_to_machine", "reserve", "advice", "fill_store"]
     assert list(trainer.startup) == ["tracing", "compiling", "pinning", "initialising"]
     assert all(seconds >= 0 for seconds in trainer.startup.values())
     check_same_bits(trainer.params, expected)

@@ -15,30 +15,72 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
+from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.build.host import check_host, fit_to_host, peak_bytes
+from megatrain_jax._src.build.host import check_host, fit_to_host, peak_bytes, state_bytes
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.build.step_kernels import estimate_ahead
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.kernels.cache import KernelCache
 from megatrain_jax._src.report.check_device import check_device
 from megatrain_jax._src.report.make_plan import make_plan
+from megatrain_jax._src.report.warnings import warn_of
 from megatrain_jax._src.runtime.engine import Engine
 from megatrain_jax._src.runtime.fill import fill_store
 from megatrain_jax._src.runtime.read_ahead import ReadAhead
 from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
-from megatrain_jax._src.state.host_memory import available_bytes, pins_small_pages
-from megatrain_jax._src.state.placement import Placement, on_several
+from megatrain_jax._src.state.host_memory import available_bytes
+from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
+from megatrain_jax._src.state.placement import Placement, on_several, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A start that takes less needs no explanation.
 _SECONDS_TO_EXPLAIN = 10.0
 _GIB = 2**30
+
+
+def with_parts(
+    run: Options,
+    make: Callable[[Options], RunSpec],
+    sample: Any,
+    placement: Placement,
+    *,
+    has_gpu: bool,
+) -> Options:
+    """The options of a run with the numbers of microbatches and waves that they leave open.
+
+    Args:
+        run: The options.
+        make: Function that makes a run's spec for options with a number of microbatches.
+        sample: The shapes of a batch, of all processes.
+        placement: The run's devices.
+        has_gpu: Whether this machine has one, whose memory the run has to fit.
+    """
+    if not leaves_parts_open(run) or not has_gpu:
+        return replace(run, microbatches=run.least_microbatches)
+    usable = run.machine and run.machine.usable_bytes
+    processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
+    # By estimates, so that nothing is compiled for parts that are not taken.
+    planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+
+    def to_host(spec: RunSpec) -> RunSpec | None:
+        return fit_to_host(spec, *processes.spread)
+
+    def fit(spec: RunSpec) -> RunSpec:
+        return fit_to_machine(spec, KernelCache(), usable, planned, to_host)
+
+    return fit_with_parts(run, make, fit, rows, usable, planned).options
 
 
 class Phases:
@@ -70,8 +112,6 @@ class Phases:
             rate = self.pinned_bytes / _GIB / max(self.pinned_in, 1e-9)
             line += f"; {sized(self.pinned_bytes)} pinned in {self.pinned_in:.1f} s"
             line += f", {rate:.2f} GiB/s"
-            if self.pinned_in >= _SECONDS_TO_EXPLAIN and pins_small_pages():
-                line += ", which huge pages make faster: see Trainer.startup"
         return line
 
 
@@ -130,6 +170,9 @@ def _started(
     # Beside the run's state, what is read ahead has to fit the host, or it is read twice.
     left = available_bytes() - peak_bytes(spec.first) // processes.count
     with ReadAhead(initial.files if has_gpu else (), left):
+        text = warning_of_little(state_bytes(spec.first) // processes.count)
+        if has_gpu and processes.is_first and text:
+            warn_of([text])
         with phases.phase("compiling"), group_bar("compiling", spec, placement, progress):
             free = pool.free_device_bytes(placement) if has_gpu else None
             if free is not None:
@@ -138,8 +181,12 @@ def _started(
                 spec = fit_to_machine(
                     spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
                 )
+            spec = replace(spec, first=with_all_waves(spec.first))
+            # A CPU has nothing compiled before the first step, and all of it in the host's memory.
+            ahead = spec.first, spec.layouts, spec.optimizer, placement
+            temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)
             # Refused here at the latest, before minutes of pinning.
-            check_host(spec, *processes.spread, has_pool=has_gpu)
+            check_host(spec, *processes.spread, temporaries)
             values = spec.first.program.values
             check_device(make_plan(spec, *processes.spread), free, values)
         # After compiling: only then is it known what waits in the host, and so how much to pin.
@@ -159,10 +206,14 @@ def _started(
 def _pinning_bar(
     placement: Placement, progress: bool, phases: Phases
 ) -> Iterator[Callable[[int, int], None]]:
-    """Shows how much host memory is pinned, how fast, and how long to go, once it is told."""
+    """Shows how much host memory is pinned, how fast, and how long to go, once it is told.
+
+    Before the wait it says how the machine's setting of huge pages would shorten it.
+    """
     began = time.perf_counter()
+    pages = "pages of 4 KiB" if pins_small_pages() else "pages"
     with tqdm(
-        desc=f"pinning host memory{on_several(placement.devices)}",
+        desc=f"pinning host memory{on_several(placement.devices)}, the kernel finds {pages}",
         unit="iB",
         unit_scale=True,
         unit_divisor=1024,
@@ -171,6 +222,8 @@ def _pinning_bar(
     ) as bar:
 
         def show(taken: int, of: int) -> None:
+            if progress and not taken and (advice := advice_on_pages(of)):
+                tqdm.write(advice, file=sys.stderr)
             bar.total = of
             bar.update(taken - bar.n)
             phases.pinned_bytes, phases.pinned_in = taken, time.perf_counter() - began

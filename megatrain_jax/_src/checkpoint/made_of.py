@@ -1,16 +1,16 @@
-"""The settings that a run is made of, as its checkpoints keep them, and how they are compared.
+"""A run's settings as saved in its checkpoints, and their comparison on resuming.
 
-A checkpoint restores arrays. Everything else comes from the call that goes on from it: the loss,
-the optimizer, the precision and the data. `made_of` writes this down as JSON:
+A checkpoint restores arrays. Everything else comes from the call that resumes: the loss, the
+optimizer, the precision and the data. `made_of` records these as JSON:
 
-    call      settings of which the new call's values count: `loss_fn`, `optimizer`, `precision`
-    state     settings whose values are arrays of the checkpoint, so that the checkpoint's count:
+    call      settings taken from the new call: `loss_fn`, `optimizer`, `precision`
+    state     settings that are arrays in the checkpoint, so the checkpoint's values are used:
               the seed's key, and hyperparameters that `optax.inject_hyperparams` keeps as state
     traced    facts that change how the same loss is traced: versions, shapes of the batch
     code      a hash of the Python code of `loss_fn`
 
-Fingerprints of functions that were traced under other facts are not compared. Where the libraries
-have the same versions, the code of the loss is compared instead.
+Fingerprints of functions traced under different facts are not compared. If the library versions are
+the same, the code of the loss is compared instead.
 """
 
 import sys
@@ -66,17 +66,17 @@ def differences(
     same_data: bool,
     finished: bool,
 ) -> str | None:
-    """A line on the settings in which a run differs from the checkpoint that it goes on from.
+    """A line about the settings in which a run differs from the checkpoint that it resumes.
 
     Args:
         path: The checkpoint's folder.
-        before: The settings in the checkpoint; None if it is older than they are.
+        before: The settings in the checkpoint; None if it predates them.
         now: The settings of the run.
-        same_data: Whether the data is the checkpoint's, as far as that is known.
+        same_data: Whether the data is the checkpoint's, as far as is known.
         finished: Whether no step is left to train.
 
     Returns:
-        The line; None if nothing is known to differ.
+        The line; None if no difference is known.
     """
     before = before or {}
     traced, own = before.get("traced", {}), now["traced"]
@@ -103,14 +103,14 @@ def differences(
 
 
 def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """A remark that functions were not compared, since a library has another version.
+    """A remark that functions were not compared, because library versions differ.
 
     Args:
-        before: The settings in the checkpoint; None if it is older than they are.
+        before: The settings in the checkpoint; None if it predates them.
         now: The settings of the run.
 
     Returns:
-        The remark, with a space before it; empty if versions are equal, or functions are.
+        The remark, with a leading space; empty if versions are equal, or functions are.
     """
     before = before or {}
     versions = changes(before.get("traced", {}).get("versions", {}), now["traced"]["versions"])
@@ -122,7 +122,7 @@ def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of the arrays of a batch, by which data is known again."""
+    """A hash of a batch's arrays, by which data is recognised."""
     digest = xxhash.xxh3_64()
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -134,7 +134,7 @@ def batch_digest(batch: Any) -> str:
 
 
 def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the loss has other Python code, and not only since a library has another version."""
+    """Whether the loss's Python code has changed, not counting changes of library versions."""
     same_versions = before.get("traced", {}).get("versions") == now["traced"]["versions"]
     same_trace = before.get("call", {}).get("loss_fn") == now["call"]["loss_fn"]
     return same_versions and not same_trace and bool(changes(before.get("code", {}), now["code"]))

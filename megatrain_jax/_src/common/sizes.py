@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read and write them."""
+"""Numbers of bytes as text, written and read."""
 
 import re
 
@@ -12,12 +12,12 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)")
 
 
 def sized(num_bytes: int, largest: int = 0) -> str:
-    """A number of bytes as users read it: `1023 B`, `1.50 KiB`, `5.00 MiB`.
+    """Formats a number of bytes: `1023 B`, `1.50 KiB`, `5.00 MiB`.
 
     Args:
         num_bytes: The number.
-        largest: The largest number of the same table, whose unit this one has, too, where two
-            decimals still show a hundredth: 512 MiB beside 3 GiB are `0.50 GiB`.
+        largest: The largest number of the same table. This number uses its unit too if two decimals
+            can show it: 512 MiB beside 3 GiB are `0.50 GiB`.
     """
     common = next((scale for _, scale in _UNITS if largest >= scale), None)
     for unit, scale in _UNITS:
@@ -34,7 +34,7 @@ def bytes_of(name: str, given: str) -> int:
         given: A number with or without a unit; GiB and G are 2^30 bytes, GB are 10^9.
 
     Raises:
-        ValueError: If it is none, or below 1.
+        ValueError: If it is not a number of bytes, or below 1.
 
     Examples:
         >>> bytes_of("host", "1.5GiB"), bytes_of("host", "2 GB")

@@ -66,6 +66,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_loops=step.microbatches * loops,
         seconds_per_step=hardware and schedule.seconds,
         microbatches=step.microbatches,
+        waves=step.waves,
         update_mode="deferred" if workload.deferred else "immediate",
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
@@ -112,7 +113,8 @@ def _collective_bytes(step: BoundStep) -> int:
         if instruction.stage is not None:
             forward, backward = step.collectives[instruction.stage]
             received += {Op.FORWARD: forward, Op.BACKWARD: backward}.get(instruction.op, 0)
-    return received
+    # An instruction is of one wave, and its bytes are those of all.
+    return received // step.waves
 
 
 def microbatch_work(step: BoundStep) -> Work:

@@ -162,6 +162,10 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
     name = f"arithmetic{of_all}, a step{batches}"
     cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
+    if plan.waves > 1:
+        share = "" if plan.link_share is None else f"the link is busy for {plan.link_share:.0%}"
+        waves = f"waves of {plan.microbatches // plan.waves} microbatches"
+        cells.append([waves, str(plan.waves), share])
     if attention > _LARGE_SHARE * flops:
         said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
         cells.append(

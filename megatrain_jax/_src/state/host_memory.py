@@ -1,13 +1,17 @@
-"""Host memory: how much this process may use, by its control groups and the kernel's table.
+"""Host memory: how much this process may use, by its limits and the kernel's table.
 
 A worked example, a container on a machine of 125 GiB, 100 of which the kernel calls available::
 
     memory.max 64 GiB, memory.current 40 GiB, inactive_file 10 GiB of that
     total_bytes()        64 GiB
     available_bytes()    34 GiB: 64 - (40 - 10), less than 100
+
+After `ulimit -v 20971520` (20 GiB of addresses), 3 GiB of which the process has taken, the total is
+20 GiB and 17 GiB are available.
 """
 
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,13 +22,14 @@ _UNLIMITED_BYTES = 2**60
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-# A pool is pinned in shared memory, which has a setting of its own.
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_STATUS = Path("/proc/self/status")
+# The limits of a process's own memory, with the kernel's name of the bytes that count towards each.
+_OWN_LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CgroupMemory:
-    """One control group's memory: its limit, and what of it can't be reclaimed, in bytes."""
+class MemoryLimit:
+    """One limit of this process's memory, and what counts towards it for good, in bytes."""
 
     limit_bytes: int
     used_bytes: int
@@ -32,7 +37,7 @@ class CgroupMemory:
 
 def cgroup_memory(
     root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP
-) -> tuple[CgroupMemory, ...]:
+) -> tuple[MemoryLimit, ...]:
     """Finds the finite memory limits of this process's control groups, version 1 and 2.
 
     Args:
@@ -45,7 +50,7 @@ def cgroup_memory(
         the root, which is the container's own group, is found.
     """
     found = []
-    for line in (_read(membership) or "").splitlines():
+    for line in (read_text(membership) or "").splitlines():
         _, _, rest = line.partition(":")
         # A line is `number:controllers:path`; version 2 has one, without controllers.
         controllers, _, path = rest.partition(":")
@@ -63,11 +68,27 @@ def cgroup_memory(
     return tuple(found)
 
 
+def process_limits(status: Path = _STATUS) -> tuple[MemoryLimit, ...]:
+    """Finds the finite limits of this process alone: those of `ulimit -v` and `ulimit -d`.
+
+    Args:
+        status: The kernel's file on the process, with the bytes that count towards each limit.
+    """
+    found = []
+    for limit, counted in _OWN_LIMITS:
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY:
+            used = _kernel_bytes(status, counted) or 0
+            found.append(MemoryLimit(limit_bytes=allowed, used_bytes=used))
+    return tuple(found)
+
+
 def total_bytes(
     *,
     root: Path = _CGROUP_ROOT,
     membership: Path = _CGROUP_MEMBERSHIP,
     meminfo: Path = _MEMINFO,
+    status: Path = _STATUS,
 ) -> int | None:
     """Returns the host memory this process may use in all, in bytes.
 
@@ -78,15 +99,17 @@ def total_bytes(
         root: Where the control groups are mounted.
         membership: The file that names this process's groups.
         meminfo: The kernel's memory table.
+        status: The kernel's file on this process.
 
     Returns:
         The tightest limit or the machine's memory; `None` where the system tells neither.
     """
     limits = [group.limit_bytes for group in cgroup_memory(root, membership)]
-    total = _meminfo_bytes(meminfo, "MemTotal")
-    if not limits:
-        return total
-    return min(limits) if _grows(total, min(limits)) else min([*limits, total or 0])
+    total = _kernel_bytes(meminfo, "MemTotal")
+    if total is not None and not (limits and _grows(total, min(limits))):
+        limits.append(total)
+    limits += [limit.limit_bytes for limit in process_limits(status)]
+    return min(limits, default=None)
 
 
 def available_bytes(
@@ -94,6 +117,7 @@ def available_bytes(
     root: Path = _CGROUP_ROOT,
     membership: Path = _CGROUP_MEMBERSHIP,
     meminfo: Path = _MEMINFO,
+    status: Path = _STATUS,
 ) -> int:
     """Returns the host memory that can still be taken, in bytes.
 
@@ -101,17 +125,19 @@ def available_bytes(
         root: Where the control groups are mounted.
         membership: The file that names this process's groups.
         meminfo: The kernel's memory table.
+        status: The kernel's file on this process.
 
     Returns:
         The least of what each control group with a limit has left, not counting file cache
-        that the kernel gives back, and, unless the machine's memory grows on demand, of what
-        the kernel calls available; `sys.maxsize` where the system tells neither.
+        that the kernel gives back, of what the process's own limits leave, and, unless the
+        machine's memory grows on demand, of what the kernel calls available; `sys.maxsize` where
+        the system tells none of them.
     """
     groups = cgroup_memory(root, membership)
-    left = [group.limit_bytes - group.used_bytes for group in groups]
+    left = [limit.limit_bytes - limit.used_bytes for limit in (*groups, *process_limits(status))]
     limit = min((group.limit_bytes for group in groups), default=0)
-    available = _meminfo_bytes(meminfo, "MemAvailable")
-    if available is not None and not _grows(_meminfo_bytes(meminfo, "MemTotal"), limit):
+    available = _kernel_bytes(meminfo, "MemAvailable")
+    if available is not None and not _grows(_kernel_bytes(meminfo, "MemTotal"), limit):
         left.append(available)
     return max(0, min(left, default=sys.maxsize))
 
@@ -122,22 +148,12 @@ def resident_bytes(statistics: Path = Path("/proc/self/statm")) -> int:
     Args:
         statistics: The kernel's file on it, in pages: the second number is what is resident.
     """
-    text = _read(statistics)
+    text = read_text(statistics)
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
 
 
-def pins_small_pages(setting: Path = _HUGE_PAGES) -> bool:
-    """Whether the kernel pins memory in its smallest pages though it has huge ones.
-
-    Args:
-        setting: The kernel's file of what it may be, with what it is in brackets.
-    """
-    text = _read(setting) or ""
-    # Who takes the memory, the GPU's driver, gives no advice.
-    return any(f"[{word}]" in text for word in ("never", "advise", "deny"))
-
-
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """Returns the text of one of the kernel's files; None where there is no such file."""
     try:
         return path.read_text()
     except OSError:
@@ -150,23 +166,24 @@ def _grows(total: int | None, limit: int) -> bool:
     return total is None or total < 0.9 * limit
 
 
-def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> CgroupMemory | None:
-    limit_text, usage_text = _read(folder / limit), _read(folder / usage)
+def _group_memory(folder: Path, limit: str, usage: str, cache: str) -> MemoryLimit | None:
+    limit_text, usage_text = read_text(folder / limit), read_text(folder / usage)
     if limit_text is None or usage_text is None or limit_text.strip() == "max":
         return None
     if int(limit_text) >= _UNLIMITED_BYTES:
         return None
-    stat = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
+    stat = dict(line.split()[:2] for line in (read_text(folder / "memory.stat") or "").splitlines())
     # File cache that nobody has used lately counts as the group's, but the kernel gives it back
     # before it refuses memory.
     reclaimable = int(stat.get(cache, 0))
-    return CgroupMemory(
+    return MemoryLimit(
         limit_bytes=int(limit_text), used_bytes=max(0, int(usage_text) - reclaimable)
     )
 
 
-def _meminfo_bytes(meminfo: Path, key: str) -> int | None:
-    for line in (_read(meminfo) or "").splitlines():
+def _kernel_bytes(table: Path, key: str) -> int | None:
+    """A number of a table of the kernel's, whose lines are `key: number kB`."""
+    for line in (read_text(table) or "").splitlines():
         name, _, value = line.partition(":")
         if name == key:
             return int(value.split()[0]) * 1024

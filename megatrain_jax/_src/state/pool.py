@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.state.host_memory import available_bytes, resident_bytes, total_bytes
+from megatrain_jax._src.state.pinning import refusal
 from megatrain_jax._src.state.placement import Placement
 from megatrain_jax._src.state.pool_limit import (
     LIMIT_VARIABLE,
@@ -34,6 +35,8 @@ _GIB = 2**30
 _SECONDS_AT_A_TIME = 0.2
 # Memory that has to be available once all is pinned, for compilation and the system.
 _LEAST_LEFT = _GIB
+# JAX's own limit of a pool, unless the variable says otherwise.
+_DEFAULT_LIMIT = 64 * _GIB
 # A fresh pool's size is found to so many binary places.
 _PIECE_BITS = 9
 # JAX's pool grows by regions of 2 MiB times a power of two.
@@ -90,13 +93,13 @@ def reserve(
             has in flight.
         array_bytes: The largest part that one device has of these arrays: it lies in one piece,
             whose end may stay empty.
-        shown: Is told now and then how many bytes were taken from the system, and of how many.
+        shown: Is told before the wait, and now and then within it, how many bytes were taken from
+            the system, and of how many.
 
     Raises:
         MemoryError: If the machine, or the limit of JAX's pools, has less.
     """
     if placement.platform == "cpu":
-        _check(num_bytes, num_bytes, num_bytes)
         return
     gc.collect()  # an earlier run's arrays may only be waiting for their cycle to be found
     devices = placement.local_devices
@@ -115,10 +118,13 @@ def reserve(
     beside = growth // POOLS_OF_A_LIST + driver_bytes(growth)
     _check(number * num_bytes, number * growth, share, number * beside)
     placement.processes.gather("taking host memory")
+    shown(0, growth)
     # JAX doesn't say how far it is; the pages that this process has do.
     before = resident_bytes()
     with ThreadPoolExecutor(max(1, len(wanting))) as threads:
-        waited = [threads.submit(_take, d, rooms[d][0], share) for d in wanting]
+        waited = [
+            threads.submit(_take, d, rooms[d][0], share, pools[d].likely_bytes) for d in wanting
+        ]
         while wait(waited, _SECONDS_AT_A_TIME).not_done:
             shown(min(resident_bytes() - before, growth), growth)
         for future in waited:
@@ -238,19 +244,23 @@ def _check(num_bytes: int, growth: int, share: int, beside: int = 0) -> None:
     if num_bytes + beside > available:
         also = f" and {sized(beside)} to manage it" if beside else ""
         raise MemoryError(
-            f"{need}{also}, {sized(available)} available. Nothing was allocated. Use a smaller "
-            "model or an optimizer with less state (adafactor, lion, mu_dtype=bfloat16), end other "
-            "programs, drop earlier trainers, or give this process or container more memory."
+            f"{need}{also}, {sized(available)} available. Nothing was allocated. Give a "
+            "`host_budget` that is available, use a smaller model or an optimizer with less state "
+            "(adafactor, lion, mu_dtype=bfloat16), end other programs, drop earlier trainers, or "
+            "give this process or container more memory."
         )
     raise MemoryError(
         f"{need}, and JAX's pool would take {sized(growth)} to hold that, as it grows by powers "
         f"of two up to its limit; {sized(available)} available. Nothing was allocated. Set "
-        f"{LIMIT_VARIABLE}={-(-share // _GIB)} before Python starts, or end other programs."
+        f"{LIMIT_VARIABLE}={-(-share // _GIB)} before Python starts, end other programs, or give "
+        "a smaller `host_budget`."
     )
 
 
-def _take(device: Any, pieces: list[int], num_bytes: int) -> None:
-    held, target = [], SingleDeviceSharding(device, memory_kind="pinned_host")
+def _take(device: Any, pieces: list[int], num_bytes: int, pool_bytes: int) -> None:
+    """Has a pool of so many bytes take these pieces from the system."""
+    held, taken = [], 0
+    target = SingleDeviceSharding(device, memory_kind="pinned_host")
     try:
         # All are held until the last one is there: a piece that was given back would be taken again
         # in place of new memory.
@@ -258,9 +268,13 @@ def _take(device: Any, pieces: list[int], num_bytes: int) -> None:
             # Pages of zeros that were never written cost no memory of their own.
             held.append(jax.device_put(np.zeros(size, np.uint8), target))
             held[-1].block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+            taken += size
+    # NumPy's error where the process has no room for the zeros, JAX's where there is none to pin.
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        if pool_bytes + taken + size <= min(_DEFAULT_LIMIT, limit_in_force()):
+            raise MemoryError(refusal(taken, size, num_bytes)) from error
         raise MemoryError(
             f"Training needs {sized(num_bytes)} in host memory, more than JAX's pinned-host pool "
             "may still take. Its limit is fixed when JAX's backend starts, to 64 GiB unless "
@@ -268,9 +282,10 @@ def _take(device: Any, pieces: list[int], num_bytes: int) -> None:
             f"computation, or set {LIMIT_VARIABLE} to at least {-(-num_bytes // _GIB)} before "
             "Python starts, with room for other pinned arrays."
         ) from error
-    # Only the arrays go: the pool keeps what it has taken from the system.
-    for piece in held:
-        piece.delete()
+    finally:
+        # Only the arrays go: the pool keeps what it has taken from the system.
+        for piece in held:
+            piece.delete()
 
 
 def _pinned_bytes_in_use(devices: Sequence[Any]) -> dict[Any, int]:

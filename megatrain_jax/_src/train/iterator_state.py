@@ -1,7 +1,7 @@
-"""The state of a data iterator as JSON, and back with its Python and NumPy types.
+"""Converts the state of a data iterator to JSON, and back with its Python and NumPy types.
 
-Numbers, strings, lists and dicts with string keys are written as they are. JSON has no form for the
-other types, so each of their values becomes a dict with one key of ours::
+Numbers, strings, lists and dicts with string keys are written unchanged. JSON has no form for the
+remaining types, so each such value becomes a dict with a special key::
 
     {"i": np.int64(3), "at": (1, 2)}
 
@@ -26,14 +26,14 @@ _ACCEPTED = (
 
 
 def encoded_state(state: Any, path: str = "state") -> Any:
-    """A copy of an iterator's state, as JSON has it.
+    """A copy of an iterator's state, in JSON types.
 
     Args:
-        state: The state, as the iterator's `get_state` returned it.
+        state: The state, as returned by the iterator's `get_state`.
         path: The expression that leads to it, for messages.
 
     Raises:
-        TypeError: If something in it can't be written.
+        TypeError: If part of it can't be converted.
     """
     if isinstance(state, np.ndarray | np.generic | jax.Array):
         return _array_as_json(state, path)
@@ -53,7 +53,7 @@ def encoded_state(state: Any, path: str = "state") -> Any:
 
 
 def decoded_state(found: Any) -> Any:
-    """The state that `encoded_state` has written, with JAX's arrays as NumPy's."""
+    """The inverse of `encoded_state`, with JAX arrays as NumPy arrays."""
     if isinstance(found, list):
         return [decoded_state(item) for item in found]
     if not isinstance(found, dict):
@@ -68,7 +68,7 @@ def decoded_state(found: Any) -> Any:
     if kind == "dict":
         return {decoded_state(key): decoded_state(value) for key, value in values[0]}
     dtype, shape, text = values
-    # A copy, since an iterator may change its state in place.
+    # A copy, because an iterator may change its state in place.
     array = np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape).copy()
     return array[()] if kind == "scalar" else array
 
