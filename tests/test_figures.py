@@ -98,7 +98,7 @@ def test_a_figure_without_its_link_has_no_source():
 README, MEMORY, LONG = "README.md", "docs/less_memory.md", "docs/long_sequences.md"
 # Two texts of a page change places (<->), or one is replaced by the other (->).
 FALSE = [
-    (README, "[minimum budget](", "<->", "[24 GiB budget]("),
+    (README, "[minimum budget, `least`](", "<->", "[24 GiB budget]("),
     (README, "[exact updates](", "<->", "[ZeRO-3 offload]("),
     (README, "[ZeRO-3 offload](", "<->", "[FSDP2 with `CPUOffloadPolicy`]("),
     (README, "| 9.5 GiB |", "->", "| 9.5 s |"),
