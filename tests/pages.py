@@ -47,7 +47,8 @@ def blocks(page: Path) -> list[Block]:
 
 def code_lines(page: Path) -> list[str]:
     """The lines of code that a page shows, in any language, without what it prints."""
-    return "".join(_SHOWN.findall(page.read_text(encoding="utf-8"))).splitlines()
+    shown: list[str] = _SHOWN.findall(page.read_text(encoding="utf-8"))
+    return [line for code in shown for line in code.splitlines()]
 
 
 def execute(page: Path, block: Block, namespace: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 - Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/
   as its root, so these files are added under their own paths, and the links follow.
 - The header links to the address that this copy was cloned from.
-- Where a page says `<!-- quickstart -->`, the site shows the code of the quickstart that it needs.
+- Where a page says `<!-- quickstart -->`, the site shows the quickstart's program, which it needs.
 """
 
 import re
@@ -29,6 +29,8 @@ _TARGET = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)[^)\s#]+", re
 _REMOTE = re.compile(
     r"(?:https?://|ssh://)?(?:[^@/\s]+@)?([\w-]+(?:\.[\w-]+)+)(?::\d+)?[:/](.+?)(?:\.git)?/?$"
 )
+# The page with the widest tables, which need the room of the table of contents.
+_WIDE = "experiments/results/README.md"
 _QUICKSTART = "<!-- quickstart -->"
 
 
@@ -61,7 +63,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to the rest of the repository into links in the site; shows shared code."""
+    """Turns links to the rest of the repository into links within the site; adds shared code."""
+    if page.file.src_uri == _WIDE:
+        page.meta["hide"] = ["toc"]
     # Where the page lies in the repository: those that `on_files` added lie outside docs/.
     inside = PurePosixPath(page.file.src_uri).parts[0] not in (*_FOLDERS, *_PAGES)
     here = PurePosixPath("docs" if inside else "") / PurePosixPath(page.file.src_uri).parent
