@@ -240,7 +240,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("fit", {"keep": 5}, "`keep`=5 needs a `checkpoint_dir`"),
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
-        ("plan", {"hardware": "H1000"}, "no card 'H1000' .* H100, .* RTX 4090, "),
+        ("plan", {"hardware": "H1000"}, "no card 'H1000' is known; did you mean H100 "),
         ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
         ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),
         ("plan", {"num_gpus": 2, "mesh": MESH}, "`num_gpus`=2 and `mesh` can't both"),

@@ -114,6 +114,12 @@ def test_an_injected_rate_is_kept_where_it_is_state_and_new_where_a_schedule_set
     np.testing.assert_allclose(result.history[-1]["learning_rate"], expected, rtol=1e-6)
 
 
+def test_data_is_the_same_in_the_dtype_that_jax_makes_of_it(tmp_path):
+    fit(tmp_path, 2)
+    wide = ({"x": small.batch(seed)["x"].astype(np.float64)} for seed in itertools.count())
+    fit(tmp_path, 3, data=wide)
+
+
 def rewritten(path, change) -> None:
     """Changes the facts of a checkpoint as if another version of the library had written them."""
     facts = {k: v for k, v in manifest.read(path).items() if k not in ("format", "files")}

@@ -67,8 +67,9 @@ def fit(
             A run that resumes has its own.
         resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
             batch that came after it. If the iterator of `data` has `get_state` and `set_state`, as
-            Grain's have, these put it there, and a state consists of Python and NumPy values; else
-            the batches that were used are skipped. Newer checkpoints that are damaged are renamed.
+            Grain's have, these put it there, and a state consists of Python, NumPy and JAX values;
+            else the batches that were used are skipped. Newer checkpoints that are damaged are
+            renamed.
             A warning says which of loss, optimizer, precision, seed and data differ from the
             checkpoint's, and which of both counts. Without it, `checkpoint_dir` must hold no steps
             yet.

@@ -127,7 +127,8 @@ def batch_digest(batch: Any) -> str:
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.device_get(jax.random.key_data(x))
-        array = np.asarray(x)
+        # As JAX computes with it: float64 from NumPy is float32 without x64, and no other data.
+        array = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()

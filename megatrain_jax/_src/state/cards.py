@@ -330,10 +330,12 @@ def card(name: str) -> Hardware:
     if found is None:
         names = {_plain(shown): shown for shown in _BY_NAME}
         near = difflib.get_close_matches(plain, names, n=3)
-        near = f"; near it are {', '.join(names[n] for n in near)}" if near else ""
+        if near:
+            hint = f"did you mean {' or '.join(names[n] for n in near)}?"
+        else:
+            hint = f"known are {_NAMES}."
         raise ValueError(
-            f"no card {name!r} is known{near}; known are {_NAMES}; describe others as "
-            "megatrain_jax.Hardware(...)"
+            f"no card {name!r} is known; {hint} Describe others as megatrain_jax.Hardware(...)"
         )
     return found
 
