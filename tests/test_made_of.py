@@ -114,6 +114,19 @@ def test_an_injected_rate_is_kept_where_it_is_state_and_new_where_a_schedule_set
     np.testing.assert_allclose(result.history[-1]["learning_rate"], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_another_precision_is_one_line_with_the_number_of_converted_arrays(tmp_path, steps):
+    fit(tmp_path, 2)
+    with pytest.warns(UserWarning) as warned:
+        result = fit(tmp_path, steps, precision=mt.Precision.compact(compute=jnp.float32))
+    # Masters and both moments of each of the two layers.
+    assert "precision.master was " in line(warned)
+    assert "It holds 6 arrays in other dtypes or codes than `precision` asks for" in line(warned)
+    with pytest.warns(UserWarning, match="holds 6 arrays in other dtypes") as warned:
+        result.trainer.restore(tmp_path / "2")
+    assert len(warned) == 1
+
+
 def test_data_is_the_same_in_the_dtype_that_jax_makes_of_it(tmp_path):
     fit(tmp_path, 2)
     wide = ({"x": small.batch(seed)["x"].astype(np.float64)} for seed in itertools.count())

@@ -151,7 +151,8 @@ def fit(
                 position = own_position(facts["data"], processes)
                 path = series.folder / str(trainer.num_steps)
                 if processes.is_first:
-                    _compare(path, facts, trainer, loop, same_data=source.is_data_of(position))
+                    same_data = source.is_data_of(position)
+                    _compare(path, facts, trainer, loop, series.num_converted, same_data=same_data)
                 if shown:
                     remark = upgraded(facts.get("made_of"), trainer.made_of)
                     tqdm.write(f"Resumed from {path}.{remark}")
@@ -223,12 +224,20 @@ def _series(
 
 
 def _compare(
-    path: Path, facts: Mapping[str, Any], trainer: Trainer, loop: LoopOptions, *, same_data: bool
+    path: Path,
+    facts: Mapping[str, Any],
+    trainer: Trainer,
+    loop: LoopOptions,
+    num_converted: int,
+    *,
+    same_data: bool,
 ) -> None:
     """Warns of settings in which a run differs from the checkpoint that it goes on from."""
     finished = loop.steps is not None and trainer.num_steps >= loop.steps
     before, now = facts.get("made_of"), trainer.made_of
-    line = differences(path, before, now, same_data=same_data, finished=finished)
+    line = differences(
+        path, before, now, same_data=same_data, finished=finished, num_converted=num_converted
+    )
     if line is not None:
         warnings.warn(line, stacklevel=3)
 

@@ -65,6 +65,7 @@ def differences(
     *,
     same_data: bool,
     finished: bool,
+    num_converted: int = 0,
 ) -> str | None:
     """A line on the settings in which a run differs from the checkpoint that it goes on from.
 
@@ -74,6 +75,7 @@ def differences(
         now: The settings of the run.
         same_data: Whether the data is the checkpoint's, as far as that is known.
         finished: Whether no step is left to train.
+        num_converted: Number of the checkpoint's arrays that were converted to the new precision.
 
     Returns:
         The line; None if nothing is known to differ.
@@ -88,18 +90,25 @@ def differences(
         call = {"loss_fn": "loss_fn is another function, which may compute something else", **call}
     state = changes(before.get("state", {}), now["state"])
     counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
+    also = f" It {converted(num_converted)}." if num_converted else ""
     if not counting and not state:
-        return None
+        return f"{path} {converted(num_converted)}." if num_converted else None
     if finished:
         return (
             f"{path} is the end of a run with other settings, and no step is left to train, so "
             f"these have no effect: {_joined([*counting, *state.values()])}. Choose another "
-            "`checkpoint_dir`, or more `steps`."
+            f"`checkpoint_dir`, or more `steps`.{also}"
         )
     said = [f"New from now on: {_joined(counting)}."] if counting else []
     kept = [f"{name}={before['state'][name]!r}, not {now['state'][name]!r}" for name in state]
     said += [f"Kept, since the checkpoint's state holds it: {_joined(kept)}."] if kept else []
-    return f"{path} is of a run with other settings. {' '.join(said)}"
+    return f"{path} is of a run with other settings. {' '.join(said)}{also}"
+
+
+def converted(number: int) -> str:
+    """The words of a warning on a checkpoint of which so many arrays were converted."""
+    forms = f"{number} arrays in other dtypes or codes than `precision` asks for"
+    return f"holds {forms}; they were converted"
 
 
 def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
