@@ -8,6 +8,7 @@ the optimizer, the precision and the data. `made_of` writes this down as JSON:
               the seed's key, and hyperparameters that `optax.inject_hyperparams` keeps as state
     traced    facts that change how the same loss is traced: versions, shapes of the batch
     code      a hash of the Python code of `loss_fn`
+    numbers   numbers that the optimizer was made with, by name, for messages
 
 Fingerprints of functions that were traced under other facts are not compared. Where the libraries
 have the same versions, the code of the loss is compared instead.
@@ -29,6 +30,7 @@ from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
+from megatrain_jax._src.program.optimizer.named_numbers import other_numbers
 
 
 def made_of(spec: RunSpec) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
             "num_devices": spec.options.num_devices,
         },
         "code": code_hash(spec.loss_fn),
+        "numbers": {"optimizer": [list(row) for row in spec.optimizer.numbers]},
     }
 
 
@@ -88,6 +91,8 @@ def differences(
     call = changes(before.get("call", {}), now["call"], free)
     if "loss_fn" in free and _is_other_code(before, now):
         call = {"loss_fn": "loss_fn is another function, which may compute something else", **call}
+    if "optimizer" in call:
+        call["optimizer"] = _with_names(call["optimizer"], before, now)
     state = changes(before.get("state", {}), now["state"])
     counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
     also = f" It {converted(num_converted)}." if num_converted else ""
@@ -148,6 +153,16 @@ def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     same_versions = before.get("traced", {}).get("versions") == now["traced"]["versions"]
     same_trace = before.get("call", {}).get("loss_fn") == now["call"]["loss_fn"]
     return same_versions and not same_trace and bool(changes(before.get("code", {}), now["code"]))
+
+
+def _with_names(clause: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A clause on the optimizer, with the names of the numbers that changed where known."""
+    made = before.get("numbers", {}).get("optimizer", [])
+    named = other_numbers(made, now["numbers"]["optimizer"])
+    if not named:
+        return clause
+    same_form = before["call"]["optimizer"]["form"] == now["call"]["optimizer"]["form"]
+    return f"optimizer has {named}" if same_form else f"{clause}, with {named}"
 
 
 def _joined(clauses: Iterable[str]) -> str:

@@ -67,6 +67,7 @@ class OptimizerCut:
 
     Attributes:
         traced: The update of the whole tree, from which the fragments were cut.
+        numbers: Names and values of the numbers that the transformation was made with.
         deferred: Whether updates wait until all gradients are known: they need a scalar that
             depends on the gradients of several groups, or the run's decision to skip the step.
         guarded: Whether a step with non-finite gradients should be dropped; not if the optimizer
@@ -90,6 +91,7 @@ class OptimizerCut:
     """
 
     traced: jx.Traced
+    numbers: tuple[tuple[str, float], ...] = ()
     deferred: bool
     guarded: bool
     skips: bool
