@@ -33,7 +33,7 @@ class RunState:
     """The state of a run, for users: parameters, optimizer state, other variables, and history.
 
     Whatever reads it applies pending updates first and brings all of it to rest in pinned host
-    memory.
+    memory; see `flush`, also for the errors that this raises.
 
     At a prompt and in a notebook it shows its model, how far it is and what it may take.
     """
@@ -99,7 +99,12 @@ class RunState:
 
         Raises:
             RuntimeError: If an error has cut off a step or a restore: there is no state then.
+            FloatingPointError: See `Trainer.read`, of steps made by `step` that were not read.
+                Called again, it brings the state to rest that the error describes.
         """
+        # Steps that `fit` or `train` has in flight are read there.
+        if self._by_hand.are_waiting:
+            self._training.settle_all()
         with deferred_interrupt(), self._store.placement.outside_meshes():
             self._training.check_whole()
             self._engine.flush()
