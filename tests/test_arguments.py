@@ -241,6 +241,7 @@ def test_numpy_numbers_train_as_python_numbers_do(tmp_path: Path):
         ("plan", {"optimizer": optax.adamw}, r"call it: optax.adamw\(1e-3\), not optax.adamw"),
         ("plan", {"optimizer": NO_OPTIMIZERS[-1]}, "pass its `tx`"),
         ("plan", {"hardware": "H1000"}, "no card 'H1000' is known; did you mean H100 "),
+        ("plan", {"host_budget": "22"}, "'22' would be 22 bytes: add a unit, \"22 GiB\""),
         ("plan", {"hardware": 4090}, "the name of a card .*megatrain_jax.this_machine"),
         ("plan", {"host_gib": 512}, "`host_gib`=512 needs `hardware`"),
         ("plan", {"num_gpus": 2, "mesh": MESH}, "`num_gpus`=2 and `mesh` can't both"),

@@ -192,6 +192,23 @@ def test_a_loss_that_is_traced_for_other_shapes_or_dtypes_is_compared_by_its_cod
             assert not warned
 
 
+def watched(params, batch):
+    """The same loss with a metric and prints, one of them in a function of its own."""
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"])
+        jax.debug.callback(lambda largest: None, 3 * jnp.abs(x).max())
+    jax.jit(lambda x: jax.debug.callback(lambda mean: None, x.mean()))(x)
+    return jnp.mean(x**2), {"largest": 2 * jnp.abs(x).max()}
+
+
+def test_a_loss_that_only_shows_more_is_the_same_loss(tmp_path):
+    fit(tmp_path, 1)
+    fit(tmp_path, 2, loss_fn=watched)
+    with pytest.warns(UserWarning, match="loss_fn computes something else"):
+        fit(tmp_path, 3, loss_fn=lambda params, batch: watched(params, batch)[0] ** 2)
+
+
 def scaled(scale: Any, microbatches: int = 1) -> Any:
     return lambda params, batch: scale * small.loss_fn(params, batch) * microbatches
 

@@ -27,6 +27,7 @@ import xxhash
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
@@ -40,7 +41,7 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
     forms = {f.name: _text(getattr(precision, f.name)) for f in fields(precision)}
     return {
         "call": {
-            "loss_fn": fingerprint(loss),
+            "loss_fn": fingerprint(jx.without_dead_code(loss, _trained_on(spec))),
             "optimizer": fingerprint(spec.optimizer.traced),
             **{f"precision.{name}": form for name, form in forms.items()},
         },
@@ -59,6 +60,12 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
         "code": code_hash(spec.loss_fn),
         "numbers": {"optimizer": [list(row) for row in spec.optimizer.numbers]},
     }
+
+
+def _trained_on(spec: RunSpec) -> list[bool]:
+    """A flag for each output of the loss; false for metrics: training does not depend on them."""
+    traced = spec.traced
+    return [True, *[False] * len(traced.metrics), *[True] * traced.num_variables]
 
 
 def differences(
