@@ -173,11 +173,11 @@ def test_one_leaf_whose_gradient_is_not_finite_is_reported_and_trains_no_other(n
         trainer.read(trainer.step(spoiling(2, None)))
 
 
-@pytest.mark.parametrize("name", ["adamw", "clipped"])
-def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path, name):
+@pytest.mark.parametrize(("name", "made"), [("adamw", "step"), ("clipped", "dispatch")])
+def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path, name, made):
     trainer = stack_trainer(OPTIMIZERS[name])
-    trainer.step(spoiling(0, None))
-    trainer.step(spoiling(1, 0))
+    getattr(trainer, made)(spoiling(0, None))
+    getattr(trainer, made)(spoiling(1, 0))
     with pytest.raises(FloatingPointError, match="gradient of .* not finite"):
         trainer.save(tmp_path / "1")
     assert not any(tmp_path.iterdir())
@@ -190,6 +190,31 @@ def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path
     said = [str(w.message) for w in warned if "step 2 was done in part" in str(w.message)]
     assert len(said) == (name == "adamw")
     check_same_bits(everything(resumed), everything(trainer))
+
+
+READERS = {
+    "flush": lambda trainer, path: trainer.flush(),
+    "params": lambda trainer, path: trainer.params,
+    "opt_state": lambda trainer, path: trainer.opt_state,
+    "model": lambda trainer, path: trainer.model,
+    "variables": lambda trainer, path: trainer.variables,
+    "evaluate": lambda trainer, path: trainer.evaluate([spoiling(3, None)]),
+    "save": lambda trainer, path: trainer.save(path / "1"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_the_state_first_tells_of_a_step_that_was_not_finite(tmp_path, reader):
+    trainer = stack_trainer(OPTIMIZERS["clipped"])
+    trainer.step(spoiling(0, None))
+    before = everything(trainer)
+    trainer.step(spoiling(1, 0))
+    with pytest.raises(FloatingPointError, match="a gradient of step 2 is not finite"):
+        READERS[reader](trainer, tmp_path)
+    # Once: then it is the state that the error describes.
+    READERS[reader](trainer, tmp_path)
+    check_same_bits(everything(trainer), before)
+    assert trainer.num_steps == 1
 
 
 def test_a_checkpoint_counts_skipped_steps_that_were_not_read(tmp_path):

@@ -453,6 +453,47 @@ def test_microbatches_sum_into_zeros():
     ]
 
 
+def test_waves_by_hand():
+    workload = chain(2, accumulate=True, waves=2)
+    first = ["FORWARD 0", "ZEROS 1", "BACKWARD 1", "ZEROS 0", "BACKWARD 0", "FORWARD 0"]
+    last = ["BACKWARD 1", "COMBINE", "UPDATE 1", "BACKWARD 0", "UPDATE 0"]
+    assert computing(find_schedule(workload, None).steady) == first + last
+    deferred = find_schedule(replace(workload, deferred=True), None)
+    assert computing(deferred.steady) == [
+        *("UPDATE 0", "FORWARD 0", "UPDATE 1", "ZEROS 1", "BACKWARD 1", "ZEROS 0", "BACKWARD 0"),
+        *("FORWARD 0", "BACKWARD 1", "REDUCE 1", "BACKWARD 0", "REDUCE 0", "COMBINE"),
+    ]
+    # Each wave fetches all masters; sums that leave between waves come again.
+    words = spell(find_schedule(chain(6, accumulate=True, waves=2), None).cold)
+    assert words.count("FETCH M3") > 2 and words.count("FETCH G3") == words.count("OFFLOAD G3") == 1
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_three_waves_tell_how_long_many_take(deferred):
+    workload = decoder(accumulate=True, waves=12, deferred=deferred)
+    least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
+    for budget in (least, (least + most) // 2, most):
+        few = find_schedule(workload, budget)
+        assert few.left_out == 9
+        whole = whole_schedule(workload, few)
+        assert not whole.left_out
+        assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
+        assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
+
+
+def test_masters_stay_before_sums_and_these_before_optimizer_state():
+    """A wave needs masters twice; optimizer state moves once a step."""
+    workload = chain(8, accumulate=True, waves=4)
+    least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
+    seen = set()
+    for budget in range(least, most, 8):
+        kinds = {key.kind for key in find_schedule(workload, budget).resident}
+        assert Kind.OPTIMIZER_STATE not in kinds or Kind.GRADIENT in kinds
+        assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
+        seen |= kinds
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_tied_gradient_travels_between_its_stages(deferred):
     tied = chain(8, stages=(*((group,) for group in range(8)), (0,)), deferred=deferred)
@@ -621,5 +662,6 @@ def test_a_second_link_relieves_the_first():
 def test_too_small_a_budget_names_the_smallest_that_works():
     workload = chain(4)
     smallest = find_schedule(workload, None).smallest_bytes
-    with pytest.raises(ValueError, match=rf"device_budget={smallest - 1} .* works is {smallest} "):
+    said = rf'device_budget={smallest - 1} \(.*B\) .* is {smallest} .* Pass .*, "least", or None'
+    with pytest.raises(ValueError, match=said):
         find_schedule(workload, smallest - 1)

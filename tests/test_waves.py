@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import megatrain_jax as mt
 from inside import spec_of, steps_of
 from megatrain_jax._src.build.budget import other_bytes
+from megatrain_jax._src.common.remembering import remembering
 from optimizers import DEFERRED, OPTIMIZERS, SIGN_LIKE
 from oracle import train_plain
 from poison import EXAMPLES, WIDTH, batch, loss_fn, poisoned
@@ -246,3 +247,116 @@ def test_values_of_a_wave_are_counted_once_and_those_of_the_step_for_all():
     assert prologue
     of_prologue = sum(4 * first.program.num_bytes(i, 1) for i in prologue)
     assert of_prologue <= other_bytes(second) <= other_bytes(first)
+
+
+# Little memory and a fast link: residuals of one wave fit, those of all microbatches don't.
+MACHINE = mt.Hardware(
+    name="small",
+    device_bytes=128 * 2**20,
+    device_share=1.0,
+    host_bytes=64 * 2**30,
+    link_bytes_per_s=20e9,
+    flops_per_s=5e12,
+    memory_bytes_per_s=1e12,
+)
+
+
+def mlp_loss(model: Any, batch: jax.Array) -> jax.Array:
+    x = batch
+    for layer in model["layers"].values():
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def tied_loss(model: Any, batch: jax.Array) -> jax.Array:
+    first = model["layers"]["0"]
+    return mlp_loss(model, jnp.tanh(batch @ first["up"]) @ first["down"])
+
+
+def build_mlp() -> Any:
+    layer = {"up": jnp.ones((512, 1024)), "down": jnp.ones((1024, 512))}
+    return {"layers": {str(i): dict(layer) for i in range(8)}}
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+BATCHES = {rows: jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16) for rows in (64, 8192)}
+
+
+def planned(rows: int = 8192, loss: Any = mlp_loss, **options: Any) -> mt.Plan:
+    given = {"hardware": MACHINE, **options}
+    return mt.plan(build_mlp, loss, CLIPPED, BATCHES[rows], **given)
+
+
+@pytest.fixture
+def traced_once():
+    """Has plans share what doesn't depend on their options."""
+    with remembering():
+        yield
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_the_plan_chooses_waves_that_save_time():
+    chosen, one = planned(microbatches=16), planned(microbatches=16, waves=1)
+    assert chosen.waves > one.waves == 1
+    assert chosen.num_kept > one.num_kept
+    others = [planned(microbatches=16, waves=waves) for waves in (2, 4, 8, 16)]
+    fastest = min(plan.seconds_per_step for plan in others)
+    assert chosen.seconds_per_step == pytest.approx(fastest, rel=0.03)
+    assert chosen.seconds_per_step < 0.95 * one.seconds_per_step
+    share = f"the link is busy for {chosen.link_share:.0%}"
+    assert f"waves of {16 // chosen.waves} microbatches" in str(chosen) and share in str(chosen)
+    assert "waves" not in str(one)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_one_wave_stays_one_where_more_change_bits_or_save_nothing():
+    assert planned(microbatches=16, loss=tied_loss).waves == 1
+    assert planned(microbatches=16, loss=tied_loss, waves=4).waves == 4
+    # Few rows: the link is the bound.
+    for options in ({"rows": 64, "microbatches": 4}, {"microbatches": 1}):
+        assert planned(**options) == planned(**options, waves=1)
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_the_plan_chooses_microbatches_whose_functions_leave_room():
+    whole, auto = planned(microbatches=1), planned(microbatches="auto")
+    assert auto.microbatches > 1 and 8192 % auto.microbatches == 0
+    assert auto.device_temporary_bytes < whole.device_temporary_bytes
+    assert auto.seconds_per_step < whole.seconds_per_step
+    same = planned(microbatches=auto.microbatches, waves=auto.waves)
+    assert (same.seconds_per_step, same.host_peak_bytes) == (
+        auto.seconds_per_step, auto.host_peak_bytes
+    )  # fmt: skip
+    # Few rows are left whole; without a machine nothing tells how many fit.
+    for options in ({"rows": 64}, {"hardware": None}):
+        assert planned(**options, microbatches="auto") == planned(**options, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": "many"}, '"auto"'),
+        ({"microbatches": "auto", "waves": 2}, "`waves`=2 needs a number of `microbatches`"),
+        ({"waves": 2}, "`waves`=2 does not divide `microbatches`=1"),
+    ],
+)
+def test_parts_that_make_no_sense_are_named(options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        planned(**options)
+
+
+def test_a_run_that_resumes_keeps_the_parts_of_its_checkpoint(tmp_path):
+    """Where the plan has chosen them: on another machine it would choose other ones."""
+    data, optimizer = [batch(seed) for seed in range(4)], optax.adam(1e-2)
+
+    def fit(steps: int, **options: Any) -> mt.FitResult:
+        given = {"precision": mt.Precision(compute=jnp.float32), "progress": False, **options}
+        model = Spoiled(nnx.Rngs(0))
+        return mt.fit(
+            model, loss_fn, data, optimizer, checkpoint_dir=tmp_path, steps=steps, **given
+        )
+
+    fit(2, microbatches=4, waves=2)
+    resumed = fit(4, microbatches="auto")
+    assert resumed.trainer.num_steps == 4
+    assert resumed.trainer.plan.microbatches == 4 and resumed.trainer.plan.waves == 2

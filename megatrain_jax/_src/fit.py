@@ -68,10 +68,11 @@ def fit(
             Ignored by a run that resumes.
         resume: Whether to resume from the newest complete checkpoint in `checkpoint_dir`, at the
             batch after it. If the iterator of `data` has `get_state` and `set_state`, as Grain's
-            do, with states of Python and NumPy values, these restore its position; else the batches
-            used before are skipped. Newer checkpoints that are damaged are renamed. A warning names
-            differences in loss, optimizer, precision, seed and data, and whether the checkpoint's
-            or the new value is used. With False, `checkpoint_dir` must not contain steps.
+            do, with states of Python, NumPy and JAX values, these restore its position; else the
+            batches used before are skipped. Newer checkpoints that are damaged are renamed. A
+            warning names differences in loss, optimizer, precision, seed and data, and whether the
+            checkpoint's or the new value is used. With False, `checkpoint_dir` must not contain
+            steps.
         steps: Number of batches to train on, including those before a checkpoint; None trains until
             `data` ends.
         microbatches: Number of equal parts that each batch is cut into, or "auto"; a run that
@@ -160,7 +161,8 @@ def fit(
                 position = own_position(facts["data"], processes)
                 path = series.folder / str(trainer.num_steps)
                 if processes.is_first:
-                    _compare(path, facts, trainer, loop, same_data=source.is_data_of(position))
+                    same_data = source.is_data_of(position)
+                    _compare(path, facts, trainer, loop, series.num_converted, same_data=same_data)
                 if shown:
                     remark = upgraded(facts.get("made_of"), trainer.made_of)
                     tqdm.write(f"Resumed from {path}.{remark}")
@@ -245,12 +247,20 @@ def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: 
 
 
 def _compare(
-    path: Path, facts: Mapping[str, Any], trainer: Trainer, loop: LoopOptions, *, same_data: bool
+    path: Path,
+    facts: Mapping[str, Any],
+    trainer: Trainer,
+    loop: LoopOptions,
+    num_converted: int,
+    *,
+    same_data: bool,
 ) -> None:
     """Warns of settings in which a run differs from the checkpoint that it resumes."""
     finished = loop.steps is not None and trainer.num_steps >= loop.steps
     before, now = facts.get("made_of"), trainer.made_of
-    line = differences(path, before, now, same_data=same_data, finished=finished)
+    line = differences(
+        path, before, now, same_data=same_data, finished=finished, num_converted=num_converted
+    )
     if line is not None:
         warnings.warn(line, stacklevel=3)
 

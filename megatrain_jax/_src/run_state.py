@@ -11,7 +11,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import in_all, local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
-from megatrain_jax._src.checkpoint.made_of import made_of
+from megatrain_jax._src.checkpoint.made_of import converted, made_of
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
@@ -99,7 +99,12 @@ class RunState:
 
         Raises:
             RuntimeError: If an error has cut off a step or a restore, so that there is no state.
+            FloatingPointError: See `Trainer.read`, for steps of `step` that were not read. A second
+                call returns the state that the error describes.
         """
+        # Steps that `fit` or `train` has in flight are read there.
+        if self._by_hand.are_waiting:
+            self._training.settle_all()
         with deferred_interrupt(), self._store.placement.outside_meshes():
             self._training.check_whole()
             self._engine.flush()
@@ -272,6 +277,20 @@ class RunState:
                 state is lost, every use of it raises `RuntimeError` until another checkpoint is
                 restored.
         """
+        facts, num_converted = self.start_from(path)
+        if num_converted:
+            warnings.warn(f"{path} {converted(num_converted)}.", stacklevel=2)
+        return facts
+
+    def start_from(self, path: str | PathLike[str]) -> tuple[dict[str, Any], int]:
+        """Restores a checkpoint as `restore` does, without its warning of converted arrays.
+
+        Args:
+            path: See `restore`.
+
+        Returns:
+            The facts kept beside the arrays, and the number of arrays that were converted.
+        """
         path = local_path(checks.path("path", path), "path")
         self._join_saving()
         entries = entries_of(self._spec)
@@ -295,10 +314,7 @@ class RunState:
             self._restored = facts.get("made_of", {}).get("state", {})
             self._by_hand.forget()
             self._history = History(facts["history"])
-        if others:
-            forms = f"{len(others)} arrays in other dtypes or codes than `precision` asks for"
-            warnings.warn(f"{path} holds {forms}; they were converted.", stacklevel=2)
         if training.partial is not None:
             message = f"{path}: {training.partial}. Training goes on from there."
-            warnings.warn(message, stacklevel=2)
-        return facts
+            warnings.warn(message, stacklevel=3)
+        return facts, len(others)

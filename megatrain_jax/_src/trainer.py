@@ -267,6 +267,7 @@ class Trainer(RunState):
         Raises:
             TypeError: If `batches` is not an iterable, or a batch is not a pytree of arrays.
             ValueError: If there is no batch, or all weights are 0.
+            FloatingPointError: See `read`, of steps that were not read.
         """
         check_data("batches", batches, "to evaluate on one batch, pass [batch]")
         if loss_fn is not None:

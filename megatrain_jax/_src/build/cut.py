@@ -20,6 +20,7 @@ from megatrain_jax._src.program.loss.shared import without_block
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
 from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
+from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
 from megatrain_jax._src.program.stacks import Stack
 from megatrain_jax._src.state.groups import Grouping, group_leaves
 
@@ -128,7 +129,8 @@ def _cut_optimizer(
         return Same(optimizer), tree, sizes, tuple(of_optax), tuple(group_of), num_groups
 
     def cut() -> OptimizerCut:
-        return cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+        made = cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+        return dataclasses.replace(made, numbers=tuple(named_numbers(optimizer.update)))
 
     # No batch changes it, so that plans for many of them have it in common.
     return remembered("cut optimizer", key, cut)

@@ -161,7 +161,9 @@ class RunSpec:
         takes = f"on batches of this shape takes {smallest} bytes ({sized(smallest)}) of the device"
         if self.options.device_budget is not None:
             return ValueError(
-                f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least"
+                f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least. "
+                "Pass at least that much, or None for what the device has left, or use smaller or "
+                "shorter batches"
             )
         return MemoryError(
             f"{what} {takes} for state and activations at least, where the first batch has left "

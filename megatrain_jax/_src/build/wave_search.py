@@ -29,6 +29,8 @@ from megatrain_jax._src.schedule.workload import Workload
 # Part of a step's estimated seconds that several waves have to save: small microbatches and two-way
 # traffic cost somewhat more than the clock knows.
 _WORTH = 0.05
+# Of fewer tokens than two balanced waves have, the link is what a step waits for.
+_FEWEST = 2
 
 
 def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes: int) -> RunSpec:
@@ -52,14 +54,18 @@ def fit_in_waves(spec: RunSpec, fit: Callable[[RunSpec], RunSpec], device_bytes:
         fits = found.fits_host and _fits_device(found, device_bytes)
         return found.first.schedule.seconds if fits else math.inf
 
-    one = seconds(1)
-    is_least = spec.options.device_budget == "least"
-    least = 0.0 if math.isinf(one) else _least_seconds(spec.first.workload)
-    if not math.isinf(one) and (is_least or one * (1 - _WORTH) <= least):
+    one, workload = seconds(1), spec.first.workload
+    balanced = _balanced(workload)
+    # In the least budget nothing is sought but room.
+    if not math.isinf(one) and (
+        spec.options.device_budget == "least"
+        or balanced < _FEWEST
+        or one * (1 - _WORTH) <= _least_seconds(workload)
+    ):
         return fitted(1)
     number = spec.first.microbatches
     divisors = [waves for waves in range(2, number + 1) if number % waves == 0]
-    best = _lowest(divisors, _balanced(spec.first.workload), seconds)
+    best = _lowest(divisors, balanced, seconds)
     return fitted(best if seconds(best) < (1 - _WORTH) * one else 1)
 
 

@@ -9,6 +9,8 @@ _WRITTEN = {"": 1} | {
     for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)")
+# A number of bytes without a unit is at least this; less was meant in another unit.
+_LEAST_PLAIN = 2**20
 
 
 def sized(num_bytes: int, largest: int = 0) -> str:
@@ -31,10 +33,11 @@ def bytes_of(name: str, given: str) -> int:
 
     Args:
         name: Name of the argument, for the error.
-        given: A number with or without a unit; GiB and G are 2^30 bytes, GB are 10^9.
+        given: A number with a unit, of which GiB and G are 2^30 bytes and GB 10^9; or one of bytes
+            without a unit, from 2^20 on.
 
     Raises:
-        ValueError: If it is not a number of bytes, or below 1.
+        ValueError: If it is not a number of bytes, below 1, or a small number without a unit.
 
     Examples:
         >>> bytes_of("host", "1.5GiB"), bytes_of("host", "2 GB")
@@ -44,4 +47,6 @@ def bytes_of(name: str, given: str) -> int:
     size = int(float(found[1]) * _WRITTEN[found[2]]) if found and found[2] in _WRITTEN else 0
     if size < 1:
         raise ValueError(f"`{name}` must be bytes such as 512GiB, 24G or 80GB, but is {given!r}")
+    if found and not found[2] and size < _LEAST_PLAIN:
+        raise ValueError(f'`{name}`={given!r} would be {size} bytes: add a unit, "{found[1]} GiB"')
     return size

@@ -2,7 +2,8 @@
 
 A structural key compares functions within one process. A fingerprint is saved in a checkpoint and
 compared by a later process, so it hashes a canonical text, in which variables are numbered. The
-text has no memory addresses, no names of nested jits and no source lines.
+text has no memory addresses, no names of nested jits and no source lines, and no prints or other
+equations from which no output is computed.
 
 Example, `lambda w: w - 0.1 * w`:
 
@@ -92,7 +93,7 @@ class _Writer:
         for const in consts:
             self._note(const)
         lines = ["in " + " ".join(map(define, (*opened.constvars, *opened.invars)))]
-        for eqn in opened.eqns:
+        for eqn in jx.live_equations(opened):
             ins, params = " ".join(map(read, eqn.invars)), self._params(eqn)
             outs = " ".join(map(define, eqn.outvars))
             lines.append(f"{eqn.primitive.name} {ins} {params} -> {outs}")

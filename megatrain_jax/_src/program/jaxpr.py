@@ -228,9 +228,14 @@ def largest_mesh(jaxpr: Any) -> Any:
     return max(entered, key=lambda m: m.size, default=None)
 
 
-def without_dead_code(traced: Traced) -> Traced:
-    """Drops equations that no output needs; keeps all inputs."""
-    used = [True] * len(traced.jaxpr.outvars)
+def without_dead_code(traced: Traced, used: Sequence[bool] | None = None) -> Traced:
+    """Drops equations that no output needs; keeps all inputs.
+
+    Args:
+        traced: A traced function.
+        used: For each output whether it is kept; None keeps all.
+    """
+    used = [True] * len(traced.jaxpr.outvars) if used is None else list(used)
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, used, instantiate=True)
     return dataclasses.replace(traced, jaxpr=jaxpr)
 
@@ -252,6 +257,16 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -
         eqns=list(eqns),
         effects=effects,
     )
+
+
+def live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that outputs are computed from, without prints and callbacks that give none."""
+    needed, found = set(variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            found.append(eqn)
+    return found[::-1]
 
 
 def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:

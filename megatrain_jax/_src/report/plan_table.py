@@ -9,7 +9,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.bound import Bound
 from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.pool import most_process_bytes
+from megatrain_jax._src.state.pool import usable_bytes
 
 if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
@@ -210,11 +210,9 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
 
 def most_of_a_process(plan: "Plan") -> int | None:
     """The most host memory that one of a plan's processes may take; None if it isn't known."""
-    limits = [] if plan.host_budget is None else [plan.host_budget]
-    if plan.hardware is not None and (total := plan.hardware.assumed_host_bytes) is not None:
-        own = plan.devices_per_host // plan.processes_per_host
-        limits.append(most_process_bytes(total, own, plan.processes_per_host))
-    return min(limits, default=None)
+    total = plan.hardware and plan.hardware.assumed_host_bytes
+    own = plan.devices_per_host // plan.processes_per_host
+    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host)
 
 
 def _host_verdict(plan: "Plan") -> str:

@@ -31,6 +31,11 @@ class StepsByHand:
         """Adds a step that began at a time of `time.perf_counter`."""
         self._waiting.append((began, metrics))
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there are steps without a record."""
+        return bool(self._waiting)
+
     def forget(self) -> None:
         """Forgets all steps without a record."""
         self._waiting.clear()

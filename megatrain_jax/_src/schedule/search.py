@@ -112,9 +112,12 @@ class BudgetError(ValueError):
 
     def __init__(self, budget: int | None, smallest: int):
         """Says so in words of a run's options."""
+        given = "None" if budget is None else f"{budget} ({sized(budget)})"
         super().__init__(
-            f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
-            f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
+            f"device_budget={given} is too small for this model, optimizer and precision; the "
+            f"smallest that works is {smallest} bytes ({sized(smallest)}). Pass that or more, "
+            '"least", or None for what the device has left; smaller or shorter batches, or more '
+            "`microbatches`, need less"
         )
         self.smallest = smallest
 

@@ -19,6 +19,8 @@ from megatrain_jax._src.trainer import Trainer
 
 # Seconds to wait before retrying to read a checkpoint.
 _PAUSES = 0.5, 2.0
+# Letters of an error of an older checkpoint that the error of all of them repeats.
+_MOST_LETTERS = 150
 
 
 class Checkpoints:
@@ -30,6 +32,7 @@ class Checkpoints:
         folder: The folder.
         every: Save after each multiple of this number of steps; None saves only at a run's end.
         saved: The step of this run's newest checkpoint; None before the first.
+        num_converted: Number of arrays that `resume` converted to the run's precision.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Checkpoints:
         path = self.folder / NAME
         self._workspace = claimed(path, self.folder, processes, only_read=has_last)
         self.saved: int | None = None
+        self.num_converted = 0
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
 
@@ -121,7 +125,7 @@ class Checkpoints:
             self.begin(trainer)
             return facts
         if refused:
-            raise next(iter(refused.values()))
+            raise _none_usable(refused)
         self.begin(trainer)
         return None
 
@@ -230,7 +234,8 @@ class Checkpoints:
         where = f"the manifest of step {step}"
         if (found := in_all(self._processes, where, lambda: manifest.read(path)["step"])) != step:
             raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
-        facts = trainer.restore(path)
+        # The number of converted arrays becomes a part of the one warning of changed settings.
+        facts, self.num_converted = trainer.start_from(path)
         if "data" not in facts:
             warnings.warn(
                 f"{path}, saved by hand or by `train`, doesn't say where `data` was: as many "
@@ -274,6 +279,26 @@ class Checkpoints:
     def _leave_alone(self, step: int, why: str) -> None:
         self._left_alone.add(step)
         warnings.warn(f"{self.folder / str(step)} is left alone: {why}", stacklevel=5)
+
+
+def _none_usable(refused: dict[int, CheckpointError]) -> CheckpointError:
+    """The error of the newest checkpoint, with a few words on each of the older ones."""
+    newest, *older = refused.values()
+    if not older:
+        return newest
+    said = [f"{step}: {_shortened(error)}" for step, error in [*refused.items()][1:]]
+    error = CheckpointError(
+        f"{str(newest).rstrip('.')}. No older checkpoint there can be gone on from, either: "
+        f"{'; '.join(said)}"
+    )
+    error.__cause__ = newest
+    return error
+
+
+def _shortened(error: CheckpointError) -> str:
+    """The first words of an error."""
+    words = str(error).split("\n")[0]
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
 
 def _check_replaceable(path: Path) -> None:

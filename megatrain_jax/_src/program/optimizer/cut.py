@@ -68,6 +68,7 @@ class OptimizerCut:
 
     Attributes:
         traced: The update of the whole tree, from which the fragments were cut.
+        numbers: Names and values of the numbers that the transformation was made with.
         deferred: Whether updates wait until all gradients are known, because they need a scalar
             over the gradients of several groups, or the run's decision to skip the step.
         guarded: Whether a step with non-finite gradients must be dropped; not if the optimizer
@@ -91,6 +92,7 @@ class OptimizerCut:
     """
 
     traced: jx.Traced
+    numbers: tuple[tuple[str, float], ...] = ()
     deferred: bool
     guarded: bool
     skips: bool
