@@ -36,7 +36,7 @@ _REPOSITORY = "<!-- repository -->"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Links every page's footer to the repository that this copy was cloned from, if there is one."""
+    """Links all footers to the repository that this copy was cloned from, if there is one."""
     # Not the theme's `repo_url`, with which each reader's browser asks the host for figures.
     command = ["git", "-C", config.docs_dir, "remote", "get-url", "origin"]
     found = subprocess.run(command, capture_output=True, text=True)
