@@ -230,6 +230,7 @@ def cosine(peak: float) -> Any:
         ),
         (SLOW, optax.adam(1e-3), ""),
         (optax.adam(0.5), optax.adam(0.5), ""),
+        (optax.clip(np.inf), optax.clip(np.nan), ""),
     ],
 )
 def test_numbers_of_an_optimizer_are_named_as_optax_names_them(before, now, clause):
