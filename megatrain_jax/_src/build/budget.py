@@ -1,4 +1,4 @@
-"""A run's device budget: an automatic one is the memory that its compiled functions leave.
+"""A run's device budget; an automatic one is the memory that its compiled functions leave free.
 
 Functions are compiled for a schedule, and a schedule is found for a budget, so both are found in
 turns: the functions for the least budget, the budget that these leave, the functions it adds.

@@ -1,4 +1,4 @@
-"""Loss and optimizer, cut by the same groups of parameters: the ones that travel together."""
+"""Loss and optimizer, cut by the same groups: parameters that are copied together."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence

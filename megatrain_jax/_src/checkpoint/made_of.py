@@ -97,7 +97,7 @@ def differences(
         free.append("optimizer")
     call = changes(before.get("call", {}), now["call"], free)
     if "loss_fn" in free and _is_other_code(before, now):
-        call = {"loss_fn": "loss_fn is another function, which may compute something else", **call}
+        call = {"loss_fn": "loss_fn has changed and may compute something else", **call}
     if "optimizer" in call:
         call["optimizer"] = _with_names(call["optimizer"], before, now)
     state = changes(before.get("state", {}), now["state"])
@@ -107,14 +107,14 @@ def differences(
         return f"{path} {converted(num_converted)}." if num_converted else None
     if finished:
         return (
-            f"{path} is the end of a run with other settings, and no step is left to train, so "
+            f"{path} ended a run with different settings, and no step is left to train, so "
             f"these have no effect: {_joined([*counting, *state.values()])}. Choose another "
             f"`checkpoint_dir`, or more `steps`.{also}"
         )
     said = [f"New from now on: {_joined(counting)}."] if counting else []
     kept = [f"{name}={before['state'][name]!r}, not {now['state'][name]!r}" for name in state]
     said += [f"Kept, since the checkpoint's state holds it: {_joined(kept)}."] if kept else []
-    return f"{path} is of a run with other settings. {' '.join(said)}{also}"
+    return f"{path} belongs to a run with different settings. {' '.join(said)}{also}"
 
 
 def converted(number: int) -> str:

@@ -1,4 +1,4 @@
-"""An estimate, from its equations, of the memory a function needs beside arguments and results.
+"""An estimate of a function's temporary memory, from its equations.
 
 Where it can't be compiled for the device that it is to run on, this stands in for the compiler's
 own figure.

@@ -1,4 +1,4 @@
-"""Layouts: the place of each leaf in a slab, and the arrays that stand for a slab at rest.
+"""Layouts: the place of each leaf in a slab, and the arrays that hold a slab at rest.
 
 A slab is one flat array of a group's leaves of one dtype. One array per group is one transfer, and
 arrays of one size recycle exactly. Unpacking happens inside a kernel, where it is a slice and a
