@@ -28,7 +28,7 @@ _SHARE = 1 / 8
 
 def leaves_parts_open(run: Options) -> bool:
     """Whether a run's options leave it to the plan how a batch is cut."""
-    return run.waves is None and run.microbatches != 1
+    return run.microbatches == "auto" or (run.waves is None and run.microbatches > 1)
 
 
 def fit_with_parts(
@@ -56,7 +56,7 @@ def fit_with_parts(
     else:
         spec = make(run)
     first = spec.first
-    may_choose = leaves_parts_open(run) and (is_free or not first.workload.has_shared_sums)
+    may_choose = run.waves is None and (is_free or not first.workload.has_shared_sums)
     if may_choose and first.microbatches > 1 and device_bytes is not None:
         spec = fit_in_waves(spec, fit, device_bytes)
     else:
