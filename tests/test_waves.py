@@ -315,7 +315,7 @@ def test_the_plan_chooses_waves_that_save_time():
     assert chosen.seconds_per_step == pytest.approx(fastest, rel=0.03)
     assert chosen.seconds_per_step < 0.95 * one.seconds_per_step
     share = f"the link is busy for {chosen.link_share:.0%}"
-    assert f"waves of {16 // chosen.waves} microbatches" in str(chosen) and share in str(chosen)
+    assert f"waves of {16 // chosen.waves} microbatch" in str(chosen) and share in str(chosen)
     assert "waves" not in str(one)
 
 
