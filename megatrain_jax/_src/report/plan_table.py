@@ -164,8 +164,9 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
     if plan.waves > 1:
         share = "" if plan.link_share is None else f"the link is busy for {plan.link_share:.0%}"
-        waves = f"waves of {plan.microbatches // plan.waves} microbatches"
-        cells.append([waves, str(plan.waves), share])
+        each = plan.microbatches // plan.waves
+        name = f"waves of {each} microbatch{'es' * (each > 1)}"
+        cells.append([name, str(plan.waves), share])
     if attention > _LARGE_SHARE * flops:
         said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
         cells.append(
