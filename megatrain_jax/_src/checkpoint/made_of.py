@@ -118,7 +118,7 @@ def differences(
 
 
 def converted(number: int) -> str:
-    """The words of a warning on a checkpoint of which so many arrays were converted."""
+    """The words of a warning about a checkpoint with this number of converted arrays."""
     forms = f"{number} arrays in other dtypes or codes than `precision` asks for"
     return f"holds {forms}; they were converted"
 
@@ -143,7 +143,7 @@ def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of a batch's arrays, by which data is recognised."""
+    """A hash of a batch's arrays, to recognise data."""
     digest = xxhash.xxh3_64()
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""The numbers that an optimizer was made with, by the names that Optax gives them.
+"""The hyperparameters of an optimizer, by their names in Optax.
 
 A traced update has numbers without names. The functions that `optax.adamw(1e-3)` is made of still
 have both, as they close over `b1`, `eps`, `weight_decay` and so on. A message can name them.
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-# Beyond these an object is no optimizer any more, but data.
+# A deeper or larger object is data, not an optimizer.
 _DEPTH, _MOST = 16, 200
 _INFINITE = 1e300
-# `optax.scale_by_learning_rate(0.1)` is `optax.scale(-0.1)`, whose number has this name.
+# The name of the number in `optax.scale(-0.1)`, which `optax.scale_by_learning_rate(0.1)` calls.
 _STEP = "step_size"
 
 Numbers = Sequence[Sequence[Any]]
@@ -39,11 +39,11 @@ def named_numbers(function: Any) -> list[tuple[str, float]]:
 
 
 def other_numbers(before: Numbers, now: Numbers) -> str:
-    """A clause such as `learning_rate 0.001 -> 0.002` on the numbers that differ.
+    """A clause on the numbers that differ, such as `learning_rate 0.001 -> 0.002`.
 
     Args:
         before: Names and values.
-        now: Others; nothing is said if their names are not the same ones.
+        now: Names and values to compare; if the names differ, the clause is empty.
     """
     if [name for name, _ in before] != [name for name, _ in now]:
         return ""
