@@ -100,6 +100,8 @@ class Plan:
         keeps_costliest: Whether they keep the results that cost the most time for their bytes,
             such as attention's on long sequences, instead of all.
         num_templates: Templates that are compiled for the stages.
+        num_parts: Parts that each block is cut into, since the device has no room for one as a
+            whole; 1 where it has.
         tiles: What is computed in tiles, in the order of the stages.
         num_again: Stages whose forward is computed once more before their backward, so that less
             waits in the host.
@@ -135,6 +137,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    num_parts: int = 1
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
