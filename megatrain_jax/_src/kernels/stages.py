@@ -287,7 +287,7 @@ def _pack_gradients(
     written = [[slot.leaf for slot in order if slot.slab == i] for i in range(len(rows))]
     earlier = iter(gradients)
     packed = []
-    for layout, dtype, row, adds, order in zip(
+    for layout, dtype, row, adds, leaves in zip(
         binding.layouts, mode.gradients, rows, mode.accumulate, written, strict=True
     ):
         if dtype is not None:
@@ -297,5 +297,5 @@ def _pack_gradients(
             if adds:
                 packed.append(lying.add(next(earlier), row, placement.spread))
             else:
-                packed.append(lying.pack(row, placement.spread, order))
+                packed.append(lying.pack(row, placement.spread, leaves))
     return packed

@@ -41,9 +41,10 @@ def title(plan: "Plan") -> str:
     """The line above the table: parameters, groups, stages, devices."""
     groups = sum(row.count for row in plan.groups)
     devices = "" if plan.num_devices == 1 else f"; {plan.num_devices} devices"
+    parts = "" if plan.num_parts == 1 else f", blocks cut into {plan.num_parts} parts to fit"
     return (
         f"{short(plan.num_parameters)} parameters in {groups} groups; {plan.num_stages} stages "
-        f"from {plan.num_templates} templates; {plan.update_mode} update{devices}"
+        f"from {plan.num_templates} templates{parts}; {plan.update_mode} update{devices}"
     )
 
 
