@@ -1,21 +1,12 @@
 """Blocks cut into parts where one as a whole doesn't fit: by need only, and as exact as ever."""
 
-import dataclasses
-
-import jax
 import numpy as np
 import pytest
 
-import megatrain_jax as mt
 from inside import spec_of
-from megatrain_jax._src.build import run_spec
-from megatrain_jax._src.build.budget import fit_to_machine
-from megatrain_jax._src.kernels.cache import KernelCache
-from megatrain_jax._src.schedule.search import BudgetError
-from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from runs import check_close, check_same_bits, make_spec, make_trainer, train
+from runs import check_close, make_spec, make_trainer, train
 from zoo import CASES
 
 
