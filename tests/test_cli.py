@@ -127,7 +127,7 @@ def test_adapters_are_planned_as_they_are_trained(tiny, capsys):
         )
         assert str(plan) in capsys.readouterr().out and plan.num_frozen > 0
     assert main(["plan", str(tiny), *options, *rank[2:]]) == 2
-    assert "counts only with adapters: say `lora_rank`" in capsys.readouterr().err
+    assert "counts only with adapters: set `lora_rank`" in capsys.readouterr().err
 
 
 def test_only_what_helps_is_advised():

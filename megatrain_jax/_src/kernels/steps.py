@@ -1,4 +1,4 @@
-"""The kernels around the stages of a step: its begin, zeros for gradients, its metrics, its end."""
+"""The kernels around the stages of a step: its begin, zero gradients, metrics and end."""
 
 from collections.abc import Callable, Hashable, Sequence
 

@@ -1,4 +1,4 @@
-"""The engine: obeys a schedule, computes, and has state moved between host and device.
+"""The engine: executes a schedule, and has state copied between host and device.
 
 All dispatches are asynchronous; a step waits for the device only where its schedule says so, to
 hold the byte budget, and before stages with large temporaries. The engine computes, `Transfers`

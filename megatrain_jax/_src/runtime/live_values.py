@@ -1,4 +1,4 @@
-"""The values of a step while it is dispatched: everything that its stages pass to each other.
+"""The values that a step's stages pass to each other, while it is dispatched.
 
 None of this is state of the run: each step starts anew, and only its metrics outlive it. A value is
 dropped after the last stage that reads it; a cotangent is removed by the stage that takes it.
