@@ -36,7 +36,6 @@ from megatrain_jax._src.state.cards import H200
 from megatrain_jax._src.state.groups import Grouping, GroupLayout, layout_group
 from megatrain_jax._src.state.hardware import Hardware
 
-
 # Numbers of parts that blocks are cut into, tried in turns where a block as a whole doesn't fit.
 _PARTS = (1, 2, 3, 4, 6, 8)
 
