@@ -21,6 +21,7 @@ class LiveValues:
         rows: Values between stages by their ids, those of the prologue first; activations that
             wait in the host are not among them meanwhile.
         cotangents: Cotangents, by the ids of the values that they are of.
+        rounded: Number of sums of gradients that were rounded so far, on the device.
         wave: The wave that is computed at present.
         means: Loss and metrics, once they are known: means over the microbatches.
         scalars: For each group whose *reduce* was dispatched, what that gave.
@@ -31,6 +32,7 @@ class LiveValues:
     step: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
+    rounded: jax.Array
     wave: int = 0
     means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
