@@ -89,13 +89,16 @@ class Precision:
             raise ValueError(f"Precision(rounding={self.rounding!r}) must be one of {allowed}.")
 
     @classmethod
-    def compact(cls, compute: DTypeLike = jnp.bfloat16) -> "Precision":
+    def compact(
+        cls, compute: DTypeLike = jnp.bfloat16, sums: DTypeLike = jnp.float32
+    ) -> "Precision":
         """Four bytes a parameter with Adam: masters in bfloat16, moments in 8 bits.
 
         Args:
             compute: dtype that parameters are cast to before the model sees them.
+            sums: dtype in which sums of gradients wait.
         """
-        return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute)
+        return cls(master=jnp.bfloat16, state=jnp.int8, compute=compute, sums=sums)
 
     @property
     def update(self) -> Any:
