@@ -12,7 +12,7 @@ from megatrain_jax._src.schedule.search import BudgetError
 from megatrain_jax._src.state.placement import placed_on
 from optimizers import OPTIMIZERS
 from oracle import train_plain
-from runs import check_close, make_spec, make_trainer, train
+from runs import check_close, check_same_bits, make_spec, make_trainer, train
 from zoo import CASES
 
 
