@@ -103,7 +103,9 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
         waves=args.waves,
-        precision=mt.Precision(compute=compute, master=args.master, state=args.state),
+        precision=mt.Precision(
+            compute=compute, master=args.master, state=args.state, sums=args.sums
+        ),
         device_budget=budget(args.device_budget),
         host_budget=args.host_budget,
         mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
@@ -255,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    for held in ("master", "state"):
+    for held in ("master", "state", "sums"):
         parser.add_argument(f"--{held}", default="float32", help="dtype that the host holds it in")
     parser.add_argument("--devices", type=int, default=1, help="GPUs that share step and state")
     parser.add_argument(
@@ -304,7 +306,8 @@ def main() -> None:
         "clip": args.clip,
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,
-        "held": {"master": args.master, "state": args.state},
+        "held": {"master": args.master, "state": args.state}
+        | ({} if args.sums == "float32" else {"sums": args.sums}),
         "hardware": hardware(),
         "versions": versions(),
         **figures,

@@ -90,10 +90,9 @@ def _cut(
 ) -> Cut:
     """Cuts so that each layer of the given stacks is a leaf."""
     leaves = leaves_of(traced, adapted.paths, adapted.shapes, trained, stacks)
-    program = cut_loss(traced, leaves)
     if num_parts > 1:
-        leaves = in_parts(leaves, program, num_parts)
-        program = cut_loss(traced, leaves)
+        leaves = in_parts(leaves, cut_loss(traced, leaves, opened=True), num_parts)
+    program = cut_loss(traced, leaves)
     leaves = tuple(
         without_block(leaf) if i in program.shared else leaf for i, leaf in enumerate(leaves)
     )

@@ -55,9 +55,10 @@ def fit_with_parts(
         spec = _fitted_in_any(run, make, fit, num_rows, device_bytes, placement)
     else:
         spec = make(run)
-        # A number of waves that changes the order of additions is chosen only for those who leave
-        # all to the plan.
-        may_choose = run.waves is None and not spec.first.workload.has_shared_sums
+        # A number of waves that changes the order of additions, or how often they are rounded, is
+        # chosen only for those who leave all to the plan.
+        rounds = spec.first.workload.has_shared_sums or spec.first.narrow_sums is not None
+        may_choose = run.waves is None and not rounds
         if may_choose and spec.first.microbatches > 1 and device_bytes is not None:
             spec = fit_in_waves(spec, fit, device_bytes)
         else:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -25,7 +26,7 @@ from megatrain_jax._src.build.codecs import (
 )
 from megatrain_jax._src.build.cut import Cut, cut_run
 from megatrain_jax._src.build.options import Options
-from megatrain_jax._src.build.precision import Precision
+from megatrain_jax._src.build.precision import Precision, Rounding
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.blocks import Leaf
@@ -145,6 +146,7 @@ class RunSpec:
                 hardware=_scheduled_for(self.options),
                 host_room=self.host_room,
                 waves=waves,
+                narrow_sums=_rounding_of_sums(self.precision),
                 training=train,
             )
 
@@ -265,6 +267,7 @@ def _make(
         device_budget=budget,
         hardware=_scheduled_for(options),
         waves=options.waves or 1,
+        narrow_sums=_rounding_of_sums(options.precision),
         training=True,
     )
     return RunSpec(
@@ -317,6 +320,10 @@ def batch_key(batch: Any) -> Hashable:
     leaves, treedef = jax.tree.flatten(batch)
     # As JAX will have them: int64 from NumPy is int32 without x64, and no other batch.
     return treedef, tuple((x.shape, str(jax.dtypes.canonicalize_dtype(x.dtype))) for x in leaves)
+
+
+def _rounding_of_sums(precision: Precision) -> Rounding | None:
+    return None if precision.sums == jnp.dtype("float32") else precision.rounding
 
 
 def _scheduled_for(options: Options) -> Hardware:

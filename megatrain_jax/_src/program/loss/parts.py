@@ -46,10 +46,12 @@ def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[
 
     Args:
         leaves: The leaves, with the blocks that the program was cut by.
-        program: The program.
+        program: The program, with each `remat` opened, or a block in one would have no place to
+            be cut at.
         num_parts: Number of parts of a block.
     """
     block_of: dict[int, ModelPath] = {}
+    cut: set[ModelPath] = set()
     done: set[ModelPath | None] = {None}
     for stage in program.stages:
         blocks = {leaves[i].block for i in stage.leaves} - {None}
@@ -59,14 +61,15 @@ def in_parts(leaves: Sequence[Leaf], program: Program, num_parts: int) -> tuple[
         done.add(block)
         assert block is not None
         own = [at for at, i in enumerate(stage.leaves) if leaves[i].block == block]
-        cuts = _cuts(stage, own)
-        for number, part in enumerate(_parts(cuts, num_parts), 1):
-            for at in part:
-                block_of[stage.leaves[at]] = (*block, f"part {number}")
-    # A leaf that this stage does not read stays in the first part.
-    firsts = {block: (*block, "part 1") for block in done if block is not None}
+        parts = _parts(_cuts(stage, own), num_parts)
+        if len(parts) > 1:
+            cut.add(block)
+            for number, part in enumerate(parts, 1):
+                block_of.update((stage.leaves[at], (*block, f"part {number}")) for at in part)
+    # A leaf that its stage does not read stays in the first part.
+    firsts: dict[ModelPath | None, ModelPath] = {block: (*block, "part 1") for block in cut}
     return tuple(
-        dataclasses.replace(leaf, block=block_of.get(i, firsts.get(leaf.block, leaf.block)))
+        dataclasses.replace(leaf, block=block_of.get(i) or firsts.get(leaf.block, leaf.block))
         for i, leaf in enumerate(leaves)
     )
 
