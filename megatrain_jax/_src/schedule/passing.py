@@ -8,7 +8,9 @@ of which move, while updates are deferred and the device has room for two gradie
     all that passes                                                              42
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
@@ -19,30 +21,64 @@ from megatrain_jax._src.schedule.workload import Workload
 _TASKS_IN_FLIGHT = 3
 
 
-def waiting_bytes(
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """The host bytes beside the state at rest, by part, when the most wait there.
+
+    Attributes:
+        gradients: Gradients that wait for their update.
+        activations: Activations that wait for their last reader.
+        residuals: Residuals that wait for their stage's backward.
+        in_flight: Old arrays that are being read while new ones are written.
+    """
+
+    gradients: int
+    activations: int
+    residuals: int
+    in_flight: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.gradients + self.activations + self.residuals + self.in_flight
+
+
+def find_waiting(
     workload: Workload, lists: Iterable[tuple[Sequence[Task], Sequence[Instruction]]]
-) -> int:
-    """The most bytes of gradients, activations and residuals that wait in the host at one time.
+) -> Passing:
+    """Finds the most bytes of gradients, activations and residuals that wait in the host at once.
 
     Args:
         workload: The workload.
         lists: Tasks that are run one list after another, each list with its instructions.
+
+    Returns:
+        The bytes by part at the time of the most; nothing is in flight.
     """
     waiting: dict[Key, int] = {}
     now = most = 0
+    by_kind: Counter[Kind] = Counter()
+    found = by_kind.copy()
     for tasks, instructions in lists:
         computations = {c.instruction: c for task in tasks for c in task.computations}
         for instruction in instructions:
             op, key = instruction.op, instruction.key
             if op is Op.OFFLOAD and key is not None and key.kind not in LASTING:
-                now += workload.size(key) - waiting.get(key, 0)
-                waiting[key] = workload.size(key)
-                most = max(most, now)
+                more = workload.size(key) - waiting.get(key, 0)
+                now, waiting[key] = now + more, workload.size(key)
+                by_kind[key.kind] += more
+                if now > most:
+                    most, found = now, by_kind.copy()
             # A copy that was fetched again is dropped by whoever consumes or changes the part.
             elif key is None and (computation := computations.get(instruction)):
                 for gone in (*computation.kills, *computation.dirties):
-                    now -= waiting.pop(gone, 0)
-    return most
+                    less = waiting.pop(gone, 0)
+                    now, by_kind[gone.kind] = now - less, by_kind[gone.kind] - less
+    return Passing(
+        gradients=found[Kind.GRADIENT],
+        activations=found[Kind.ACTIVATION],
+        residuals=found[Kind.RESIDUALS],
+    )
 
 
 def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:

@@ -30,7 +30,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.passing import in_flight_bytes, waiting_bytes
+from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import (
     least_bytes,
@@ -72,7 +72,7 @@ class Schedule:
             task. Steady steps and flushes may hold less, offload parts that are unchanged, and wait
             for tasks that left nothing: their instructions serve after every step.
         peak_bytes: The largest entry of the ledgers.
-        passing_bytes: Host bytes that training steps take beside the state at rest.
+        passing: Host bytes that training steps take beside the state at rest, by part.
         evaluation_bytes: Host bytes that an evaluation takes beside it.
         resident: Parts that stay on the device between steps, or from when they are made to their
             last use.
@@ -89,13 +89,18 @@ class Schedule:
     num_tasks: int
     ledger: Mapping[str, tuple[int, ...]]
     peak_bytes: int
-    passing_bytes: int
+    passing: Passing
     evaluation_bytes: int
     resident: frozenset[Key]
     kept: frozenset[int]
     lean: bool
     seconds: float
     smallest_bytes: int
+
+    @property
+    def passing_bytes(self) -> int:
+        """Host bytes that training steps take beside the state at rest."""
+        return self.passing.total
 
     def __repr__(self) -> str:
         """Returns a line of totals: a deep model's step has thousands of instructions."""
@@ -212,20 +217,21 @@ class _Steps:
         return flush
 
     @functools.cached_property
-    def passing_bytes(self) -> int:
-        """Host bytes beside the state at rest."""
+    def passing(self) -> Passing:
+        """Host bytes beside the state at rest, by part."""
         lists = self.lists
         cold = lists.cold, self.cold.instructions
         steady = lists.steady, self.steady.instructions
         flush = lists.flush, self.flush.instructions
         # A first step may have less room ahead than the others have, and emptying the device takes
         # to the host what that has no room to keep: after a first step, or after others.
-        waiting = waiting_bytes(self.workload, (cold, flush, cold, steady, steady, flush))
-        return waiting + in_flight_bytes(self.workload, self.steady.instructions)
+        waiting = find_waiting(self.workload, (cold, flush, cold, steady, steady, flush))
+        in_flight = in_flight_bytes(self.workload, self.steady.instructions)
+        return dataclasses.replace(waiting, in_flight=in_flight)
 
     def fits_host(self, room: float) -> bool:
         """Whether the host has so much room beside the state at rest."""
-        return math.isinf(room) or self.passing_bytes <= room
+        return math.isinf(room) or self.passing.total <= room
 
     @property
     def workload(self) -> Workload:
@@ -262,7 +268,7 @@ def _best(candidates: Sequence[_Steps], room: _Room) -> _Steps:
     """The fastest; of steps that are as fast by all that can be foretold, those that move least."""
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
-        return min(candidates, key=lambda steps: steps.passing_bytes)
+        return min(candidates, key=lambda steps: steps.passing.total)
     fastest = min(fitting, key=lambda steps: steps.seconds)
     _, seconds = _copies(fastest)
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
@@ -339,10 +345,10 @@ def _finished(steps: _Steps, smallest: int) -> Schedule:
         num_tasks=len(lists.steady),
         ledger={name: tuple(run.ledger) for name, run in runs.items()},
         peak_bytes=max((size for run in runs.values() for size in run.ledger), default=0),
-        passing_bytes=steps.passing_bytes,
-        evaluation_bytes=waiting_bytes(
+        passing=steps.passing,
+        evaluation_bytes=find_waiting(
             lists.workload, [(lists.evaluation, evaluation.instructions)]
-        ),
+        ).total,
         resident=steps.resident,
         kept=lists.workload.kept,
         lean=lists.workload.lean,
