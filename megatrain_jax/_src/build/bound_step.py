@@ -231,15 +231,21 @@ def spanning(
         num_bytes: Bytes of what they hand on that need not be held; see `computed_again`.
     """
     stages = [bound.stage for bound in step.stages]
-    again = computed_again(step.workload, stages, span, num_bytes)
-    workload = dataclasses.replace(step.workload, again=again)
-    lean = step.lean and dataclasses.replace(step.lean, again=again)
+    workload = workload_spanning(step, span, num_bytes)
+    lean = step.lean and dataclasses.replace(step.lean, again=workload.again)
     schedule = find_schedule(workload, device_budget, lean, host_room)
     # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
         step, workload=workload, lean=lean, schedule=schedule, last_read=last_read
     )
+
+
+def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -> Workload:
+    """Returns the workload of such a step, which takes no search; see `spanning`."""
+    stages = [bound.stage for bound in step.stages]
+    again = computed_again(step.workload, stages, span, num_bytes)
+    return dataclasses.replace(step.workload, again=again)
 
 
 def _gradient_dtypes(

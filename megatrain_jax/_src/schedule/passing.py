@@ -11,10 +11,11 @@ of which move, while updates are deferred and the device has room for two gradie
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.tasks import Task
+from megatrain_jax._src.schedule.tasks import Computation, Task, TaskLists
 from megatrain_jax._src.schedule.workload import Workload
 
 # The driver waits for a task before it dispatches the second one after it.
@@ -90,3 +91,54 @@ def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:
     state = (Kind.MASTERS, Kind.OPTIMIZER_STATE)
     moving = sorted((sum(workload.size(Key(k, g)) for k in state) for g in groups), reverse=True)
     return sum(moving[:_TASKS_IN_FLIGHT])
+
+
+def least_passing_bytes(lists: TaskLists, limit: int) -> int:
+    """Returns host bytes beside the state at rest that no schedule of some tasks can do without.
+
+    It takes one pass over the tasks, where to find a schedule takes thousands. Eight blocks that
+    hand on 4 bytes each, masters and optimizer state of 6 in all, and a limit of 20 bytes::
+
+        before the first backward 8 x 4 bytes are alive, 20 - 6 have room   18
+        of eight groups 3 can stay, and 3 of the others are in flight       18
+        no schedule takes less than                                         36
+
+    Args:
+        lists: The tasks. Stages that keep residuals have more alive, so those of a step that keeps
+            none serve for all.
+        limit: Bytes that may be on the device.
+    """
+    size, alive, waiting = lists.workload.size, set[Key](), 0
+    steps = [c for task in (*lists.cold, *lists.steady) for c in task.computations]
+    for computation in steps:
+        alive.update(key for key in computation.creates if key.kind not in LASTING)
+        used = sum(size(key) for key in computation.touches if key.kind in LASTING)
+        # Each is on the device beside what is computed on, or it waits.
+        waiting = max(waiting, sum(map(size, alive)) + used - limit)
+        alive.difference_update(computation.kills)
+    return waiting + _least_in_flight(lists.workload, steps, limit)
+
+
+def _least_in_flight(workload: Workload, steps: Iterable[Computation], limit: int) -> int:
+    """Returns the least that `in_flight_bytes` can be of any schedule.
+
+    A group that never moves is on the device at the end of a step, as its update has made it new:
+    those that never move fit the limit together. Of groups of 8, 8, 2, 2, 2 and 2 bytes and a limit
+    of 10, one of 8 and one of 2 stay, and 8 + 2 + 2 bytes of others are in flight.
+    """
+    updated = {key.owner for c in steps for key in c.dirties if key.kind in LASTING}
+    found = (sum(workload.size(Key(kind, group)) for kind in LASTING) for group in updated)
+    # With none of 0 bytes, fewer than three may move.
+    sizes = [*sorted(found, reverse=True), *(0,) * _TASKS_IN_FLIGHT]
+    before, least = list(accumulate(sizes, initial=0)), sum(sizes)
+    # The largest that move are two of the first so many groups, and the next one.
+    for third in range(2, len(sizes)):
+        too_much, first, second = before[third] - limit, 0, third - 1
+        while first < second:
+            moving = sizes[first] + sizes[second]
+            if moving < too_much:
+                second -= 1
+                continue
+            least = min(least, moving + sizes[third])
+            first += 1
+    return least

@@ -30,7 +30,12 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices
 from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.passing import Passing, find_waiting, in_flight_bytes
+from megatrain_jax._src.schedule.passing import (
+    Passing,
+    find_waiting,
+    in_flight_bytes,
+    least_passing_bytes,
+)
 from megatrain_jax._src.schedule.residency import Residency
 from megatrain_jax._src.schedule.room import (
     least_bytes,
@@ -246,7 +251,11 @@ def _with_residents(choice: Choice, room: _Room) -> _Steps:
 
 def _may_fit(room: _Room, choice: Choice) -> bool:
     """Whether the host has room for some steps of a choice."""
-    return math.isinf(room.host) or any(s.fits_host(room.host) for s in _laid_down(choice, room))
+    if math.isinf(room.host):
+        return True
+    if least_passing_bytes(choice.lists, room.device) > room.host:
+        return False
+    return any(steps.fits_host(room.host) for steps in _laid_down(choice, room))
 
 
 def _laid_down(choice: Choice, room: _Room) -> Iterator[_Steps]:
