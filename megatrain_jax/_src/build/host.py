@@ -146,6 +146,20 @@ def agreed_host_budget(options: Options, placement: Placement) -> int | None:
     return min((limit for limit in found if limit is not None), default=None)
 
 
+def fits_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> bool:
+    """Whether the host suffices for a run's pools and process as the run is.
+
+    Args:
+        spec: The run.
+        num_processes: See `fit_to_host`.
+        processes_per_host: See `fit_to_host`.
+    """
+    own = spec.first.num_devices // num_processes
+    most = most_of_a_process(spec.options, own, processes_per_host)
+    total = _machine_bytes(spec.options, own * processes_per_host)
+    return most is None or process_bytes(spec, num_processes, total)[0] <= most
+
+
 def check_host(
     spec: RunSpec,
     num_processes: int,
