@@ -30,6 +30,7 @@ HELD = {
     "fp32": (),
     "compact": ("--master", "bfloat16", "--state", "int8"),
     "bf16": ("--master", "bfloat16", "--state", "bfloat16"),
+    "int8": ("--master", "int8", "--state", "int8"),
 }
 # Single steps differ by their batches more than by anything else.
 _SMOOTHED_OVER = 20

@@ -208,6 +208,17 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def rising_and_falling(highest: float, steps: int) -> optax.Schedule:
+    """Returns a learning rate that rises from above 0, so that the first step learns, too."""
+    rising = steps // 20
+    return optax.warmup_cosine_decay_schedule(
+        init_value=highest / (rising + 1),
+        peak_value=highest,
+        warmup_steps=rising,
+        decay_steps=steps,
+    )
+
+
 def main() -> None:
     """Plans, trains, samples, and writes the history and its curve."""
     args = parse_arguments()
@@ -215,13 +226,9 @@ def main() -> None:
     on_cpu = jax.default_backend() == "cpu"
     bf16 = args.precision == "bf16" or (args.precision == "auto" and not on_cpu)
     dtype = jnp.bfloat16 if bf16 else jnp.float32
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=args.learning_rate,
-        warmup_steps=args.steps // 20,
-        decay_steps=args.steps,
+    optimizer = optax.adamw(
+        rising_and_falling(args.learning_rate, args.steps), b2=0.95, weight_decay=0.0
     )
-    optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.0)
     settings = {
         "microbatches": args.microbatches,
         "precision": mt.Precision(compute=dtype),

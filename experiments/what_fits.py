@@ -102,7 +102,7 @@ def _tokens_per_second(of: mt.Plan) -> str:
 
 def table(gpu: str) -> str:
     """Returns the table of a GPU, as Markdown."""
-    titles = ["model", "host GiB", *HOSTS, "expected tokens a second"]
+    titles = ["model", "host GiB", *HOSTS, "planned tokens/s"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for model in MODELS:
         lines.append(row(gpu, model))

@@ -1,7 +1,7 @@
 """Train any Flax model whose state does not fit the GPU, from pinned host memory.
 
-What has to be set before JAX starts is set at once. The public names are imported when they are
-first asked for, so that the command line answers what needs no JAX without waiting for it.
+Settings that must be made before JAX starts are made at once. Public names are imported on first
+use, so that commands that need no JAX don't wait for it.
 """
 
 from importlib import import_module as _import_module
@@ -53,7 +53,7 @@ _allocator.choose()
 _pool_limit.set_limit()
 _compilation_cache.enable()
 
-# Its only place: the package is built with it, and a tree that isn't installed has it, too.
+# The only place of the version; the package build reads it, and it works without installing.
 __version__ = "0.1.0"
 
 __all__ = [
@@ -153,7 +153,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first asked for."""
+    """Imports a public name on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_import_module(f"megatrain_jax._src.{_MODULES[name]}"), name)

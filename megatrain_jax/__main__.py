@@ -1,4 +1,4 @@
-"""The command line, as `python -m megatrain_jax`, where its script is not on the path."""
+"""The command line as `python -m megatrain_jax`, if its script is not on the path."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Ready-made callbacks for `fit` and `train`, and the protocol to write others.
+"""Ready-made callbacks for `fit` and `train`, and the protocol for writing your own.
 
-It is imported on its own: ``from megatrain_jax import callbacks``.
+Imported separately: ``from megatrain_jax import callbacks``.
 """
 
 from megatrain_jax._src.callbacks.best import EarlyStopping, KeepBest

@@ -1,7 +1,7 @@
 """Conversations, preferences and plain text as packed batches of NumPy arrays.
 
-It needs more than the rest of the library, and is imported on its own:
-``from megatrain_jax import data``.
+Imported separately, because it needs more packages than the rest of the library: ``from
+megatrain_jax import data``.
 """
 
 try:

@@ -6,7 +6,7 @@
     )
     models.save_pretrained(result.trainer, "folder/of/the/result")
 
-A user of the core's public names only. Loading needs `pip install "megatrain-jax[finetune]"`.
+It uses only the core's public names. Loading needs `pip install "megatrain-jax[finetune]"`.
 """
 
 from megatrain_jax._src.models.causal_attention import attention

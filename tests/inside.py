@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 import megatrain_jax as mt
-from megatrain_jax._src.build.bound_step import BoundStep, spanning
+from megatrain_jax._src.build.bound_step import BoundStep, spanning, with_all_waves
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.tiles import TileFinder
 from megatrain_jax._src.runtime.engine import Engine
@@ -54,7 +54,7 @@ def compute_again(trainer: mt.Trainer, span: int, host_room: float = 0) -> None:
     In the host it has so much room beside the state, or takes the least.
     """
     spec = trainer._spec
-    first = spanning(spec.first, span, spec.budget_bytes, host_room)
+    first = with_all_waves(spanning(spec.first, span, spec.budget_bytes, host_room))
     trainer._spec = dataclasses.replace(spec, host_room=host_room, first=first)
     trainer._steps = {first.key: first}
 

@@ -93,7 +93,8 @@ NO_COUNTS = (
     *(Decimal(2), Fraction(4, 2), jnp.float32(2), *NOTHING_USEFUL),
 )
 # A number alone is one of bytes.
-NO_BYTES = ("8 gigs", "GiB", "-1GiB", 8e9, *(v for v in NO_COUNTS if v is not NO_COUNTS[0]))
+NO_BYTES = ("22", "22.5", "8 gigs", "GiB", "-1GiB", 8e9)
+NO_BYTES += tuple(v for v in NO_COUNTS if v is not NO_COUNTS[0])
 COUNTS = (2, np.int64(2), np.uint8(4), np.array(1), jnp.int32(2), Index())
 NO_PATHS = (3, 1.5, True, b"there", BytesPath(), "", "a\0b", ["there"], object(), lambda: "there")
 NO_BATCHES = (

@@ -126,7 +126,9 @@ class Trial:
         shutil.rmtree(folder)
         if with_bug.status == _PASSED:
             return "nothing has noticed it"
-        if with_bug.status != _FAILED or not with_bug.failed:
+        # A signal, hence a status below zero, may end a process whose test has failed: the bug has
+        # left a thread behind.
+        if with_bug.status is None or with_bug.status > _FAILED or not with_bug.failed:
             return f"no test has failed by itself:\n{with_bug.printed}"
         return None
 

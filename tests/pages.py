@@ -14,6 +14,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.M | re.S)
+_SHOWN = re.compile(r"^```(?:python|py|bash|yaml)\n(.*?)^```$", re.M | re.S)
 _CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 _LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]+)")
 _CHECKER = doctest.OutputChecker()
@@ -42,6 +43,12 @@ def blocks(page: Path) -> list[Block]:
         Block(code=m[1], printed=m[2], line=text.count("\n", 0, m.start()) + 1)
         for m in _BLOCK.finditer(text)
     ]
+
+
+def code_lines(page: Path) -> list[str]:
+    """The lines of code that a page shows, in any language, without what it prints."""
+    shown: list[str] = _SHOWN.findall(page.read_text(encoding="utf-8"))
+    return [line for code in shown for line in code.splitlines()]
 
 
 def execute(page: Path, block: Block, namespace: dict[str, Any]) -> str:

@@ -22,10 +22,13 @@ from megatrain_jax._src.checkpoint.writing import Writer
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"precision": mt.Precision(compute=jnp.float32)},
-    # Masters in bfloat16, state and what isn't trained as codes.
+    # Masters as codes or in bfloat16, state and frozen parameters as codes.
     "codes": {
         "precision": mt.Precision(
-            compute=jnp.float32, master=jnp.bfloat16, state="int8", frozen="int8"
+            compute=jnp.float32,
+            master={"head/*": "bfloat16", "*": "int8"},
+            state="int8",
+            frozen="int8",
         ),
         "trainable": "^(layer|head)",
     },

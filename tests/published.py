@@ -343,7 +343,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         _COMMON
         | {
             "architectures": ["Qwen3MoeForCausalLM"],
-            "attention_bias": False,
             "decoder_sparse_step": 1,
             "eos_token_id": 151645,
             "head_dim": 128,

@@ -4,6 +4,7 @@ A stale copy, a lost partial sum, an update with the wrong gradient or a byte to
 rather than in a training run.
 """
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +24,8 @@ class Machine:
     """A machine that runs instructions on version numbers.
 
     The version of masters and optimizer state is the number of their updates, that of a gradient
-    the step that made it and the stages summed into it, that of an activation or residuals the run
-    that made them.
+    the step that made it and the stages of each wave summed into it, that of an activation or
+    residuals the run and the wave that made them.
     """
 
     workload: Workload
@@ -159,23 +160,25 @@ class Machine:
                     "a stage reads the last step's masters"
                 )
                 if instruction.op is Op.BACKWARD:
-                    self.add_gradient(owner, instruction.stage)
+                    self.add_gradient(owner, instruction.stage, instruction.wave)
+            version = self.runs, instruction.wave
             for i in self.of_stage(self.workload.reads, instruction.stage):
                 self.read(Key(Kind.ACTIVATION, i), stage=True)
-                assert self.truth[Key(Kind.ACTIVATION, i)] == self.runs, (
-                    "a stage reads what this run made"
+                assert self.truth[Key(Kind.ACTIVATION, i)] == version, (
+                    "a stage reads what this run and this wave made"
                 )
             if instruction.op is Op.FORWARD:
                 for i in self.of_stage(self.workload.makes, instruction.stage):
                     assert Key(Kind.ACTIVATION, i) not in self.truth
-                    self.write(Key(Kind.ACTIVATION, i), self.runs)
+                    self.write(Key(Kind.ACTIVATION, i), version)
             if instruction.stage in self.kept:
                 residuals = Key(Kind.RESIDUALS, instruction.stage)
                 if instruction.op is Op.FORWARD:
                     assert residuals not in self.truth
-                    self.write(residuals, self.runs)
+                    self.write(residuals, version)
                 else:
                     self.read(residuals, stage=True)
+                    assert self.truth[residuals] == version
                     self.consume(residuals)
             for table in (self.workload.reads, self.workload.makes):
                 for i in self.of_stage(table, instruction.stage):
@@ -211,19 +214,20 @@ class Machine:
             self.device[key] = version
             self.fetched.pop(key, None)
 
-    def backward_stages(self, group: int) -> frozenset[int]:
+    def backward_stages(self, group: int) -> frozenset[tuple[int, int]]:
         stages = zip(self.workload.stages, self.workload.backward, strict=True)
-        return frozenset(at for at, (used, needed) in enumerate(stages) if needed and group in used)
+        read = [at for at, (used, needed) in enumerate(stages) if needed and group in used]
+        return frozenset(itertools.product(read, range(self.workload.waves)))
 
-    def add_gradient(self, group: int, stage: int) -> None:
+    def add_gradient(self, group: int, stage: int, wave: int) -> None:
         step, stages, key = self.step, frozenset(), Key(Kind.GRADIENT, group)
         if key in self.truth:
             self.read(key, stage=True)
             step, stages = self.truth[key]
         else:
             assert not self.workload.accumulate, "sums over microbatches start from zeros"
-        assert step == self.step and stage not in stages
-        self.write(key, (step, stages | {stage}))
+        assert step == self.step and (stage, wave) not in stages
+        self.write(key, (step, stages | {(stage, wave)}))
 
     def reduce(self, group: int) -> None:
         self.read(Key(Kind.GRADIENT, group))

@@ -42,7 +42,9 @@ class Started:
         shapes = ((x.shape, x.dtype) for x in jax.tree.leaves(model))
         program = loss_fn, optimizer, batch_key(sample_batch), jax.tree.structure(model), *shapes
         anywhere = dataclasses.replace(options, device_budget="least", hardware=None)
-        self._newest = self._kernels.setdefault((anywhere, *program), KernelCache())
+        # No function depends on the number of waves.
+        kernels = dataclasses.replace(anywhere, waves=None), *program
+        self._newest = self._kernels.setdefault(kernels, KernelCache())
         key = (anywhere, options.hardware, *program)
         if key not in self._specs:
             spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, options)

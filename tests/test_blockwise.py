@@ -79,6 +79,26 @@ def test_zeros_and_largest_numbers_stay_whatever_is_drawn(code, bits, signed, dr
 
 
 @pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
+def test_unchanged_numbers_keep_their_codes(code, bits, signed, monkeypatch):
+    """A parameter without an update does not shrink: even the smallest draw changes none."""
+
+    def drawing(draw, numbers):
+        return jnp.zeros(numbers.shape, jnp.uint32)
+
+    monkeypatch.setattr("megatrain_jax._src.state.blockwise.random_bits", drawing)
+    codec = Blockwise(code=code, bits=bits, signed=signed, stochastic=True)
+    rng = np.random.default_rng(6)
+    rows = rng.choice(codec.levels()[signed:], size=(512, BLOCK))
+    rows[:, 0] = 1
+    x = (rows * 10.0 ** rng.uniform(-6, 2, size=(512, 1))).astype(np.float32).reshape(-1)
+    codes, scales = codec.encode(x, None)
+    x = codec.decode((codes, scales), np.float32)
+    encode = jax.jit(lambda x: codec.encode(x, (None, jnp.arange(x.size, dtype=jnp.uint32))))
+    for again, before in zip(encode(x), (codes, scales), strict=True):
+        np.testing.assert_array_equal(again, before)
+
+
+@pytest.mark.parametrize(("code", "bits", "signed"), KINDS)
 def test_encoding_finds_the_nearest_level(code, bits, signed):
     codec = Blockwise(code=code, bits=bits, signed=signed)
     x = numbers(1, signed)

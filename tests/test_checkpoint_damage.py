@@ -224,6 +224,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
     check_same_bits(plain(tmp_path / "6")["params"]["0"], again.params[0])
 
 
+def test_all_damaged_checkpoints_are_named(tmp_path):
+    result = small.fit(tmp_path, 6, checkpoint_every=2)
+    (tmp_path / "2" / "megatrain.json").write_text("{}")
+    (tmp_path / "4" / "megatrain.json").write_text("")
+    small.damage(tmp_path / "6", result.trainer.opt_state[0].mu[0]["w"])
+    with pytest.raises(mt.CheckpointError) as error:
+        small.fit(tmp_path, 8)
+    newest, older = str(error.value).split("No older checkpoint there can be gone on from")
+    assert str(tmp_path / "6") in newest and f"4: {tmp_path / '4'}" in older
+    assert f"2: {tmp_path / '2'}" in older and len(older) < 600
+
+
 def rewritten(**changes):
     return lambda facts: json.dumps({**facts, **changes})
 

@@ -147,18 +147,18 @@ def test_only_what_helps_is_advised():
 
     of_host = advised(False, True, 1, "clip", "lora_rank", optimizer="lion")
     assert of_host.startswith(
-        "host memory is what lacks. It fits with --clip null or --lora-rank 16. "
+        "not enough host memory. It fits with --clip null or --lora-rank 16. "
     )
     assert advised(False, True, 2, "state", "optimizer", "clip").startswith(
-        "host memory is what lacks. It fits with --state compact, --optimizer lion together. "
+        "not enough host memory. It fits with --state compact, --optimizer lion together. "
     )
     of_device = advised(None, False, 1, "microbatches", "length", model="m", tokens=16384, gpus=2)
     assert of_device.startswith(
-        "GPU memory is what lacks. It fits with --microbatches 2 or --length 2048. "
+        "not enough GPU memory. It fits with --microbatches 2 or --length 2048. "
     )
     both = advised(False, False, 1, device_budget="least", clip=None)
     assert both == (
-        "host memory and GPU memory are what lacks. No option of this command is enough: it needs "
+        "not enough host memory and GPU memory. No option of this command is enough: it needs "
         "a larger --host and a --gpu with more memory, or a smaller model."
     )
 
@@ -179,7 +179,7 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
     printed = capsys.readouterr().out
     assert "DOES NOT FIT in 5.00 GiB" in printed
     advised = printed.partition("It does not fit: ")[2]
-    assert advised.startswith("host memory is what lacks. It fits with --")
+    assert advised.startswith("not enough host memory. It fits with --")
     assert "GPU" not in advised and "--optimizer" not in advised
     for options in advised.partition("It fits with ")[2].partition(". docs")[0].split(" or "):
         assert main([*given, "--host", "5GiB", *options.split()]) == 0
@@ -192,10 +192,10 @@ def test_what_is_advised_fits_when_it_is_planned(tiny, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plna"], "there is no command 'plna', but plan, finetune and pretrain"),
+        (["plna"], "unknown command 'plna'; commands are plan, finetune and pretrain"),
         (["plan", "Qwen3-8b-base", "--gpu", "H100"], "no known name; did you mean Qwen3-8B"),
         (["plan", "there/is/none", "--gpu", "H100"], "no folder, no file and no known name"),
-        (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known; near it are H100, "),
+        (["plan", "Qwen3-8B", "--gpu", "H1000"], "no card 'H1000' is known; did you mean H100 or "),
         (["plan", "Qwen3-8B"], "there is no GPU here to plan for: name one, such as --gpu H100"),
         (["plan", "Qwen3-8B", "--gpus", "0"], "`gpus` must be at least 1, but is 0"),
         (["plan", "Qwen3-8B", "--gpus", "two"], "--gpus: Expected a <class 'int'>"),
@@ -437,7 +437,7 @@ def test_the_largest_known_model_that_fits_is_named(monkeypatch, capsys):
     assert lines[0].startswith("The largest on NVIDIA GeForce RTX 3080 with 8.00 GiB of host")
     assert lines[2].startswith("model    middle, 1 row of 256 tokens: ") and len(lines) == 3
     assert main([*options, "--host", "1GiB"]) == 1
-    assert "Nothing fits: host memory is what lacks. " in capsys.readouterr().out
+    assert "Nothing fits: not enough host memory. " in capsys.readouterr().out
 
 
 def test_the_library_needs_no_command_line_and_what_is_asked_wrongly_no_jax():

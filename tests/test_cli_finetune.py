@@ -124,7 +124,7 @@ def test_an_interrupted_run_is_gone_on_with_exported_and_then_done(given, tmp_pa
     printed = capsys.readouterr().out
     assert f"went on after step {before}\nstep {before + 1}/60, loss" in printed
     last = [line for line in printed.splitlines() if line.startswith("step 60/60, loss ")]
-    assert len(last) == 1 and ", loss on what is held out " in last[0] and "00:00 left" in last[0]
+    assert len(last) == 1 and ", eval loss " in last[0] and "00:00 left" in last[0]
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 60 and report["last_loss"] < 0.7 * report["first_loss"]
     assert report["eval_loss"] > 0 and len(report["history"]) == 60

@@ -31,6 +31,7 @@ SETTINGS = {
     ),
     "int8": mt.Precision.compact(compute=jnp.float32),
     "int4": mt.Precision(state={"*/nu/*": "int8", "*": "int4"}, compute=jnp.float32),
+    "int8_masters": mt.Precision(master="int8", state="int4", compute=jnp.float32),
 }
 NUM_STEPS = 4
 
@@ -57,6 +58,7 @@ def make_trainer(case, name, setting, budget: DeviceBudget = "least", **options)
         ("linen_scan_remat", "clip_adamw", "bf16_state"),
         ("linen_scan_remat", "adamw_schedule", "int8"),
         ("nnx_tied", "muon", "int4"),
+        ("linen_scan_remat", "clip_adamw", "int8_masters"),
         pytest.param("nnx_tied", "adamw_schedule", "nearest", marks=pytest.mark.long),
         pytest.param("unet", "adafactor", "bf16_state", marks=pytest.mark.long),
     ],
@@ -82,7 +84,10 @@ def test_streamed_resident_and_resumed_are_the_same_bits(tmp_path, case, optimiz
 
 
 @pytest.mark.usefixtures("started_once_in_test")
-@pytest.mark.parametrize(("case", "setting"), [("linen_scan_remat", "int4"), ("nnx_tied", "int8")])
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    [("linen_scan_remat", "int4"), ("nnx_tied", "int8"), ("linen_scan_remat", "int8_masters")],
+)
 def test_checkpoints_of_numbers_and_of_codes_start_each_others_runs(tmp_path, case, setting):
     """What a compact run was is what a run in fp32 goes on from, and plain Orbax decodes it."""
     case = CASES[case]
@@ -105,12 +110,12 @@ def test_checkpoints_of_numbers_and_of_codes_start_each_others_runs(tmp_path, ca
     facts = json.loads((tmp_path / "compact" / "megatrain.json").read_text())["coded"]
     saved = flat(v1.load(str(tmp_path / "compact")))
     paths = [path for path in saved if path[-1] == "codes"]
-    exact = flat(held[1])
+    exact = flat({"params": held[0], "opt_state": held[1]})
     assert {"/".join(path[:-1]) for path in paths} == set(facts)
     for path in paths:
         assert saved[path].dtype in (np.int8, np.uint8)
         found = decoded(facts["/".join(path[:-1])], saved[path], saved[(*path[:-1], "scales")])
-        np.testing.assert_array_equal(found, exact[path[1:-1]])
+        np.testing.assert_array_equal(found, exact[path[:-1]])
     # Saved in fp32 and read by the compact run, it is the same again: codes, too.
     plain.save(tmp_path / "plain")
     again = mt.Trainer(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -194,6 +195,7 @@ if args.row == "bf16 masters":
     signal.pause()
 figures = {"held_out_loss": 2.0, "median_seconds_per_step_beside_others": 0.1}
 figures["fraction"] = os.environ["XLA_CLIENT_MEM_FRACTION"]
+figures["gpu"] = os.environ.get("CUDA_VISIBLE_DEVICES")
 Path(args.out).write_text(json.dumps({**figures, "sizes": json.loads(args.sizes)}))
 """
 
@@ -217,6 +219,12 @@ def test_runs_that_are_done_stay_and_others_go_on(tmp_path, monkeypatch, capsys)
     written = json.loads((out / names[0]).read_text())
     assert float(written["fraction"]) == pytest.approx(0.425)
     assert dataclasses.replace(settings.FULL, **written["sizes"]) == SIZES
+    # Of several GPUs a process sees one.
+    jobs_of_gpus = [("fp32", 2), ("fp32", 3)]
+    workers.run_all(jobs_of_gpus, SIZES, ORIGIN, out, workers=1, seconds=60, gpus=2)
+    texts = [(out / settings.file_name(*job)).read_text() for job in jobs_of_gpus]
+    found = {json.loads(text)["gpu"] for text in texts}
+    assert found == {"0", "1"} and written["gpu"] == os.environ.get("CUDA_VISIBLE_DEVICES")
     # What is done is not begun again, and what takes too long is stopped.
     (out / names[0]).write_text("{}")
     # What a process says when it is stopped is the last line of its log.

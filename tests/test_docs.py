@@ -8,20 +8,21 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from mkdocs import config as mkdocs_config
 
 from megatrain_jax._src import start
 from megatrain_jax._src.kernels.cache import KernelCache
-from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, execute, links
+from pages import NOTEBOOKS, PAGES, ROOT, as_said, blocks, cells, code_lines, execute, links
 from site_pages import documented, parameters_had, parameters_said, rendered
 
 pytestmark = pytest.mark.filterwarnings("error")
 START = ROOT / "docs" / "quickstart.md"
-TUTORIALS = ROOT / "docs" / "tutorials"
 FINETUNE = ROOT / "docs" / "notebooks" / "finetune.ipynb"
 # Pages whose reader has a checkpoint and conversations.
 WITH_CHECKPOINT = {
@@ -47,9 +48,12 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "page"}
     parts = [(page, block) for block in blocks(page)]
-    if page.is_relative_to(START.parent) and page != START and page.parent != TUTORIALS:
-        # Its model, loss and batches are those that other pages go on with.
-        parts.insert(0, (START, blocks(START)[0]))
+    if "<!-- quickstart -->" in page.read_text(encoding="utf-8"):
+        # The site shows the quickstart's program on this page, which imports all else itself.
+        program: dict[str, Any] = {"__name__": "page"}
+        execute(START, blocks(START)[0], program)
+        shared = ("Block", "Model", "loss_fn", "batches")
+        namespace |= {name: program[name] for name in shared}
     if page.name in FOR_LONG:
         options = {"xla_backend_optimization_level": "1"}
         monkeypatch.setattr(start, "KernelCache", lambda own: KernelCache({**own, **options}))
@@ -123,6 +127,11 @@ def test_links_lead_somewhere(page: Path):
     assert not lost
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.is_relative_to(ROOT / "docs")], ids=short)
+def test_code_fits_the_column_of_the_site(page: Path):
+    assert not [line for line in code_lines(page) if len(line) > 80]
+
+
 @pytest.mark.parametrize(
     "package",
     ["megatrain_jax", *(f"megatrain_jax.{name}" for name in ("callbacks", "data", "models"))],
@@ -133,6 +142,26 @@ def test_reference_has_every_public_name(package: str):
     listed = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = [line for line in listed.splitlines() if line.startswith(f"::: {package}.")]
     assert set(public) <= {line.rpartition(".")[2] for line in lines}
+
+
+def test_navigation_shows_few_entries():
+    sections = mkdocs_config.load_config(str(ROOT / "mkdocs.yml")).nav
+    shown = [entry for section in sections for entries in section.values() for entry in entries]
+    assert len(sections) + len(shown) <= 25
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("OOM", "troubleshooting.md"),
+        ("inference", "finetuning.md"),
+        ("generate", "logging.md"),
+        ("validation", "logging.md"),
+        ("gradient accumulation", "your_model.md"),
+    ],
+)
+def test_search_finds_the_words_of_the_field(words: str, page: str):
+    assert words in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from quickstart import rising_and_falling
 
 from pages import ROOT
 
@@ -69,3 +71,9 @@ def test_the_gallery_shows_every_example():
         assert f"../experiments/examples/{path.name}" in page
         assert f"pictures/{path.stem}.png" in page
         assert len(path.read_text(encoding="utf-8").splitlines()) < 60, path
+
+
+@pytest.mark.parametrize("steps", [6, 20, 2000])
+def test_every_step_of_the_quickstart_learns(steps):
+    rates = [np.asarray(rising_and_falling(3e-3, steps)(step)).item() for step in range(steps)]
+    assert min(rates) > 0 and rates.index(max(rates)) == steps // 20

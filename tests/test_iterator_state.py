@@ -1,13 +1,17 @@
 """States of data iterators in checkpoints: all of Python's and NumPy's types, others refused."""
 
 import copy
+import enum
+import functools
 import itertools
 import json
 import random
-from typing import Any
+from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -79,6 +83,8 @@ STATES = {
     "twister": np.random.RandomState(0).get_state(legacy=False),
     "legacy": np.random.RandomState(0).get_state(),
     "bytes": b"\xff\0",
+    "buffer": [bytearray(b"\1\2")],
+    "ordered": OrderedDict(b=1, a=OrderedDict()),
     "scalars": [np.float32(0.1), np.bool_(True), np.str_("é"), np.datetime64("2024-02-29")],
     "arrays": [np.zeros((0, 2), ">i4"), np.arange(6).reshape(2, 3).T, np.array(["a", "bc"])],
     "keys": {1: "a", (2, "b"): {None: "c"}, np.int32(3): "d"},
@@ -93,10 +99,11 @@ def test_a_state_comes_back_as_it_was(name):
     assert same(decoded_state(json.loads(json.dumps(encoded_state(state)))), before)
 
 
-def test_a_state_of_jax_arrays_comes_back_as_numpy_s():
-    key = jax.random.key_data(jax.random.key(3))
-    found = decoded_state(json.loads(json.dumps(encoded_state([key]))))
-    assert same(found, [np.asarray(key)])
+def test_a_state_of_jax_arrays_comes_back_as_jax_s():
+    state = [jax.random.key_data(jax.random.key(3)), jnp.arange(3)]
+    found = decoded_state(json.loads(json.dumps(encoded_state(state))))
+    assert all(isinstance(x, jax.Array) for x in found)
+    assert same([*map(np.asarray, found)], [*map(np.asarray, state)])
 
 
 def test_states_of_grain_are_gone_on_from(tmp_path):
@@ -109,11 +116,33 @@ def test_states_of_grain_are_gone_on_from(tmp_path):
     assert small.losses(small.fit(tmp_path, 6, data=data())) == small.losses(whole)
 
 
+class Stage(enum.IntEnum):
+    SECOND = 2
+
+
+class Place(NamedTuple):
+    file: int
+    row: int
+
+
+ITSELF: dict[str, Any] = {}
+ITSELF["own"] = ITSELF
+DEEP = functools.reduce(lambda inner, _: [inner], range(120), [])
 STRANGE = {
     r"state\['rng'\]\[1\] is of type Random": {"rng": [0, random.Random(0)]},
     r"state\['seen'\] is of type set": {"seen": {1, 2}},
     r"state\['a'\] is an array of dtype object": {"a": np.array([None])},
     r"state\['key'\] is a JAX array of key<fry>; keep": {"key": jax.random.key(0)},
+    r"state\['m'\] is of type MaskedArray, which would come back as a plain array": {
+        "m": np.ma.masked_array([1, 2], [True, False])
+    },
+    r"state\['stage'\] is of type Stage, which would come back as int; convert it": {
+        "stage": Stage.SECOND
+    },
+    r"state\['place'\] is of type Place, which would come back as tuple": {"place": Place(1, 2)},
+    r"state\['seen'\] is of type Counter, which would come back as dict": {"seen": Counter("ab")},
+    r"state\['own'\]\['own'\] is a value that contains itself": ITSELF,
+    r"state\['deep'\](\[0\])+ is nested more than 100 deep": {"deep": DEEP},
 }
 
 

@@ -27,6 +27,7 @@ from megatrain_jax._src.common.settings import changes
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import fingerprint
+from megatrain_jax._src.program.optimizer.named_numbers import named_numbers, other_numbers
 
 pytestmark = pytest.mark.usefixtures("started_once")
 SLOW, FAST = optax.adamw(1e-3), optax.adamw(1.0)
@@ -68,7 +69,7 @@ def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(
     assert line(warned) == (
         f"{tmp_path / '2'} is the end of a run with other settings, and no step is left to train, "
         "so these have no effect: loss_fn is another function, which may compute something else; "
-        "optimizer computes with 1 in place of 0.001; "
+        "optimizer has learning_rate 0.001 -> 1; "
         "precision.compute was 'float32' and is 'bfloat16'; "
         "precision.rounding was 'stochastic' and is 'nearest'; "
         "data begins with another batch; seed was 0 and is 7. "
@@ -78,7 +79,7 @@ def test_other_settings_of_a_finished_and_of_a_longer_run_are_named_in_one_line(
         fit(tmp_path, 3, **others)
     assert line(warned) == (
         f"{tmp_path / '2'} is of a run with other settings. New from now on: "
-        "loss_fn computes something else; optimizer computes with 1 in place of 0.001; "
+        "loss_fn computes something else; optimizer has learning_rate 0.001 -> 1; "
         "data begins with another batch. "
         "Kept, since the checkpoint's state holds it: seed=0, not 7."
     )
@@ -109,9 +110,28 @@ def test_an_injected_rate_is_kept_where_it_is_state_and_new_where_a_schedule_set
             warned
         )
     else:
-        assert "New from now on: optimizer computes with 0.5 in place of 0.001." in line(warned)
+        assert "New from now on: optimizer has init_value 0.001 -> 0.5." in line(warned)
     expected = 1e-3 if kept else 0.5 * 0.98
     np.testing.assert_allclose(result.history[-1]["learning_rate"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_another_precision_is_one_line_with_the_number_of_converted_arrays(tmp_path, steps):
+    fit(tmp_path, 2)
+    with pytest.warns(UserWarning) as warned:
+        result = fit(tmp_path, steps, precision=mt.Precision.compact(compute=jnp.float32))
+    # Masters and both moments of each of the two layers.
+    assert "precision.master was " in line(warned)
+    assert "It holds 6 arrays in other dtypes or codes than `precision` asks for" in line(warned)
+    with pytest.warns(UserWarning, match="holds 6 arrays in other dtypes") as warned:
+        result.trainer.restore(tmp_path / "2")
+    assert len(warned) == 1
+
+
+def test_data_is_the_same_in_the_dtype_that_jax_makes_of_it(tmp_path):
+    fit(tmp_path, 2)
+    wide = ({"x": small.batch(seed)["x"].astype(np.float64)} for seed in itertools.count())
+    fit(tmp_path, 3, data=wide)
 
 
 def rewritten(path, change) -> None:
@@ -172,8 +192,48 @@ def test_a_loss_that_is_traced_for_other_shapes_or_dtypes_is_compared_by_its_cod
             assert not warned
 
 
+def watched(params, batch):
+    """The same loss with a metric and prints, one of them in a function of its own."""
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"])
+        jax.debug.callback(lambda largest: None, 3 * jnp.abs(x).max())
+    jax.jit(lambda x: jax.debug.callback(lambda mean: None, x.mean()))(x)
+    return jnp.mean(x**2), {"largest": 2 * jnp.abs(x).max()}
+
+
+def test_a_loss_that_only_shows_more_is_the_same_loss(tmp_path):
+    fit(tmp_path, 1)
+    fit(tmp_path, 2, loss_fn=watched)
+    with pytest.warns(UserWarning, match="loss_fn computes something else"):
+        fit(tmp_path, 3, loss_fn=lambda params, batch: watched(params, batch)[0] ** 2)
+
+
 def scaled(scale: Any, microbatches: int = 1) -> Any:
     return lambda params, batch: scale * small.loss_fn(params, batch) * microbatches
+
+
+def cosine(peak: float) -> Any:
+    return optax.warmup_cosine_decay_schedule(0.0, peak, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "clause"),
+    [
+        (optax.sgd(0.1, momentum=0.9), optax.sgd(0.2, momentum=0.9), "learning_rate 0.1 -> 0.2"),
+        (optax.adamw(cosine(1.0)), optax.adamw(cosine(2.0)), "end_value 1 -> 2, init_value 1 -> 2"),
+        (optax.adamw(0.1, b1=0.9), optax.adamw(0.1, b1=0.8), "b1 0.9 -> 0.8"),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.partition({"a": SLOW}, "a")),
+            optax.chain(optax.clip_by_global_norm(0.5), optax.partition({"a": FAST}, "a")),
+            "max_norm 1 -> 0.5, learning_rate 0.001 -> 1",
+        ),
+        (SLOW, optax.adam(1e-3), ""),
+        (optax.adam(0.5), optax.adam(0.5), ""),
+    ],
+)
+def test_numbers_of_an_optimizer_are_named_as_optax_names_them(before, now, clause):
+    assert other_numbers(*(named_numbers(tx.update) for tx in (before, now))) == clause
 
 
 def test_code_is_compared_by_what_it_computes_with():

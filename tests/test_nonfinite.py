@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import megatrain_jax as mt
 from poison import EXAMPLES, WIDTH, batch, loss_fn, poisoned
-from runs import check_same_bits
+from runs import check_close, check_same_bits
 
 pytestmark = pytest.mark.usefixtures("started_once")
 
@@ -126,12 +127,17 @@ def stack_loss(params, batch):
     return jnp.mean((x - batch["y"][:, None]) ** 2) + spoiled
 
 
-def stack_trainer(optimizer, loss_fn=stack_loss, **options):
+def stack_params():
     rng = np.random.default_rng(0)
-    params = [
-        {"w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
+    shapes = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
+    return [
+        {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
         for _ in range(4)
     ]
+
+
+def stack_trainer(optimizer, loss_fn=stack_loss, **options):
+    params = stack_params()
     precision = mt.Precision(compute=jnp.float32)
     sample = spoiling(0, None)
     return mt.Trainer(
@@ -173,11 +179,64 @@ def test_one_leaf_whose_gradient_is_not_finite_is_reported_and_trains_no_other(n
         trainer.read(trainer.step(spoiling(2, None)))
 
 
-@pytest.mark.parametrize("name", ["adamw", "clipped"])
-def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path, name):
+STEEP = {
+    "adamw": OPTIMIZERS["adamw"],
+    "clipped": OPTIMIZERS["clipped"],
+    "lion": optax.lion(1e-3),
+    "sgd": optax.sgd(1e-26),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "on_nonfinite", "microbatches", "num_devices"),
+    [
+        ("lion", "raise", 1, 1),
+        ("sgd", "raise", 2, 2),
+        ("sgd", "skip", 1, 4),
+        ("adamw", "skip", 2, 1),
+        ("clipped", "raise", 1, 1),
+    ],
+)
+def test_finite_gradients_whose_squares_overflow_train_as_in_plain_optax(
+    name, on_nonfinite, microbatches, num_devices
+):
+    trainer = stack_trainer(
+        STEEP[name],
+        on_nonfinite=on_nonfinite,
+        microbatches=microbatches,
+        mesh=Mesh(jax.devices()[:num_devices], "data"),
+    )
+    deferred = name == "clipped" or on_nonfinite == "skip"
+    assert trainer.plan.update_mode == ("deferred" if deferred else "immediate")
+    params: Any = stack_params()
+    state = STEEP[name].init(params)
+    for leaf in (2, 5):
+        steep = spoiling(leaf, None)
+        steep["spoil"][:, leaf] = 1e25
+        gradient = jax.grad(stack_loss)(params, steep)
+        largest = max(np.abs(x).max() for x in jax.tree.leaves(gradient))
+        assert 1e20 < largest < np.inf
+        updates, state = STEEP[name].update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        metrics = trainer.read(trainer.step(steep))
+        # Optax's own norm of such a gradient is infinite, too.
+        assert metrics["grad_norm"] == optax.tree.norm(gradient) == np.inf
+    assert trainer.num_steps == 2 and trainer.num_skipped == 0
+    check_close(trainer.params, params, 1e-6, "parameter")
+    # A number that is not finite beside such a leaf, in its group, is seen.
+    steep["spoil"][-1, 4] = np.nan
+    if on_nonfinite == "skip":
+        assert trainer.read(trainer.step(steep))["skipped"]
+    else:
+        with pytest.raises(FloatingPointError, match="gradient of .* not finite"):
+            trainer.read(trainer.step(steep))
+
+
+@pytest.mark.parametrize(("name", "made"), [("adamw", "step"), ("clipped", "dispatch")])
+def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path, name, made):
     trainer = stack_trainer(OPTIMIZERS[name])
-    trainer.step(spoiling(0, None))
-    trainer.step(spoiling(1, 0))
+    getattr(trainer, made)(spoiling(0, None))
+    getattr(trainer, made)(spoiling(1, 0))
     with pytest.raises(FloatingPointError, match="gradient of .* not finite"):
         trainer.save(tmp_path / "1")
     assert not any(tmp_path.iterdir())
@@ -190,6 +249,31 @@ def test_a_step_that_was_not_read_and_not_finite_is_not_saved_unnoticed(tmp_path
     said = [str(w.message) for w in warned if "step 2 was done in part" in str(w.message)]
     assert len(said) == (name == "adamw")
     check_same_bits(everything(resumed), everything(trainer))
+
+
+READERS = {
+    "flush": lambda trainer, path: trainer.flush(),
+    "params": lambda trainer, path: trainer.params,
+    "opt_state": lambda trainer, path: trainer.opt_state,
+    "model": lambda trainer, path: trainer.model,
+    "variables": lambda trainer, path: trainer.variables,
+    "evaluate": lambda trainer, path: trainer.evaluate([spoiling(3, None)]),
+    "save": lambda trainer, path: trainer.save(path / "1"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_the_state_first_tells_of_a_step_that_was_not_finite(tmp_path, reader):
+    trainer = stack_trainer(OPTIMIZERS["clipped"])
+    trainer.step(spoiling(0, None))
+    before = everything(trainer)
+    trainer.step(spoiling(1, 0))
+    with pytest.raises(FloatingPointError, match="a gradient of step 2 is not finite"):
+        READERS[reader](trainer, tmp_path)
+    # Once: then it is the state that the error describes.
+    READERS[reader](trainer, tmp_path)
+    check_same_bits(everything(trainer), before)
+    assert trainer.num_steps == 1
 
 
 def test_a_checkpoint_counts_skipped_steps_that_were_not_read(tmp_path):

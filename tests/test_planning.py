@@ -88,11 +88,12 @@ def test_hardware_is_known_by_name_with_its_host_and_number_of_gpus():
         # The name that a plan prints is one of them.
         for name in (*written, machine.name):
             assert mt.card(name) == machine, name
-    for name, near in (("RTX 4080", "near it are RTX 4090"), ("A100 60GB", "A100 80GB")):
-        with pytest.raises(ValueError, match=f"no card '{name}' is known; near it are .*"):
+    nearest = {"RTX 4080": "RTX 4090", "A100 60GB": "A100 80GB", "B300": "B200", "V100": "A100"}
+    for name, near in nearest.items():
+        with pytest.raises(ValueError, match=f"no card '{name}' is known; did you mean") as error:
             mt.card(name)
-        with pytest.raises(ValueError, match=near):
-            mt.card(name)
+        # Three names at most, not the whole list.
+        assert near in str(error.value) and str(error.value).count(" or ") < 3
     with pytest.raises(ValueError, match="no card 'Radeon' is known; known are A10G, A100, "):
         mt.card("Radeon")
     with pytest.raises(TypeError, match="`name` must be the name of a card"):

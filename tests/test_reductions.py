@@ -134,6 +134,24 @@ def test_a_reduction_is_told_apart_from_the_rest():
     assert find_reductions(jaxpr, {}).inputs == (0, 1, 2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_elements_decide_whether_a_gradient_is_finite(num_shards, dtype, monkeypatch):
+    monkeypatch.setattr(reducing, "_PIECE", PIECE)
+    size = num_shards * (2 * PIECE + 7)
+    ordinary = np.random.default_rng(0).normal(size=size)
+
+    def ok_of(gradient, ok=True, guarded=True):
+        return reducing.measured(gradient, jnp.array(ok), guarded, num_shards)[1]
+
+    for value in (1.0, -1e25, 3e38, np.nan, np.inf, -np.inf):
+        # One gradient for each place of the value.
+        gradients = jnp.asarray(np.where(np.eye(size, dtype=bool), value, ordinary), dtype)
+        found = jax.jit(jax.vmap(ok_of))(gradients)
+        np.testing.assert_array_equal(found, np.isfinite(np.asarray(gradients, np.float64)).all(1))
+        assert not ok_of(gradients[0], ok=False) and ok_of(gradients[0], guarded=False)
+
+
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_training_in_pieces_agrees_with_plain_jax(num_devices, monkeypatch):
     monkeypatch.setattr(reducing, "_PIECE", 16)

@@ -13,7 +13,7 @@ from megatrain_jax._src.schedule.clock import Clock
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.schedule.passing import least_passing_bytes
 from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Costs, Link, Workload
 from schedule_machine import run_everything
@@ -54,6 +54,31 @@ def test_every_budget_computes_the_same_on_current_data(seed):
         run_everything(workload, schedule)
         for name in LISTS:
             assert computing(getattr(schedule, name)) == computing(getattr(smallest, name))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [seed if seed < 20 else pytest.param(seed, marks=pytest.mark.long) for seed in range(100)],
+)
+def test_waves_compute_the_same_on_current_data(seed):
+    """Also with more waves than a search for a schedule lays down."""
+    waves = (2, 3, 5, 6)[seed % 4]
+    workload = replace(random_workload(seed), accumulate=True, waves=waves)
+    smallest, orders = find_schedule(workload, None), {}
+    assert smallest.peak_bytes <= smallest.smallest_bytes
+    run_everything(workload, whole_schedule(workload, smallest))
+    most = max(smallest.smallest_bytes, all_resident_bytes(workload))
+    with_residuals = most + 2 * sum(workload.residuals)
+    between = random.Random(seed).choices(range(smallest.smallest_bytes, with_residuals + 1), k=2)
+    for budget in (smallest.smallest_bytes, *between, most, with_residuals):
+        schedule = find_schedule(workload, budget)
+        assert schedule.peak_bytes <= budget
+        assert schedule.left_out == max(0, waves - 3)
+        schedule = whole_schedule(workload, schedule)
+        assert schedule.peak_bytes <= budget
+        run_everything(workload, schedule)
+        every = orders.setdefault(LISTS, tuple(computing(getattr(schedule, n)) for n in LISTS))
+        assert every == tuple(computing(getattr(schedule, n)) for n in LISTS)
 
 
 def test_a_first_step_may_leave_a_changed_part_that_later_steps_leave_as_the_host_has_it():
@@ -218,6 +243,8 @@ def test_the_fastest_steps_are_taken_for_which_the_host_has_room(seeds):
 def test_no_schedule_takes_less_of_the_host_than_is_known_without_one(seeds):
     for seed in seeds:
         plain, rng = random_workload(seed), random.Random(seed)
+        if (waves := (1, 2, 5)[seed % 3]) > 1:
+            plain = replace(plain, accumulate=True, waves=waves)
         workload = replace(plain, may_travel=bool(seed % 2))
         lean = replace(workload, residuals=tuple(n // 2 for n in plain.residuals), lean=True)
         smallest = find_schedule(workload, None).smallest_bytes
@@ -455,6 +482,47 @@ def test_microbatches_sum_into_zeros():
     ]
 
 
+def test_waves_by_hand():
+    workload = chain(2, accumulate=True, waves=2)
+    first = ["FORWARD 0", "ZEROS 1", "BACKWARD 1", "ZEROS 0", "BACKWARD 0", "FORWARD 0"]
+    last = ["BACKWARD 1", "COMBINE", "UPDATE 1", "BACKWARD 0", "UPDATE 0"]
+    assert computing(find_schedule(workload, None).steady) == first + last
+    deferred = find_schedule(replace(workload, deferred=True), None)
+    assert computing(deferred.steady) == [
+        *("UPDATE 0", "FORWARD 0", "UPDATE 1", "ZEROS 1", "BACKWARD 1", "ZEROS 0", "BACKWARD 0"),
+        *("FORWARD 0", "BACKWARD 1", "REDUCE 1", "BACKWARD 0", "REDUCE 0", "COMBINE"),
+    ]
+    # Each wave fetches all masters; sums that leave between waves come again.
+    words = spell(find_schedule(chain(6, accumulate=True, waves=2), None).cold)
+    assert words.count("FETCH M3") > 2 and words.count("FETCH G3") == words.count("OFFLOAD G3") == 1
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_three_waves_tell_how_long_many_take(deferred):
+    workload = decoder(accumulate=True, waves=12, deferred=deferred)
+    least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
+    for budget in (least, (least + most) // 2, most):
+        few = find_schedule(workload, budget)
+        assert few.left_out == 9
+        whole = whole_schedule(workload, few)
+        assert not whole.left_out
+        assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
+        assert few.passing_bytes == pytest.approx(whole.passing_bytes, rel=0.05)
+
+
+def test_masters_stay_before_sums_and_these_before_optimizer_state():
+    """A wave needs masters twice; optimizer state moves once a step."""
+    workload = chain(8, accumulate=True, waves=4)
+    least, most = find_schedule(workload, None).smallest_bytes, all_resident_bytes(workload)
+    seen = set()
+    for budget in range(least, most, 8):
+        kinds = {key.kind for key in find_schedule(workload, budget).resident}
+        assert Kind.OPTIMIZER_STATE not in kinds or Kind.GRADIENT in kinds
+        assert Kind.GRADIENT not in kinds or Kind.MASTERS in kinds
+        seen |= kinds
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_tied_gradient_travels_between_its_stages(deferred):
     tied = chain(8, stages=(*((group,) for group in range(8)), (0,)), deferred=deferred)
@@ -623,5 +691,6 @@ def test_a_second_link_relieves_the_first():
 def test_too_small_a_budget_names_the_smallest_that_works():
     workload = chain(4)
     smallest = find_schedule(workload, None).smallest_bytes
-    with pytest.raises(ValueError, match=rf"device_budget={smallest - 1} .* works is {smallest} "):
+    said = rf'device_budget={smallest - 1} \(.*B\) .* is {smallest} .* Pass .*, "least", or None'
+    with pytest.raises(ValueError, match=said):
         find_schedule(workload, smallest - 1)

@@ -194,9 +194,19 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch):
     assert not [x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host"]
 
 
-@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: else"])
-def test_memory_that_runs_out_in_a_step_comes_with_advice(message, monkeypatch):
+@pytest.mark.parametrize(
+    ("message", "allocator", "advice"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", None, "XLA_PYTHON_CLIENT_ALLOCATOR unset"),
+        ("RESOURCE_EXHAUSTED: Out of memory", "default", "XLA_PYTHON_CLIENT_ALLOCATOR unset"),
+        ("RESOURCE_EXHAUSTED: Out of memory", "cuda_async", "ALLOCATOR=default before Python"),
+        ("INTERNAL: else", None, ""),
+    ],
+)
+def test_memory_that_runs_out_in_a_step_comes_with_advice(message, allocator, advice, monkeypatch):
     trainer = make()
+    if allocator is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", allocator)
 
     def fails(*_):
         raise jax.errors.JaxRuntimeError(message)
@@ -208,7 +218,7 @@ def test_memory_that_runs_out_in_a_step_comes_with_advice(message, monkeypatch):
             call()
         notes = getattr(caught.value, "__notes__", [])
         assert len(notes) == message.startswith("RESOURCE")
-        assert all("XLA_PYTHON_CLIENT_ALLOCATOR unset" in note for note in notes)
+        assert all(advice in note for note in notes)
 
 
 def test_long_work_before_the_first_step_is_shown_unless_it_is_not_wanted(capfd, tmp_path):

@@ -1,10 +1,14 @@
-"""Lets pages link to files outside docs/ as they lie in the repository, without copies of them.
+"""Connects the site with the repository around docs/.
 
-`../experiments/results/README.md` is right where the repository is browsed. On the site, which has
-docs/ as its root, those files are added under their own paths, and the links follow.
+- Pages link to files outside docs/, such as `../experiments/results/README.md`. The site has docs/
+  as its root, so these files are added under their own paths, and the links follow.
+- The header links to the address that this copy was cloned from.
+- Where a page says `<!-- quickstart -->`, the site shows the quickstart's program, which it needs.
 """
 
 import re
+import subprocess
+import textwrap
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -21,6 +25,30 @@ _PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 _TARGET = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?![a-z]+:|#)[^)\s#]+", re.M | re.S)
 
 
+# Hosts, paths: `git@host:owner/name.git`, `ssh://git@host/owner/name`, `https://host/owner/name.git`.
+_REMOTE = re.compile(
+    r"(?:https?://|ssh://)?(?:[^@/\s]+@)?([\w-]+(?:\.[\w-]+)+)(?::\d+)?[:/](.+?)(?:\.git)?/?$"
+)
+# The page with the widest tables, which need the room of the table of contents.
+_WIDE = "experiments/results/README.md"
+_QUICKSTART = "<!-- quickstart -->"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Links the header to the repository that this copy was cloned from, if there is one."""
+    command = ["git", "-C", config.docs_dir, "remote", "get-url", "origin"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if not found.returncode and (address := web_address(found.stdout)):
+        config.repo_url, config.repo_name = address, address.rpartition("/")[2]
+    return config
+
+
+def web_address(remote: str) -> str | None:
+    """The page of a Git remote in a browser; None for a folder on this machine."""
+    match = _REMOTE.match(remote.strip())
+    return f"https://{match[1]}/{match[2]}" if match else None
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the files outside docs/ that pages may link to."""
     root = Path(config.docs_dir).parent
@@ -35,7 +63,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links between docs/ and the rest of the repository into links within the site."""
+    """Turns links to the rest of the repository into links within the site; adds shared code."""
+    if page.file.src_uri == _WIDE:
+        page.meta["hide"] = ["toc"]
     # Where the page lies in the repository: those that `on_files` added lie outside docs/.
     inside = PurePosixPath(page.file.src_uri).parts[0] not in (*_FOLDERS, *_PAGES)
     here = PurePosixPath("docs" if inside else "") / PurePosixPath(page.file.src_uri).parent
@@ -48,7 +78,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         on_site = target.relative_to("docs") if target.parts[:1] == ("docs",) else target
         return "../" * depth + on_site.as_posix()
 
-    return _TARGET.sub(turned, markdown)
+    return _TARGET.sub(turned, markdown).replace(_QUICKSTART, _shared_code(config))
+
+
+def _shared_code(config: MkDocsConfig) -> str:
+    """The quickstart's first program, folded."""
+    text = (Path(config.docs_dir) / "quickstart.md").read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n.*?^```$", text, re.M | re.S)[0]
+    title = "`Model`, `loss_fn` and `batches` of the quickstart"
+    return f'??? example "{title}"\n\n' + textwrap.indent(code, "    ")
 
 
 def _normal(path: PurePosixPath) -> PurePosixPath:

@@ -34,7 +34,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rows", nargs="+", choices=SETTINGS, help="else all")
     parser.add_argument("--seeds", nargs="+", type=int, help="else 0, 1 and 2")
-    parser.add_argument("--workers", type=int, default=5, help="runs side by side on the device")
+    parser.add_argument("--workers", type=int, default=5, help="runs side by side on a GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use; a run has one of them")
     parser.add_argument("--seconds", type=float, default=540, help="of this call")
     parser.add_argument(
         "--tiny",
@@ -89,7 +90,7 @@ def main() -> None:
     if sizes.vocab != BYTES:
         tokens.prepare(sizes, args.out)
     seconds = end - time.monotonic()
-    found = run_all(jobs, sizes, origin, args.out, args.workers, seconds)
+    found = run_all(jobs, sizes, origin, args.out, args.workers, seconds, args.gpus)
     print("left for the next call:", *found["left"], sep="\n  ", flush=True)
     if found["failed"]:
         sys.exit(f"failed: {', '.join(found['failed'])}")

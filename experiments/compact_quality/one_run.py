@@ -114,19 +114,31 @@ def train(
 
 
 def optimizer(setting: Setting, sizes: Sizes) -> optax.GradientTransformation:
-    """Returns AdamW or Muon after clipping, with warmup and a cosine down to zero."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, sizes.learning_rate, sizes.steps // 20, sizes.steps
-    )
+    """Returns the row's optimizer after clipping, with warmup and a cosine down to zero."""
+    rate = sizes.learning_rate * setting.rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, sizes.steps // 20, sizes.steps)
+    # The product of learning rate and weight decay is the same in all rows.
+    decay = 0.1 / setting.rate
     if setting.optimizer == "adamw":
-        chosen = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+        chosen = optax.adamw(schedule, b2=0.95, weight_decay=decay)
+    elif setting.optimizer == "lion":
+        chosen = optax.lion(schedule, b1=0.95, b2=0.98, weight_decay=decay)
+    elif setting.optimizer == "adafactor":
+        # `optax.adafactor(schedule, multiply_by_parameter_scale=False)`, whose own weight decay
+        # does not follow the learning rate.
+        chosen = optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.add_decayed_weights(decay),
+            optax.scale_by_learning_rate(schedule),
+        )
     else:
         # Updates of the size of AdamW's, so that one schedule serves both.
         chosen = muon(
             schedule,
-            weight_decay=0.1,
+            weight_decay=decay,
             adam_b2=0.95,
-            adam_weight_decay=0.1,
+            adam_weight_decay=decay,
             muon_weight_dimension_numbers=_matrices_of_blocks,
             consistent_rms=0.2,
         )
@@ -194,6 +206,7 @@ def main() -> None:
         "seed": args.seed,
         "held": dict(setting.held),
         "optimizer": setting.optimizer,
+        "learning_rate": setting.rate * sizes.learning_rate,
         "sizes": dataclasses.asdict(sizes),
         "hardware": hardware(),
         "versions": versions(),

@@ -15,16 +15,20 @@ class Setting:
             is made when the row runs, so that one it refuses fails alone.
         optimizer: Which optimizer.
         yardstick: Name of the row that this one's loss is compared with.
+        rate: Factor of the learning rate of `Sizes`, which is AdamW's.
     """
 
     held: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
     yardstick: str = "fp32"
+    rate: float = 1.0
 
 
 BYTES = 256
 _BF16 = {"master": "bfloat16"}
 _WIDE = {"*/scale/value": "float32", "*/embedding/*": "float32"}  # norms and the embedding
+# Lion's updates are signs, several times as large as AdamW's.
+_LION = 0.3
 _INT8, _INT4 = {**_WIDE, "*": "int8"}, {**_WIDE, "*": "int4"}
 SETTINGS = {
     "fp32": Setting(),
@@ -39,6 +43,26 @@ SETTINGS = {
     "muon": Setting(optimizer="muon"),
     "muon, bf16 masters, int8 state": Setting(
         held={**_BF16, "state": _INT8}, optimizer="muon", yardstick="muon"
+    ),
+    # From one to three bytes per parameter, but for the second. They code the embedding, too.
+    "adafactor, bf16 masters": Setting(held=_BF16, optimizer="adafactor"),
+    "int8 masters": Setting(held={"master": "int8"}),
+    "int8 masters, int4 state": Setting(held={"master": "int8", "state": "int4"}),
+    "muon, int8 masters, int8 state": Setting(
+        held={"master": "int8", "state": "int8"}, optimizer="muon", yardstick="muon"
+    ),
+    "lion, int8 masters, int8 state": Setting(
+        held={"master": "int8", "state": "int8"}, optimizer="lion", rate=_LION
+    ),
+    "adafactor, int8 masters": Setting(held={"master": "int8"}, optimizer="adafactor"),
+    "muon, int8 masters, int4 state": Setting(
+        held={"master": "int8", "state": "int4"}, optimizer="muon", yardstick="muon"
+    ),
+    "muon, bf16 masters, int4 state": Setting(
+        held={**_BF16, "state": "int4"}, optimizer="muon", yardstick="muon"
+    ),
+    "lion, bf16 masters, int4 state": Setting(
+        held={**_BF16, "state": "int4"}, optimizer="lion", rate=_LION
     ),
 }
 

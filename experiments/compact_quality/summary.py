@@ -106,6 +106,7 @@ def summarise(runs: Runs, earlier: Result = MappingProxyType({})) -> dict[str, A
                 "name": name,
                 "held": dict(SETTINGS[name].held),
                 "optimizer": SETTINGS[name].optimizer,
+                "learning_rate": SETTINGS[name].rate * _sizes(runs).learning_rate,
                 "host_bytes_per_parameter": of_row["host_bytes_per_parameter"],
                 "held_out_loss": _spread(own),
                 "yardstick": SETTINGS[name].yardstick,

@@ -1,4 +1,4 @@
-"""Runs side by side on one device, each in a process of its own, as far as the time goes."""
+"""Runs side by side on one or more GPUs, each in its own process, as far as the time goes."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from record import Origin
 from settings import FULL, Sizes, file_name
@@ -25,6 +26,7 @@ def run_all(
     out: Path,
     workers: int,
     seconds: float,
+    gpus: int = 1,
 ) -> dict[str, list[str]]:
     """Runs what has no file yet, in the order given, and stops what the time cuts off.
 
@@ -33,8 +35,9 @@ def run_all(
         sizes: The sizes of every run.
         origin: The origin of the results.
         out: Folder of the runs' JSON files, logs and checkpoints.
-        workers: How many runs share the device.
+        workers: How many runs share a GPU.
         seconds: After which runs are told to save a checkpoint and end.
+        gpus: Number of GPUs. A process sees one of them.
 
     Returns:
         The names of the files of runs that are "done", "failed" and "left" for another call.
@@ -43,6 +46,9 @@ def run_all(
     environment = dict(os.environ)
     if not environment.keys() & set(_FRACTION_NAMES):
         environment[_FRACTION_NAMES[0]] = f"{_FRACTION / workers:.4f}"
+    free: SimpleQueue[int] = SimpleQueue()
+    for number in range(workers * gpus):
+        free.put(number % gpus)
 
     def run(job: tuple[str, int]) -> tuple[str, str]:
         path = out / file_name(*job)
@@ -60,20 +66,25 @@ def run_all(
 
     def _ends(command: list[str], log: Path) -> bool:
         """Whether a process ends in time; it is told to stop if not."""
-        with log.open("a") as stream:
-            process = subprocess.Popen(
-                command, stdout=stream, stderr=subprocess.STDOUT, env=environment
-            )
-            try:
-                process.wait(max(0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait()
-                return False
-        return True
+        gpu = free.get()
+        own = environment if gpus == 1 else environment | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        try:
+            with log.open("a") as stream:
+                process = subprocess.Popen(
+                    command, stdout=stream, stderr=subprocess.STDOUT, env=own
+                )
+                try:
+                    process.wait(max(0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.terminate()
+                    process.wait()
+                    return False
+            return True
+        finally:
+            free.put(gpu)
 
     found: dict[str, list[str]] = {"done": [], "failed": [], "left": []}
-    with ThreadPoolExecutor(workers) as threads:
+    with ThreadPoolExecutor(workers * gpus) as threads:
         for state, name in threads.map(run, jobs):
             found[state].append(name)
     return found

@@ -8,7 +8,8 @@ as many names, with commas. A link to a section of a page repeats numbers of tha
 table, the first cell links to the row's file (its anchor, if any, leads to a part of it), and
 titles name the figures. What is measured and has no source is a mistake, and so is a row that
 doesn't say how it differs from the first one. Units, cards and rows' labels are compared with the
-files, too (`figure_words.py`). What is no measurement is listed in a comment:
+files, too (`figure_words.py`): a row's label has words of its file's path, name or settings, more
+than any other row's. What is no measurement is listed in a comment:
 `<!-- given: 24 GiB; 10 GiB -->`. What lies between `<!-- planned: ... -->` and
 `<!-- end of planned -->` was made by a script of plans, with which a test compares it.
 
@@ -19,13 +20,14 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
 import figures
-from figure_words import swapped_labels, wrong_card, wrong_unit
+from figure_words import wrong_card, wrong_labels, wrong_unit, wrong_yardstick
 from figures import COLUMNS, RATIOS
 from file_list import RESULTS, ROOT, check_list, write_list
 from timing import MIN_STEPS
@@ -139,8 +141,10 @@ def _link(page: Page, match: re.Match[str]) -> list[str]:
     found = _compare(printed, target, names, "", None, match[0])
     before, after = page.text[: match.start()], page.text[match.end() :]
     paragraph = before.rpartition("\n\n")[2] + match[1] + after.partition("\n\n")[0]
-    if card := wrong_card(paragraph, target):
+    if card := wrong_card([paragraph, _heading(page, match.start())], target):
         found.append(f"{match[0]} is not of the {card}")
+    if peer := wrong_yardstick(re.split(r"[\[.]", after, maxsplit=1)[0], names[-1]):
+        found.append(f"{match[0]} is not beside {peer}")
     return [page.at(match.start(), wrong) for wrong in found]
 
 
@@ -199,16 +203,18 @@ def _table(page: Page, table: re.Match[str]) -> list[str] | None:
     above = " ".join(page.text[: table.start()].rstrip().rpartition("\n\n")[2].split())
     shared = {mark for mark in set.intersection(*needed) if mark in above} if needed else set()
     labelled = [
-        (_label(row[0]), *source) for row, source in zip(body, sources, strict=True) if source
+        (_unmarked(row[0], figures.marks(source[0], first)), *source)
+        for row, source in zip(body, sources, strict=True)
+        if source and first
     ]
-    found = [page.at(table.start(), wrong) for wrong in swapped_labels(labelled)]
+    found = [page.at(table.start(), wrong) for wrong in wrong_labels(labelled)]
     for at, cells, source in zip(starts[2:], body, sources, strict=True):
         if source is None or first is None:
             if any(_NUMBER.search(cell) for cell in cells[1:]):
                 found.append(page.at(at, f"the row {cells[0]!r} has no source"))
             continue
         path, base = source
-        if card := wrong_card(_label(cells[0]), path):
+        if card := wrong_card([_label(cells[0]), above, _heading(page, table.start())], path):
             found.append(page.at(at, f"the row {cells[0]!r} is not of the {card}"))
         marks = [mark for mark in figures.marks(path, first) if mark not in shared]
         missing = [mark for mark in marks if mark not in cells[0]]
@@ -230,9 +236,21 @@ def _table(page: Page, table: re.Match[str]) -> list[str] | None:
     return found
 
 
+def _heading(page: Page, position: int) -> str:
+    """The last heading before a position of a page; empty if there is none."""
+    return next((m[0] for m in reversed([*_HEADING.finditer(page.text, 0, position)])), "")
+
+
 def _label(cell: str) -> str:
     """A row's label, without its links' addresses."""
     return _LINK.sub(lambda match: match[1], cell)
+
+
+def _unmarked(cell: str, marks: Sequence[str]) -> str:
+    """A row's label without the parenthesis that says how the row differs from the first one."""
+    label = _label(cell)
+    start = label.rfind("(")
+    return label[:start].rstrip() if any(mark in label[start:] for mark in marks) else label
 
 
 def _source(page: Page, cell: str) -> tuple[Path, str] | None:

@@ -1,19 +1,22 @@
 """Words beside figures: units, names of rows and cards, compared with the files of the figures.
 
-A unit belongs to a figure's name, a row's label to the name of its file, and a card to the hardware
-that the file records. `check_figures.py` asks here after it has compared the numbers.
+A unit belongs to a figure's name, a row's label to the name and the settings of its file, a card to
+the hardware that the file records, and a peer beside a ratio to the ratio's name.
+`check_figures.py` asks here after it has compared the numbers.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-from figures import Result, part, read
+from figures import RATIOS, Result, part, read
 
+# What may follow a number: longer units first, as the first one that fits counts.
 _UNIT = re.compile(
-    r"(?<![A-Za-z])(tokens/s|tokens a second|[GM]iB/s|[GMK]iB|TFLOP/s|ms|s/step|s|minutes?)"
-    r"(?![A-Za-z/])"
+    r"(?<![A-Za-z])(tokens/s|tokens a second|tokens|[KMGT]i?B/s|[KMGT]i?B|[GTP]FLOP/s|[GTP]FLOP|"
+    r"ms|s/step|steps|s|seconds?|minutes?|hours?|h)(?![A-Za-z/])"
 )
 _CARD = re.compile(r"\b(?:[ABH]\d{3}|L40S?|RTX \d{4})\b")
 _UNITS = {
@@ -22,11 +25,16 @@ _UNITS = {
     "dd_of_several": ("GiB/s",),
     "gib": ("GiB",),
     "tokens_per_second": ("tokens/s", "tokens a second"),
+    "tokens": ("tokens",),
     "tflops": ("TFLOP/s",),
-    "seconds": ("s", "ms", "s/step"),
+    "seconds": ("s", "ms", "s/step", "second", "seconds"),
     "pinning": ("s", "ms"),
     "spread": ("s", "ms", "s/step"),
 }
+# Peers by which ratios are named, as pages call them.
+_PEERS = {"ZeRO-3": "zero_3", "Twin-Flow": "twin_flow"}
+_PEER = re.compile("|".join(_PEERS))
+_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "auto": "automatic", "one": "1", "two": "2"}
 
 
 def wrong_unit(text: str, end: int, name: str) -> str | None:
@@ -37,6 +45,9 @@ def wrong_unit(text: str, end: int, name: str) -> str | None:
         end: Where the number ends in it. The next unit counts: `9.5 and 4.1 GiB` has one for both.
         name: The figure's name.
     """
+    if name in RATIOS:
+        beside = re.match(rf"\s*{_UNIT.pattern}", text[end:])
+        return beside and beside[1]
     units = next((units for word, units in _UNITS.items() if word in name), None)
     found = _UNIT.search(text, end)
     if units is None or found is None or found[1] in units:
@@ -44,29 +55,56 @@ def wrong_unit(text: str, end: int, name: str) -> str | None:
     return found[1]
 
 
-def swapped_labels(rows: Sequence[tuple[str, Path, str]]) -> list[str]:
-    """Pairs of rows whose labels have more words of each other's files than of their own.
+def wrong_yardstick(text: str, name: str) -> str | None:
+    """The peer that a text names, if a ratio is beside another one's rate.
 
     Args:
-        rows: The label, the file and the path of keys to its part, of each row. Words of a file
-            are those of its path and of the name that it gives the part.
+        text: The text behind the ratio, up to the next figure.
+        name: The ratio's name.
     """
+    found = _PEER.search(text)
+    return found[0] if found and name in RATIOS and _PEERS[found[0]] not in name else None
 
-    def name(path: Path, base: str) -> str:
-        return f"{path.parent.name} {path.stem} {part(read(path), base).get('name', '')}"
 
-    words = [(_words(label), _words(name(path, base))) for label, path, base in rows]
-    return [
-        f"the rows {rows[i][0]!r} and {rows[j][0]!r} have each other's label"
-        for i, j in combinations(range(len(rows)), 2)
-        if _shared(words[i][0], words[j][1]) + _shared(words[j][0], words[i][1])
-        > _shared(words[i][0], words[i][1]) + _shared(words[j][0], words[j][1])
+def wrong_labels(rows: Sequence[tuple[str, Path, str]]) -> list[str]:
+    """What is wrong with the labels of a table's rows.
+
+    A row's label and its file have a word in common, and two labels that differ have more words in
+    common with their own files than with each other's. So no two can change places unnoticed.
+
+    Args:
+        rows: The label, the file and the path of keys to its part, of each row.
+    """
+    labels = [_words(label) for label, _, _ in rows]
+    files = [_words_of_file(path, base) for _, path, base in rows]
+    found = [
+        f"the row {row[0]!r} has no word of its file {row[1].name}"
+        for row, label, file in zip(rows, labels, files, strict=True)
+        if not label & file
     ]
+    for i, j in combinations(range(len(rows)), 2):
+        if labels[i] == labels[j]:
+            continue
+        own = (labels[i] & files[i]).total() + (labels[j] & files[j]).total()
+        swapped = (labels[i] & files[j]).total() + (labels[j] & files[i]).total()
+        pair = f"the rows {rows[i][0]!r} and {rows[j][0]!r}"
+        if own < swapped:
+            found.append(f"{pair} have each other's label")
+        elif own == swapped:
+            found.append(f"{pair} could have each other's label: name them by words of their files")
+    return found
 
 
-def wrong_card(text: str, path: Path) -> str | None:
-    """The cards that a text names, if the file is of another one."""
-    named, own = set(_CARD.findall(text)), cards(read(path))
+def wrong_card(texts: Sequence[str], path: Path) -> str | None:
+    """The cards that are named where a figure is, if its file is of another one.
+
+    Args:
+        texts: A row's label or a paragraph, then what stands above it. The first one that names a
+            card counts.
+        path: The figure's file.
+    """
+    named = next((found for text in texts if (found := set(_CARD.findall(text)))), set())
+    own = cards(read(path))
     return " and ".join(sorted(named)) if named and own and not named & own else None
 
 
@@ -75,9 +113,23 @@ def cards(result: Result) -> set[str]:
     return set(_CARD.findall(str(result.get("hardware", {}).get("device", ""))))
 
 
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"[a-z]+|\d+", text.lower().replace(",", "")))
+def _words_of_file(path: Path, base: str) -> Counter[str]:
+    """Words of a file's path, of the name that it gives a part, and of its settings."""
+    result = read(path)
+    settings = result.get("held") or {}
+    layers, pieces = result.get("sizes", {}).get("num_layers"), result.get("microbatches")
+    said = [
+        path.parent.name,
+        path.stem,
+        str(part(result, base).get("name", "")),
+        f"{settings['master']} masters, {settings['state']} state" if settings else "",
+        f"{layers} layers" if layers else "",
+        f"{pieces} microbatches" if pieces else "",
+    ]
+    return _words(" ".join(said))
 
 
-def _shared(x: set[str], y: set[str]) -> int:
-    return len(x & y)
+def _words(text: str) -> Counter[str]:
+    """The words and numbers of a text, each in one spelling, and how often it has them."""
+    found: list[str] = re.findall(r"[a-z]+\d*|\d+", text.lower().replace(",", ""))
+    return Counter(_SPELLINGS.get(word, word) for word in found)

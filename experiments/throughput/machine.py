@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from megatrain_jax._src.startup import allocator
-from megatrain_jax._src.state import host_memory
+from megatrain_jax._src.state import host_memory, pool_limit
 
 GIB = 2**30
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -30,6 +30,8 @@ def hardware() -> dict[str, Any]:
         # What JAX was given of the device; the library sets one of them unless it is set.
         "device_fraction": os.environ.get(allocator.FRACTION)
         or os.environ.get(allocator.OLD_FRACTION),
+        "device_allocator": os.environ.get(allocator.VARIABLE),
+        "pinned_limit_gib": os.environ.get(pool_limit.LIMIT_VARIABLE),
         "host_gib": None if host is None else host / GIB,
         "num_cores": len(os.sched_getaffinity(0)),
         "platform_version": device.client.platform_version,

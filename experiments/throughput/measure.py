@@ -102,8 +102,10 @@ def make_trainer(args: argparse.Namespace, shape: Shape) -> mt.Trainer:
         chosen_optimizer(args.clip, args.optimizer),
         own_part(random_batch(shape, 0)),
         microbatches=args.microbatches,
+        waves=args.waves,
         precision=mt.Precision(compute=compute, master=args.master, state=args.state),
         device_budget=budget(args.device_budget),
+        host_budget=args.host_budget,
         mesh=jax.make_mesh((args.devices,), ("data",), devices=jax.devices()[: args.devices]),
     )
 
@@ -152,6 +154,7 @@ def figures_of_plan(plan: mt.Plan) -> dict[str, Any]:
         "tiles": [dataclasses.asdict(row) for row in plan.tiles],
         "keeps_costliest": plan.keeps_costliest,
         "stages_computed_again": plan.num_again,
+        "waves": plan.waves,
     }
 
 
@@ -221,6 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_shape_options(parser)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--waves", type=int, help="groups of microbatches; by default planned")
     parser.add_argument("--clip", type=float, help="clip the gradients' global norm to this")
     parser.add_argument(
         "--device-budget",
@@ -228,6 +232,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar="BUDGET",
         help="device memory for state and activations: least, auto, GiB, or all (everything "
         "resident, and every stage computed again in backward as with least)",
+    )
+    parser.add_argument(
+        "--host-budget", help="host memory for the whole process, as in 62GiB; else what is there"
     )
     parser.add_argument("--loss", choices=LOSSES, default="own", help="see decoder.py")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
@@ -276,6 +283,7 @@ def main() -> None:
         "shape": args.shape,
         "sizes": dataclasses.asdict(shape),
         "device_budget": args.device_budget,
+        "host_budget": args.host_budget,
         "clip": args.clip,
         "optimizer": args.optimizer,
         "microbatches": args.microbatches,

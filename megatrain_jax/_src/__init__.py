@@ -1,1 +1,1 @@
-"""All of the library; the names to use are in the modules above this folder."""
+"""The library's code; public names are in the modules above this folder."""

@@ -1,4 +1,4 @@
-"""`compare_plans`: the plans of several machines, optimizers or batches, side by side."""
+"""`compare_plans`: plans for several machines, optimizers or batches, side by side."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -24,20 +24,21 @@ def compare_plans(
     over: Mapping[str, Any],
     **options: Unpack[PlanArguments],
 ) -> PlanComparison:
-    """Plans every combination of some arguments' values: what fits, how long, how many bytes.
+    """Plans every combination of some arguments' values: fit, time and memory.
 
-    Those of one model, loss, optimizer and batch trace these once. A combination that `plan`
-    refuses with a `ValueError` is a row with the reason.
+    Plans with the same model, loss, optimizer and batch trace these once. If `plan` raises a
+    `ValueError` for a combination, its row contains the reason.
 
     Args:
-        model: See `plan`; like all that follow, given here or in `over`.
+        model: See `plan`; this and all following arguments may be given here or in `over`.
         loss_fn: See `plan`.
         optimizer: See `plan`.
         sample_batch: See `plan`.
-        over: The arguments that differ, by name, and the values of each: a mapping from the value's
-            name in the table to the value, or a sequence of machines, numbers or strings, which
-            are their own names.
+        over: The arguments to vary, by name, with their values: a mapping from a value's name in
+            the table to the value, or a sequence of machines, numbers or strings, which are their
+            own names.
         microbatches: See `plan`.
+        waves: See `plan`.
         precision: See `plan`.
         device_budget: See `plan`.
         trainable: See `plan`.
@@ -53,10 +54,9 @@ def compare_plans(
         The plans as a table, which is a sequence of its rows.
 
     Raises:
-        TypeError: If an argument is of another type than it should be, or a value in `over` has no
-            name.
-        ValueError: If `over` is empty or names what is no argument of `plan`, an argument is given
-            here and there, or two values have one name.
+        TypeError: If an argument has a wrong type, or a value in `over` has no name.
+        ValueError: If `over` is empty or has an unknown argument, an argument is given both here
+            and in `over`, or two values have the same name.
 
     Examples:
         >>> import jax, optax
@@ -93,7 +93,7 @@ def compare_plans(
 
 
 def _axes(over: Any) -> dict[str, dict[str, Any]]:
-    """The values of each argument by their names."""
+    """The values of each argument, by name."""
     if not isinstance(over, Mapping):
         raise TypeError(checks.refused("over", "a mapping from arguments to their values", over))
     known = list(inspect.signature(plan).parameters)
@@ -109,7 +109,7 @@ def _named(argument: str, values: Any) -> dict[str, Any]:
     allowed = "a mapping from names to values, or a sequence of machines, numbers or strings"
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(checks.refused(argument, allowed, values))
-    # A batch or an optimizer has no name that would tell it from others in a table.
+    # Batches and optimizers have no name that would identify them in a table.
     pairs = [*values.items()] if isinstance(values, Mapping) else [(_name(v), v) for v in values]
     if not pairs:
         raise ValueError(f"`{argument}` is empty")
@@ -125,7 +125,7 @@ def _named(argument: str, values: Any) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str | None:
-    """The name of a value that has one of its own; None if it hasn't."""
+    """The name of a value that identifies itself; None for any other value."""
     if isinstance(value, Hardware):
         return value.name
     return str(value) if value is None or isinstance(value, str | int | float) else None

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
 import optax
 from tqdm.auto import tqdm
 
@@ -48,77 +49,84 @@ def fit(
 ) -> FitResult:
     """Trains a model whose state lives in pinned host memory.
 
-    Ctrl-C ends the run after the step at hand, saves it if there is a `checkpoint_dir`, and returns
-    what was trained so far. SIGTERM does the same and then ends the process with status 143, by
-    `SystemExit`, or calls the handler that was installed for it. An error on the way is raised
-    once the last whole step is saved. Whatever is raised has the result as its attribute `result`.
-    To go on after any of these, or after `steps`, call `train` with the result's trainer. The same
-    call in a new process goes on from the newest checkpoint.
+    Ctrl-C ends the run after the current step, saves it if there is a `checkpoint_dir`, and returns
+    the result so far. SIGTERM does the same and then ends the process with status 143, by
+    `SystemExit`, or calls the handler installed for it. An error is raised after the last complete
+    step is saved. Every raised exception has the result as its attribute `result`. To continue
+    after any of these, or after `steps`, call `train` with the result's trainer. The same call in a
+    new process resumes from the newest checkpoint.
 
     Args:
-        model: An `nnx.Module`, a function of no arguments that builds one, a
-            `flax.linen.Module`, or a pytree of arrays.
-        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, giving a scalar loss
-            or ``(loss, metrics)``.
-        data: An iterable of batches. A batch is a pytree of arrays with a leading axis of
-            examples; the first one sets the structure and the dtypes.
+        model: An `nnx.Module`, a function without arguments that builds one, a `flax.linen.Module`,
+            or a pytree of arrays.
+        loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, rng)``, returning a scalar
+            loss or ``(loss, metrics)``.
+        data: An iterable of batches. A batch is a pytree of arrays with a leading axis of examples;
+            the first one sets the structure and the dtypes.
         optimizer: An Optax gradient transformation.
         params: Parameters to start from, a tree of arrays or a checkpoint's folder; see `Trainer`.
-            A run that resumes has its own.
-        resume: Whether to go on from the newest whole checkpoint in `checkpoint_dir`, with the
-            batch that came after it. If the iterator of `data` has `get_state` and `set_state`, as
-            Grain's have, these put it there, and a state consists of Python and NumPy values; else
-            the batches that were used are skipped. Newer checkpoints that are damaged are renamed.
-            A warning says which of loss, optimizer, precision, seed and data differ from the
-            checkpoint's, and which of both counts. Without it, `checkpoint_dir` must hold no steps
-            yet.
-        steps: Number of batches to train on, those before a checkpoint included; None trains until
+            Ignored by a run that resumes.
+        resume: Whether to resume from the newest complete checkpoint in `checkpoint_dir`, at the
+            batch after it. If the iterator of `data` has `get_state` and `set_state`, as Grain's
+            do, with states of Python, NumPy and JAX values, these restore its position; else the
+            batches used before are skipped. Newer checkpoints that are damaged are renamed. A
+            warning names differences in loss, optimizer, precision, seed and data, and whether the
+            checkpoint's or the new value is used. With False, `checkpoint_dir` must not contain
+            steps.
+        steps: Number of batches to train on, including those before a checkpoint; None trains until
             `data` ends.
-        microbatches: Number of equal parts that each batch is cut into.
+        microbatches: Number of equal parts that each batch is cut into, or "auto"; a run that
+            resumes keeps the number that its checkpoint was trained with. See `Trainer`.
+        waves: Number of groups of microbatches that are trained on one after another; see
+            `Trainer`.
         precision: The dtypes of masters, of compute and of optimizer state.
-        device_budget: Bytes of device memory that state may occupy, "least", or None for what the
-            device has left; see `Trainer`.
-        host_budget: Bytes of host memory that the process may take in all, or text such as
-            "200GiB"; None for what is available; see `Trainer`.
-        trainable: The parameters that are trained, as a regular expression on their paths or a
-            function of the path; None trains all. See `Trainer`.
+        device_budget: Bytes of device memory that state may occupy, "least" for the minimum, or
+            None for all that the device has left; see `Trainer`.
+        host_budget: Maximum bytes of host memory of the process, or text such as "200GiB"; None for
+            all that is available; see `Trainer`.
+        trainable: The parameters to train, as a regular expression on their paths or a predicate of
+            the path; None trains all. See `Trainer`.
         on_nonfinite: The action if a loss or a gradient is not finite: "raise", or "skip" the step,
-            which leaves parameters and optimizer state as they were; see `Trainer`.
-        max_skipped: Number of steps in a row that may be skipped; see `Trainer`.
-        seed: Seed of a Linen module's parameters and of the keys `loss_fn` gets.
-        hardware: The machine whose rates steps are scheduled by; see `Trainer`.
+            which leaves parameters and optimizer state unchanged; see `Trainer`.
+        max_skipped: Maximum number of consecutive skipped steps; see `Trainer`.
+        seed: Seed of a Linen module's parameters and of the keys for `loss_fn`.
+        hardware: The machine whose rates the schedule uses; see `Trainer`.
         mesh: The devices to train on; see `Trainer`.
-        eval_data: Batches to evaluate on, or a function that returns them, called for each
-            evaluation and not before; they are iterated over anew each time.
-        eval_every: Evaluate after each step whose number this divides. The run's end is always
-            evaluated where there is `eval_data`, also that of a run that was finished without.
-        checkpoint_dir: Folder of the run's checkpoints, one subfolder a step, each an ordinary
-            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no other
-            run can write there meanwhile.
-        checkpoint_every: Save after each step whose number this divides. Training goes on while
+        eval_data: Evaluation batches, or a function that returns them, called only when an
+            evaluation begins; they are iterated anew each time.
+        eval_every: Evaluate after each multiple of this number of steps. If there is `eval_data`,
+            the end of the run is always evaluated, even for a finished run that was not.
+        checkpoint_dir: Folder of the run's checkpoints, one subfolder per step, each an ordinary
+            Orbax checkpoint. The last step is always saved. On a local or mounted disk; no second
+            run can write there at the same time.
+        checkpoint_every: Save after each multiple of this number of steps. Training continues while
             a checkpoint is written.
-        keep: Number of checkpoints to keep, the newest ones.
+        keep: Number of newest checkpoints to keep.
         callbacks: Called in order as ``callback(trainer, record)`` with each complete record.
-            Records are read late, so the trainer may have dispatched one step more than the
-            record's. A callback ends the run early by raising `StopTraining`. One that has methods
-            `begin` and `end` is told of the run's; see `megatrain_jax.callbacks.Callback`.
-        progress: Whether to show a progress bar; without it nothing is printed, but that a signal
-            ended the run.
+            Records are read late, so the trainer may already have dispatched the step after the
+            record's. A callback can end the run early by raising `StopTraining`. Methods `begin`
+            and `end`, if it has them, are called at the run's begin and end; see
+            `megatrain_jax.callbacks.Callback`.
+        progress: Whether to show a progress bar; without it nothing is printed, except that a
+            signal ended the run.
+
+    Returns:
+        The trainer and its history.
 
     Returns:
         The trainer and its history.
 
     Raises:
-        ValueError: If `data` is empty, a batch does not fit, an option is out of its range, or the
-            options contradict each other.
-        TypeError: If an argument is of another type than it should be, or the state of the iterator
-            of `data` can't be saved.
+        ValueError: If `data` is empty, a batch does not fit, or an option is out of range or
+            contradicts another.
+        TypeError: If an argument has a wrong type, or the state of the iterator of `data` can't be
+            saved.
         DataRanOutError: If `data` ends before `steps` steps.
         FloatingPointError: If a loss or a gradient is not finite and `on_nonfinite` is "raise", or
-            `max_skipped` steps in a row were skipped.
-        CheckpointError: If `checkpoint_dir` or a checkpoint can't be written, another run has the
-            folder, it holds later steps than the run starts from, or none of the checkpoints there
-            can be read.
+            `max_skipped` consecutive steps were skipped.
+        CheckpointError: If `checkpoint_dir` or a checkpoint can't be written, another run uses the
+            folder, it contains later steps than the run starts from, or none of its checkpoints can
+            be read.
         SystemExit: After SIGTERM.
     """
     loop, run = options_of(fit, LoopOptions, options), options_of(fit, Options, options)
@@ -131,13 +139,16 @@ def fit(
     processes = placed_on(run.mesh).processes
     with _series(loop, processes, resume=resume) as series:
         source = Source(data, saved=series is not None)
-        # Drawn before anything is made: its shapes decide on all that follows, and it is trained
-        # on.
-        sample = _first_batch(source, run.microbatches, run.num_devices // processes.count)
+        # Drawn before anything is made: its shapes determine everything that follows, and it is
+        # trained on.
+        own = run.num_devices // processes.count
+        sample = _first_batch(source, run.least_microbatches, own)
+        if series is not None and resume and run.microbatches == "auto":
+            run = _in_parts_of(series, run, sample, processes.count)
         trainer = Trainer(
             model, loss_fn, optimizer, sample, params=params, progress=loop.progress, **vars(run)
         )
-        # Nothing here holds them while the run lasts: they may be as large as the model.
+        # Not kept here while the run lasts, because they may be as large as the model.
         del params
         with handed_over(trainer):
             batches: Iterator[Any] = chain([sample], source)
@@ -150,12 +161,13 @@ def fit(
                 position = own_position(facts["data"], processes)
                 path = series.folder / str(trainer.num_steps)
                 if processes.is_first:
-                    _compare(path, facts, trainer, loop, same_data=source.is_data_of(position))
+                    same_data = source.is_data_of(position)
+                    _compare(path, facts, trainer, loop, series.num_converted, same_data=same_data)
                 if shown:
                     remark = upgraded(facts.get("made_of"), trainer.made_of)
                     tqdm.write(f"Resumed from {path}.{remark}")
                 source.go_to(position, shown)
-                # The sample was the data's first batch, which the run has already trained on then.
+                # The sample was the data's first batch, which the run has already trained on.
                 batches, first = source, source.count
             call = Run(trainer=trainer, source=source, first=first, counted_from=0)
             return call.train(batches, loop, series)
@@ -163,29 +175,30 @@ def fit(
 
 @shows(LoopOptions)
 def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments]) -> FitResult:
-    """Trains on with a trainer; `fit` is `Trainer` followed by this.
+    """Continues training with a trainer; `fit` is `Trainer` followed by this.
 
-    It ends as `fit` does: after Ctrl-C, after SIGTERM, and with an error.
+    It ends like `fit`: after Ctrl-C, after SIGTERM, and with an error.
 
-    With `steps` it draws exactly that many batches, so that a second call on the same iterator
-    goes on where the first one stopped. A run that Ctrl-C ended may have drawn one batch that it
-    did not train on.
+    With `steps` it draws exactly that many batches, so a second call on the same iterator continues
+    where the first one stopped. A run ended by Ctrl-C may have drawn one batch that it did not
+    train on.
 
     Args:
         trainer: The trainer, new or used.
         data: See `fit`.
         steps: Number of further steps to take; None trains until `data` ends.
         eval_data: See `fit`.
-        eval_every: See `fit`; steps are counted over the trainer's life. An evaluation that was due
-            after the trainer's last step, and that Ctrl-C cut off, is made first.
-        checkpoint_dir: See `fit`; nothing is resumed here, and no later steps may be there.
+        eval_every: See `fit`; steps are counted over the trainer's life. If Ctrl-C cut off an
+            evaluation due after the trainer's last step, it is made first.
+        checkpoint_dir: See `fit`; nothing is resumed here, and the folder must not contain later
+            steps.
         checkpoint_every: See `fit`.
         keep: See `fit`.
         callbacks: See `fit`.
         progress: See `fit`.
 
     Returns:
-        The trainer, all its state on the host, and its history.
+        The trainer, with all its state on the host, and its history.
 
     Raises:
         ValueError: See `fit`.
@@ -207,7 +220,7 @@ def train(trainer: Trainer, data: Iterable[Any], **options: Unpack[LoopArguments
 def _series(
     options: LoopOptions, processes: Processes, *, resume: bool
 ) -> AbstractContextManager[Checkpoints | None]:
-    """The run's checkpoints, if it has any; processes differ in neither argument."""
+    """The run's checkpoints, if it has any; all processes must agree on both arguments."""
     given = {"`checkpoint_dir`": options.checkpoint_dir is not None, "`resume`": resume}
     processes.agree("the run's arguments", lambda: given)
     if options.checkpoint_dir is None:
@@ -221,23 +234,43 @@ def _series(
     )
 
 
+def _in_parts_of(series: Checkpoints, run: Options, sample: Any, num_processes: int) -> Options:
+    """The options with a checkpoint's numbers of microbatches and waves, if its batches are alike.
+
+    On another machine the plan would choose other ones, and other keys for random numbers with
+    them.
+    """
+    parts, rows = series.parts(), jax.tree.leaves(sample)[0].shape[0] * num_processes
+    if parts is None or rows % (parts["microbatches"] * run.num_devices):
+        return run
+    return replace(run, **parts)
+
+
 def _compare(
-    path: Path, facts: Mapping[str, Any], trainer: Trainer, loop: LoopOptions, *, same_data: bool
+    path: Path,
+    facts: Mapping[str, Any],
+    trainer: Trainer,
+    loop: LoopOptions,
+    num_converted: int,
+    *,
+    same_data: bool,
 ) -> None:
-    """Warns of settings in which a run differs from the checkpoint that it goes on from."""
+    """Warns of settings in which a run differs from the checkpoint that it resumes."""
     finished = loop.steps is not None and trainer.num_steps >= loop.steps
     before, now = facts.get("made_of"), trainer.made_of
-    line = differences(path, before, now, same_data=same_data, finished=finished)
+    line = differences(
+        path, before, now, same_data=same_data, finished=finished, num_converted=num_converted
+    )
     if line is not None:
         warnings.warn(line, stacklevel=3)
 
 
 def _first_batch(source: Source, microbatches: int, num_devices: int) -> Any:
-    """The first batch of the data, which a trainer is made from.
+    """The first batch of the data, from which a trainer is made.
 
     Raises:
         ValueError: If there is none, or microbatches and devices can't share it.
-        TypeError: If it is no pytree of arrays.
+        TypeError: If it is not a pytree of arrays.
     """
     sample = next(source, _END)
     if sample is _END:

@@ -1,6 +1,6 @@
-"""The history of a training run: one record a step, saved as JSON and drawn as a curve.
+"""The history of a training run: one record per step, saved as JSON and drawn as a curve.
 
-It holds Python floats only, so that keeping it never keeps device memory alive.
+It contains only Python floats, so keeping it never keeps device memory alive.
 """
 
 import json
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 
 class History(list[dict[str, Any]]):
-    """A list of dicts, one a step.
+    """A list of dicts, one per step.
 
     A record has ``"step"`` (counted over the trainer's life, starting at 1), ``"loss"``, the
-    metrics of the loss function, ``"grad_norm"``, the hyperparameters of
-    `optax.inject_hyperparams` (``"learning_rate"``), ``"seconds"`` (wall-clock time until the next
-    step began or, after the last one before an evaluation, a checkpoint or the end, until it was
-    over) and, where the step was evaluated, the evaluation's means as ``"eval_loss"`` and so on.
-    At a prompt it shows itself as a table of the first and the last records, in a notebook with
-    the loss curve beside it.
+    metrics of the loss function, ``"grad_norm"``, the hyperparameters of `optax.inject_hyperparams`
+    (``"learning_rate"``), ``"seconds"`` (wall-clock time until the next step began; for the last
+    step before an evaluation, a checkpoint or the end, until it was complete) and, if the step was
+    evaluated, the evaluation's means as ``"eval_loss"`` and so on. It prints as a table of the
+    first and the last records, in a notebook with the loss curve.
 
     Examples:
         >>> history = History([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}])
@@ -50,7 +49,7 @@ class History(list[dict[str, Any]]):
         >>> history.plot().savefig("loss.png")
 
     Attributes:
-        cut_off: Number of the step whose evaluation was begun last, if it did not end.
+        cut_off: Number of the step whose evaluation was started last, if it did not complete.
     """
 
     cut_off: int | None = None
@@ -70,20 +69,20 @@ class History(list[dict[str, Any]]):
         log: bool = False,
         smooth: int = 1,
     ) -> "Figure":
-        """Draws metrics over the steps, each with the evaluation's of its name where there is one.
+        """Draws metrics over the steps, each with its evaluation metric if there is one.
 
         Args:
             metrics: The name of a metric, or several, which are drawn one above the other.
             log: Whether the vertical axes are logarithmic.
-            smooth: Number of steps, the last ones up to each, whose mean is drawn, before the
-                metric as it is, in a faint line. Evaluations are drawn as they are.
+            smooth: Number of steps in the moving average, which is drawn over the metric in a faint
+                line. Evaluations are not smoothed.
 
         Returns:
             A Matplotlib figure, which a notebook shows as a picture. It belongs to no window, so it
             works without a display, and ``figure.savefig(path)`` writes it.
 
         Raises:
-            TypeError: If an argument is of another type.
+            TypeError: If an argument has a wrong type.
             ValueError: If no record has such a metric, or `smooth` is less than 1.
 
         Examples:
@@ -92,7 +91,7 @@ class History(list[dict[str, Any]]):
         """
         names = [metrics] if isinstance(metrics, str) else _names(metrics)
         log, smooth = checks.boolean("log", log), checks.integer("smooth", smooth)
-        # In the order in which they appear; a callback's texts among them are no metrics.
+        # In order of first appearance; texts that a callback added are not metrics.
         known = list(dict.fromkeys(n for r in self for n, v in r.items() if is_number(v)))
         for name in names:
             if self and name not in known:
@@ -100,10 +99,10 @@ class History(list[dict[str, Any]]):
         return draw_curves(self, names, log=log, smooth=smooth)
 
     def __repr__(self) -> str:
-        """Returns the first and the last records as a table of plain text."""
+        """Returns the first and the last records as a plain text table."""
         if not self:
             return "History([])"
-        # The last column of a text is as it is: an empty one, so that numbers are to the right.
+        # The last column of a text table is left-aligned; an empty one aligns all numbers right.
         return aligned([[*row, ""] for row in record_cells(self)])
 
     def _repr_html_(self) -> str | None:
@@ -113,7 +112,7 @@ class History(list[dict[str, Any]]):
         return html_box(html_beside(table, self.curve_html()))
 
     def curve_html(self) -> str:
-        """The loss curve as an image in HTML; nothing where no record has a loss."""
+        """The loss curve as an HTML image; empty if no record has a loss."""
         if not any("loss" in record for record in self):
             return ""
         return html_figure(draw_curves(self, ["loss"], log=False, smooth=1))
@@ -128,16 +127,17 @@ def _names(metrics: Any) -> list[str]:
 
 
 def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> dict[str, float]:
-    """Means over batches of some metrics each, by their weights or else by their examples.
+    """Means of metrics over batches, weighted by "weight" or else by the number of examples.
 
     Args:
         rows: The metrics of each batch.
-        sizes: Number of examples of each; of no use where there is a metric called "weight".
+        sizes: Number of examples of each; unused if there is a metric called "weight".
 
     Returns:
         The means, and the sum of the weights if there are any.
 
     Raises:
+        ValueError: If all weights are 0.
         ValueError: If all weights are 0.
     """
     weights = np.array([row.get("weight", size) for row, size in zip(rows, sizes, strict=True)])
@@ -145,7 +145,7 @@ def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> d
     total = float(weights.sum())
     if total == 0:
         raise ValueError('`batches` gave nothing that counts: "weight" is 0 in all of them')
-    # Without a weight, a batch's loss is the mean of nothing: it may well be 0 / 0.
+    # The loss of a batch with weight 0 may be 0 / 0.
     counts = weights != 0
     means = {
         name: float(weights[counts] @ np.array([row[name] for row in rows])[counts] / total)
@@ -155,9 +155,9 @@ def weighted_means(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> d
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON has it: a callback may have put anything into a record.
+    """Converts a value to JSON; a callback may have added anything to a record.
 
-    Arrays become numbers or lists, what JSON has no form for becomes its `repr`.
+    Arrays become numbers or lists; values that JSON can't express become their `repr`.
     """
 
     def plain(x: Any) -> Any:
@@ -167,5 +167,5 @@ def as_json(value: Any) -> Any:
 
 
 def _json_value(value: Any) -> Any:
-    # Python would write the bare word NaN, which is not JSON.
+    # Python would write NaN, which is not valid JSON.
     return None if isinstance(value, float) and not math.isfinite(value) else value

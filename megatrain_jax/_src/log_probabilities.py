@@ -1,8 +1,8 @@
-"""Log-probabilities of single tokens without the logits of all, and what preferences make of them.
+"""Log-probabilities of tokens in chunks, without all logits, and the losses of preference learning.
 
-Their gradients, unlike those of a sum, are wanted by token and known in backward only. So a chunk's
-logits are made once in forward and once more in backward, which is `next_token`'s with the tokens'
-own gradients for weights.
+Their cotangents come per token and are known only in backward, unlike a sum's. So a chunk's logits
+are computed once in forward and again in backward, which is that of `next_token` with the tokens'
+cotangents as weights.
 """
 
 from functools import partial
@@ -34,25 +34,25 @@ def log_probabilities(
     softcap: float | None = None,
     chunk: int = 4096,
 ) -> Float[Array, "*rows"]:
-    """Logarithm of each label's probability, from hidden states and the head's weights.
+    """The log-probability of each label, from hidden states and the head's weights.
 
     Products are accumulated, and everything else is computed, in fp32. Memory is that of
     `next_token`; with gradients, each logit is computed twice.
 
     Args:
-        hidden: Final hidden states, after the last norm, of any float dtype.
+        hidden: Final hidden states, after the last norm, with any float dtype.
         head: The head's weights, or a tied embedding's.
-        labels: The token that each position should predict, already shifted. Of negative ones, as
-            Hugging Face's -100, the result is 0; of one beyond the vocabulary it is NaN.
+        labels: The token that each position should predict, already shifted. For negative ones,
+            such as Hugging Face's -100, the result is 0; for ids beyond the vocabulary it is NaN.
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
         chunk: Number of tokens whose logits exist at once, on each device.
 
     Returns:
-        The logarithms in fp32. They can be differentiated once, by `hidden` and `head`.
+        The log-probabilities in fp32. They can be differentiated once, by `hidden` and `head`.
 
     Raises:
-        TypeError: If an argument is of another kind, or labels are no integers.
-        ValueError: If shapes don't fit together, or a number is out of its range.
+        TypeError: If an argument has a wrong type, or labels are not integers.
+        ValueError: If shapes don't match, or a number is out of range.
 
     Examples:
         Nothing is known yet: all of 50 tokens are as likely.
@@ -89,13 +89,13 @@ def dpo(
     reference_rejected)))`.
 
     Args:
-        chosen: Logarithm of the probability of each pair's chosen answer, as the model has it: the
-            sum of its tokens' `log_probabilities`.
-        rejected: That of its rejected answer.
-        reference_chosen: That of the chosen answer, as the model had it before training. No
-            gradient goes there.
-        reference_rejected: That of the rejected answer.
-        beta: How much the model is held to the reference; above 0.
+        chosen: Log-probability of each pair's chosen answer under the model: the sum of its tokens'
+            `log_probabilities`.
+        rejected: The same for its rejected answer.
+        reference_chosen: The chosen answer's log-probability under the model before training. No
+            gradient flows into it.
+        reference_rejected: The same for the rejected answer.
+        beta: How strongly the model is kept close to the reference; above 0.
         mask: Weights of pairs, or whether they count; None counts all.
         count: Divisor of the sum over pairs; None takes the sum of their weights. See `next_token`.
 
@@ -103,8 +103,8 @@ def dpo(
         The loss in fp32; 0 if nothing counts.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If shapes don't agree, or `beta` is out of its range.
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't agree, or `beta` is out of range.
 
     Examples:
         A model that is the reference prefers neither answer.
@@ -132,7 +132,7 @@ def dpo(
     ours, wrong, before, before_wrong = arrays.values()
     margin = (ours - wrong) - jax.lax.stop_gradient(before - before_wrong)
     weights = weights.astype(jnp.float32)
-    # Numbers of pairs that aren't there may be anything, NaN too.
+    # Values of pairs that don't exist may be anything, even NaN.
     losses = jnp.where(weights != 0, -jax.nn.log_sigmoid(beta * margin), 0)
     divisor = weights.sum() if count is None else jnp.asarray(count, jnp.float32)
     return jnp.sum(losses * weights) / jnp.maximum(divisor, jnp.finfo(jnp.float32).tiny)
@@ -145,7 +145,7 @@ def _logs(
     head: Float[Array, "vocabulary width"],
     labels: Integer[Array, " tokens"],
 ) -> Float[Array, " tokens"]:
-    """The logarithms of all tokens, chunk by chunk."""
+    """The log-probabilities of all tokens, chunk by chunk."""
 
     def of_part(*arrays: Array) -> Array:
         def of_chunk(rows: Any) -> Array:
@@ -156,7 +156,7 @@ def _logs(
         return logs.reshape(-1)[: arrays[0].shape[0]]
 
     logs = of_parts(options.parts, of_part, hidden, labels).reshape(-1)
-    # No logit is theirs, so that `of_label` is 0 and the result would look like a probability.
+    # Such labels have no logit, so `of_label` is 0 and the result would look like a probability.
     beyond = jnp.where(labels >= head.shape[0], jnp.nan, logs)
     return jnp.where(labels < 0, 0, beyond)
 
@@ -166,11 +166,11 @@ def _forward(options: LossOptions, hidden, head, labels):
 
 
 def _backward(options: LossOptions, saved, cotangent):
-    """The gradients: a token's `log p` is minus its loss, weighed by what comes back to it."""
+    """The gradients: `log p` is minus a token's loss, so the cotangent is a weight."""
     hidden, head, labels = saved
     weights = jnp.where(labels < 0, 0, -cotangent)
     weights = jnp.where((labels >= head.shape[0]) & (weights != 0), jnp.nan, weights)
-    # A cotangent for each token, so the gradients can't be taken in the forward as `_sum` does.
+    # Each token has its own cotangent, so the forward can't compute the gradients as in `_sum`.
     _, (by_hidden, by_head, _) = sum_and_gradients(options, hidden, head, labels, weights)
     return by_hidden, by_head, None
 

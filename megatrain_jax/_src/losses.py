@@ -1,8 +1,8 @@
-"""Losses of language models that never hold the logits of all tokens.
+"""Losses of language models that never store the logits of all tokens.
 
-At 131,072 tokens and a vocabulary of 152,064, logits alone are 80 GB in fp32. Here they exist for
-one chunk of tokens at a time, and their gradient is taken while they exist: nothing is computed
-twice.
+With 131,072 tokens and a vocabulary of 152,064, logits alone are 80 GB in fp32. Here they exist for
+one chunk of tokens at a time, and their gradient is computed while they exist, so nothing is
+computed twice.
 """
 
 from collections.abc import Callable
@@ -42,33 +42,33 @@ def next_token(
 ) -> Float[Array, ""]:
     """Mean cross-entropy of the labels, from hidden states and the head's weights.
 
-    Products are accumulated, and everything else is computed, in fp32. With the gradients, memory
-    beside the arguments is that of one chunk's logits in fp32 and once more in the dtype of
-    `hidden`, of the head's gradient in fp32, and of both gradients.
+    Products are accumulated, and everything else is computed, in fp32. With gradients, memory in
+    addition to the arguments is: one chunk's logits in fp32 and again in the dtype of `hidden`, the
+    head's gradient in fp32, and both results.
 
     Args:
-        hidden: Final hidden states, after the last norm, of any float dtype.
+        hidden: Final hidden states, after the last norm, with any float dtype.
         head: The head's weights, or a tied embedding's.
-        labels: The token that each position should predict, already shifted. Negative ones, as
-            Hugging Face's -100, do not count. One that counts and is beyond the vocabulary makes
-            the loss NaN, and so its gradients.
+        labels: The token that each position should predict, already shifted. Negative ones, such as
+            Hugging Face's -100, do not count. A counted label beyond the vocabulary makes the loss
+            and its gradients NaN.
         mask: Weights of labels, or whether they count; None counts all.
-        count: Divisor of the sum over the labels; None takes the sum of their weights.
-            Where a batch is cut into microbatches, whose losses are averaged, the mean over all
-            its labels takes the same count for each: that of the batch over their number.
+        count: Divisor of the sum over the labels; None takes the sum of their weights. If a batch
+            is cut into microbatches, whose losses are averaged, the mean over all its labels needs
+            the same count in each: the batch's count divided by the number of microbatches.
         z_loss: Weight of the mean squared logarithm of the softmax's denominator, which keeps
             logits from drifting (PaLM, arXiv 2204.02311, section 5).
         softcap: Bounds logits to `softcap * tanh(logits / softcap)`, as Gemma 2 does; above 0.
-        chunk: Number of tokens whose logits exist at once, on each device. More are faster: each
-            chunk reads and writes the head's gradient.
+        chunk: Number of tokens whose logits exist at once, on each device. Larger is faster,
+            because each chunk reads and writes the head's gradient.
 
     Returns:
         The loss in fp32; 0 if nothing counts. It can be differentiated once, by `hidden`
         and `head`.
 
     Raises:
-        TypeError: If an argument is of another kind, or labels are no integers.
-        ValueError: If shapes don't fit together, or a number is out of its range.
+        TypeError: If an argument has a wrong type, or labels are not integers.
+        ValueError: If shapes don't match, or a number is out of range.
 
     Examples:
         Nothing is known yet: the loss is the logarithm of the vocabulary's size.
@@ -94,7 +94,7 @@ def next_token(
         parts=num_parts(labels.size),
     )
     weights = _weights(labels, mask)
-    # Without a logit such a label would be learned as a loss without its second half.
+    # Without a logit, such a label would contribute a loss without its second term.
     beyond = (labels >= head.shape[0]) & (weights != 0)
     weights = jnp.where(beyond, jnp.nan, weights)
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -107,9 +107,9 @@ def next_token(
 def num_labels(
     labels: Integer[ArrayLike, "*rows"], mask: Shaped[ArrayLike, "*rows"] | None = None
 ) -> Float[Array, ""]:
-    """Returns the number of labels that count, by which `next_token` divides unless told otherwise.
+    """Returns the number of labels that count, the default divisor of `next_token`.
 
-    A loss function that returns it as the metric `weight` has its evaluations weighted by it.
+    If a loss function returns it as the metric `weight`, its evaluations are weighted by it.
 
     Args:
         labels: See `next_token`.
@@ -128,22 +128,22 @@ def num_labels(
 def _weights(
     labels: Integer[Array, "*rows"], mask: Shaped[ArrayLike, "*rows"] | None
 ) -> Float[Array, "*rows"]:
-    """Returns the weight of each label; negative ones have none."""
+    """Returns the weight of each label; 0 for negative ones."""
     weights = (labels >= 0).astype(jnp.float32)
     return weights if mask is None else weights * jnp.asarray(mask, jnp.float32)
 
 
 def checked_arrays(hidden: Any, head: Any, labels: Any) -> tuple[Array, Array, Array]:
-    """Returns hidden states, the head's weights and labels as arrays that fit together.
+    """Returns hidden states, the head's weights and labels as matching arrays.
 
     Raises:
-        TypeError: If one holds other numbers.
-        ValueError: If shapes don't fit together.
+        TypeError: If an array has a wrong kind of numbers.
+        ValueError: If shapes don't match.
     """
     hidden = array_of("hidden", hidden, "floating-point numbers", jnp.floating)
     head = array_of("head", head, "floating-point numbers", jnp.floating)
     labels = array_of("labels", labels, "integers", jnp.integer)
-    if labels.dtype.itemsize < 4:  # too few bits for ids of a vocabulary to be compared in
+    if labels.dtype.itemsize < 4:  # too few bits to compare vocabulary ids
         labels = labels.astype(jnp.int32)
     if not hidden.ndim or hidden.shape[:-1] != labels.shape:
         raise ValueError(
@@ -158,7 +158,7 @@ def checked_arrays(hidden: Any, head: Any, labels: Any) -> tuple[Array, Array, A
 
 
 def num_parts(tokens: int) -> int:
-    """Returns the number of equal parts of tokens that devices have, 1 if they have none."""
+    """Returns the number of devices that share the tokens equally; 1 if they don't."""
     return num_sharing() if tokens % num_sharing() == 0 else 1
 
 
@@ -196,7 +196,7 @@ def _sum(
 def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
     """The forward of `_sum`: its result, and the gradients by `hidden` and `head`.
 
-    A chunk's logits are made once, and read while they are there:
+    A chunk's logits are computed once, and everything is derived from them:
 
         logits = hidden @ head.T
         loss += weight * (log_sum_exp(logits) - logits[label])
@@ -210,7 +210,7 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
             total, head_gradient = carry
             loss, logits_gradient = _chunk(options, head, *rows)
             logits_gradient = logits_gradient.astype(hidden.dtype)
-            # In fp32, as thousands of chunks may be added up; rounded once, at the end.
+            # In fp32, because thousands of chunks may be summed; rounded once, at the end.
             head_gradient += _product(logits_gradient, rows[0], 0, 0)
             hidden_gradient = _product(logits_gradient, head, 1, 0).astype(hidden.dtype)
             return (total + loss, head_gradient), hidden_gradient
@@ -221,16 +221,16 @@ def sum_and_gradients(options: LossOptions, hidden, head, labels, weights):
 
     found = of_parts(options.parts, sum_part, hidden, labels, weights)
     total, head_gradient, hidden_gradient = found
-    # Cast first, so that devices send each other no more than other gradients have.
+    # Cast first, so that devices exchange no more bytes than for ordinary gradients.
     head_gradient = jax.lax.reduce_sum(head_gradient.astype(head.dtype), axes=(0,))
     return total.sum(), (hidden_gradient.reshape(hidden.shape), head_gradient, labels)
 
 
 def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "tokens ..."]):
-    """Results of a function of tokens for equal parts of them, stacked: one for each device.
+    """Stacked results of a function on equal parts of the tokens, one for each device.
 
-    A device that has a part's tokens computes its loop alone, and has sums of its own until they
-    are added up once. With 8 tokens on 2 devices, in chunks of 2:
+    A device with a part's tokens runs its loop alone, with its own sums, which are added once at
+    the end. With 8 tokens on 2 devices, in chunks of 2:
 
         step    first device     second device
         0       tokens 0, 1      tokens 4, 5
@@ -242,9 +242,9 @@ def of_parts(parts: int, function: Callable[..., Any], *arrays: Shaped[Array, "t
 
 
 def _backward(_: LossOptions, gradients, cotangent):
-    """The backward of `_sum`: scales the gradients that its forward has taken."""
+    """The backward of `_sum`: scales the gradients computed by its forward."""
     hidden, head, labels = gradients
-    # Gradients are linear in the cotangent, which is one number: the forward could take them for 1.
+    # Gradients are linear in the cotangent, a scalar, so the forward computed them for 1.
     scaled = [(g * cotangent).astype(g.dtype) for g in (hidden, head)]
     return *scaled, np.zeros(labels.shape, jax.dtypes.float0), None
 
@@ -253,14 +253,14 @@ _sum.defvjp(sum_and_gradients, _backward)
 
 
 def chunked(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
-    """Cuts the first axis into equal chunks of at most `chunk`; zeros fill the last one.
+    """Cuts the first axis into equal chunks of at most `chunk`; the last one is padded with zeros.
 
-    For example, 10 tokens in chunks of at most 4 are 3 chunks of 4, of which 2 tokens are zeros:
-    their weight is 0, too.
+    For example, 10 tokens in chunks of at most 4 are 3 chunks of 4, padded with 2 zeros; their
+    weight is 0 too.
     """
     size = arrays[0].shape[0]
     count = max(1, -(-size // chunk))
-    # Chunks of equal size: the last one is short of a few tokens, not nearly empty.
+    # Chunks of equal size: the last one lacks a few tokens instead of being nearly empty.
     rows = -(-size // count)
     missing = count * rows - size
     if missing:
@@ -269,13 +269,13 @@ def chunked(chunk: int, *arrays: Shaped[Array, "tokens ..."]) -> list[Array]:
 
 
 class LabelLogits(NamedTuple):
-    """A chunk's logits, and what the labels' probabilities are made of.
+    """A chunk's logits, and the terms of the labels' probabilities.
 
     Attributes:
         logits: The logits.
-        slope: Their derivative by the head's products.
+        slope: Derivative of the logits by the head's products.
         is_label: Whether each belongs to the label.
-        of_label: The label's own, 0 where there is none.
+        of_label: The label's own logit, 0 if it has none.
         log_sum: The logarithm of the softmax's denominator.
     """
 
@@ -292,14 +292,14 @@ def label_logits(
     hidden: Float[Array, "chunk width"],
     labels: Integer[Array, " chunk"],
 ) -> LabelLogits:
-    """Returns a chunk's logits in fp32, with those of its labels."""
+    """Returns a chunk's logits in fp32, with the logits of its labels."""
     logits = _product(hidden, head.astype(hidden.dtype), 1, 1)
     slope = 1.0
     if options.softcap is not None:
         tanh = jnp.tanh(logits / options.softcap)
         logits, slope = options.softcap * tanh, 1 - tanh * tanh
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison instead of a gather: it is fused with what reads the logits anyway.
+    # A comparison instead of a gather: it is fused with the operations that read the logits anyway.
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == labels[:, None]
     of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
     return LabelLogits(logits, slope, is_label, of_label, log_sum)
@@ -312,12 +312,11 @@ def _chunk(
     labels: Integer[Array, " chunk"],
     weights: Float[Array, " chunk"],
 ) -> tuple[Float[Array, ""], Float[Array, "chunk vocabulary"]]:
-    """Returns a chunk's part of the loss, and its gradient by the logits, in fp32."""
+    """Returns a chunk's contribution to the loss, and its gradient by the logits, in fp32."""
     logits, slope, is_label, of_label, log_sum = label_logits(options, head, hidden, labels)
     losses = log_sum - of_label + options.z_loss * log_sum**2
     probabilities = jnp.exp(logits - log_sum[:, None])
-    # By the logits, of `log_sum - of_label + z log_sum^2`: the derivative of `log_sum` is the
-    # softmax.
+    # The derivative of `log_sum - of_label + z log_sum^2`; that of `log_sum` is the softmax.
     gradient = probabilities * (1 + 2 * options.z_loss * log_sum)[:, None] - is_label
     return jnp.sum(losses * weights), gradient * (slope * weights[:, None])
 

@@ -1,13 +1,16 @@
 """`plan`: the memory and time that a run will need, from shapes alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Unpack
 
+import jax
 import optax
 from jax.sharding import AbstractMesh
 
 from megatrain_jax._src.adapt.adapters import adapt, needs_batch
 from megatrain_jax._src.build.batches import check_batch
+from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import fit_to_host
 from megatrain_jax._src.build.inputs import check_parts
@@ -18,6 +21,7 @@ from megatrain_jax._src.build.options import (
     options_of,
     shows,
 )
+from megatrain_jax._src.build.parts import fit_with_parts
 from megatrain_jax._src.build.run_spec import make_run_spec
 from megatrain_jax._src.common.attention_kernel import planned_for
 from megatrain_jax._src.common.garbage import leaving_garbage
@@ -36,28 +40,30 @@ def plan(
     sample_batch: Any,
     **options: Unpack[PlanArguments],
 ) -> Plan:
-    """Says what a run would need, without allocating it and without a GPU.
+    """Estimates a run's needs without allocating anything and without a GPU.
 
     Args:
         model: See `Trainer`; a function that builds the model costs no memory.
         loss_fn: See `Trainer`.
         optimizer: See `Trainer`.
-        sample_batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-        microbatches: See `Trainer`.
+        sample_batch: A batch, or its `jax.ShapeDtypeStruct`s.
+        microbatches: See `Trainer`; "auto" needs `hardware`, and is 1 without.
+        waves: See `Trainer`.
         precision: See `Trainer`.
-        device_budget: See `Trainer`. None counts what `fit` would take on `hardware`, with an
-            estimate of what compiled functions need, and the least if its memory isn't known.
-        host_budget: See `Trainer`. None counts what the host memory of `hardware` leaves.
+        device_budget: See `Trainer`. None plans the budget that `fit` would choose on `hardware`,
+            with an estimate of the memory of compiled functions; the minimum if its memory isn't
+            known.
+        host_budget: See `Trainer`. None plans with the host memory of `hardware`.
         trainable: See `Trainer`.
         on_nonfinite: See `Trainer`.
         max_skipped: See `Trainer`; a plan doesn't depend on it.
         seed: See `Trainer`.
-        hardware: The machine to plan for, a `Hardware` or the name of a card such as "H100" or
-            "RTX 4090"; None leaves out what depends on it.
+        hardware: The machine to plan for, a `Hardware` or the name of a card such as "H100" or "RTX
+            4090"; with None, numbers that depend on it are left out.
         mesh: The devices to plan for; a `jax.sharding.AbstractMesh` needs none of them here. None
             for one device.
-        host_gib: Host memory of that machine in GiB; None for what `hardware` says.
-        num_gpus: Number of its GPUs to plan for, in place of `mesh`.
+        host_gib: Host memory of that machine in GiB; None for the host memory of `hardware`.
+        num_gpus: Number of its GPUs to plan for, instead of `mesh`.
 
     Returns:
         The plan; print it, or let a notebook show it.
@@ -85,11 +91,12 @@ def plan(
     run = options_of(plan, Options, options)
     run = options_of(plan, MachineOptions, options).applied(run)
     check_parts(model, loss_fn, optimizer)
-    check_batch(sample_batch, run.microbatches, "sample_batch", run.num_devices, or_shapes=True)
-    # Whatever mesh is given, on however many axes: a run divides everything over all devices.
+    number = run.least_microbatches
+    check_batch(sample_batch, number, "sample_batch", run.num_devices, or_shapes=True)
+    # For any mesh: a run divides everything over all devices.
     placement = placed_on(AbstractMesh((run.num_devices,), ("data",)))
     machine, widest_heads = run.machine, None
-    # The library's own attention goes by the GPU that it is traced on; here that may be none.
+    # The library's own attention depends on the GPU it is traced on; this machine may have none.
     if machine is not None and default_device().platform != "gpu":
         widest_heads = machine.widest_heads
     with planned_for(widest_heads), leaving_garbage():
@@ -100,6 +107,13 @@ def plan(
             lambda: given,
             lambda: adapt(model, loss_fn, sample_batch, run.seed)[0],
         )
-        spec = make_run_spec(adapted, loss_fn, optimizer, sample_batch, run)
         usable = machine and machine.usable_bytes
-        return make_plan(fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host))
+        spec = fit_with_parts(
+            run,
+            lambda run: make_run_spec(adapted, loss_fn, optimizer, sample_batch, run),
+            lambda spec: fit_to_machine(spec, KernelCache(), usable, placement, fit_to_host),
+            jax.tree.leaves(sample_batch)[0].shape[0],
+            usable,
+            placement,
+        )
+        return make_plan(replace(spec, first=with_all_waves(spec.first)))

@@ -1,4 +1,4 @@
-"""A run's state as its user sees it: to read, to save and to restore."""
+"""The state of a run, for its user to read, save and restore."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.checkpoint.contents import entries_of
 from megatrain_jax._src.checkpoint.folder import in_all, local_path
 from megatrain_jax._src.checkpoint.forms import coding_of
-from megatrain_jax._src.checkpoint.made_of import made_of
+from megatrain_jax._src.checkpoint.made_of import converted, made_of
 from megatrain_jax._src.checkpoint.restore import check, load
 from megatrain_jax._src.checkpoint.save import Saving
 from megatrain_jax._src.checkpoint.workspace import Guest, Workspace
@@ -30,19 +30,18 @@ from megatrain_jax._src.state.processes import Processes
 
 
 class RunState:
-    """The state of a run, for users: parameters, optimizer state, other variables, and history.
+    """The state of a run, for users: parameters, optimizer state, further variables, and history.
 
-    Whatever reads it applies pending updates first and brings all of it to rest in pinned host
-    memory.
+    Every read first applies pending updates and moves all state to pinned host memory.
 
-    At a prompt and in a notebook it shows its model, how far it is and what it may take.
+    It prints as a table of its model, its progress and its budget.
     """
 
     def __init__(self, spec: RunSpec, engine: Engine, progress: bool):
-        """Holds the state of a run before its first step.
+        """Makes the state of a run before its first step.
 
         Args:
-            spec: The run before it had arrays.
+            spec: The run, before it has arrays.
             engine: The engine that runs the steps; its store is filled.
             progress: Whether to show a progress bar while a checkpoint is restored.
         """
@@ -52,7 +51,8 @@ class RunState:
         self._training = Training(engine, spec.grouping.names, spec.options.max_skipped)
         self._saving: Saving | None = None
         self._made_of: dict[str, Any] | None = None
-        # Settings that became state when another trainer was made, if a checkpoint was restored.
+        # After restoring a checkpoint: settings that were saved as state by the trainer that wrote
+        # it.
         self._restored: Mapping[str, Any] | None = None
         self._progress = progress
 
@@ -60,29 +60,29 @@ class RunState:
         """Sets a private attribute.
 
         Raises:
-            AttributeError: If its name is a public one. What a trainer tells of itself is
-                read-only, and no other attribute would have an effect.
+            AttributeError: If its name is public: a trainer's properties are read-only, and no
+                further attribute would have an effect.
         """
         if not name.startswith("_"):
             raise AttributeError(not_settable(type(self), name))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        """Returns the model, the step and the budget as a table of plain text."""
+        """Returns the model, the step and the budget as a plain text table."""
         return "Trainer\n" + aligned(self._cells())
 
     def _repr_html_(self) -> str:
         return html_box(html_table(self._cells()))
 
     def _cells(self) -> list[list[str]]:
-        # The history as it is: to look at a trainer neither waits nor fails.
+        # The history without pending records: printing a trainer neither waits nor fails.
         cells = trainer_cells(self._spec, self.num_steps, self._history, self.devices)
         lost = self._training.lost
         return [*cells, ["state", "lost", lost]] if lost else cells
 
     @property
     def history(self) -> History:
-        """One record a step, of those that `fit` and `train` make and of those made by hand.
+        """One record per step, for steps made by `fit`, by `train` and by hand.
 
         Waits for the steps made by hand.
         """
@@ -90,16 +90,21 @@ class RunState:
         return self._history
 
     def _record(self, keep: int = 0) -> None:
-        """Records the steps made by hand, but for the newest `keep`."""
+        """Records the steps made by hand, except the newest `keep`."""
         with deferred_interrupt():
             self._history.extend(self._by_hand.records(keep))
 
     def flush(self) -> None:
-        """Applies pending updates and brings all state to rest in pinned host memory.
+        """Applies pending updates and moves all state to pinned host memory.
 
         Raises:
-            RuntimeError: If an error has cut off a step or a restore: there is no state then.
+            RuntimeError: If an error has cut off a step or a restore, so that there is no state.
+            FloatingPointError: See `Trainer.read`, for steps of `step` that were not read. A second
+                call returns the state that the error describes.
         """
+        # Steps that `fit` or `train` has in flight are read there.
+        if self._by_hand.are_waiting:
+            self._training.settle_all()
         with deferred_interrupt(), self._store.placement.outside_meshes():
             self._training.check_whole()
             self._engine.flush()
@@ -121,14 +126,14 @@ class RunState:
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped, of those whose metrics were read."""
+        """Number of skipped steps, among steps whose metrics were read."""
         return self._training.num_skipped
 
     @property
     def params(self) -> Any:
         """The parameters, as host arrays in the model's own structure.
 
-        They share memory with the store and stay as they are when training goes on. Only a
+        They share memory with the store and stay unchanged when training continues. Only a
         parameter stacked over layers, which the store keeps layer by layer, is a copy.
         """
         self.flush()
@@ -142,9 +147,9 @@ class RunState:
 
     @property
     def model(self) -> Any:
-        """The user's kind of model, holding the parameters as numpy arrays.
+        """The user's kind of model, with the parameters as NumPy arrays.
 
-        They share memory with the store, as those of `params` do.
+        They share memory with the store, like `params`.
         """
         self.flush()
         variables = self._store.on_host(self._store.variables)
@@ -152,10 +157,9 @@ class RunState:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The model's state that is no parameter, such as running statistics, by its path.
+        """The model's state other than parameters, such as running statistics, by path.
 
-        Host arrays that share memory with the store, as those of `params` do; random keys are on
-        the device.
+        Host arrays that share memory with the store, like `params`; random keys are on the device.
         """
         self.flush()
         arrays = self._store.on_host(self._store.variables)
@@ -163,21 +167,21 @@ class RunState:
         return {path_name(path): x for path, x in zip(paths, arrays, strict=True)}
 
     def save(self, path: str | PathLike[str], *, params_only: bool = False) -> None:
-        """Writes a checkpoint that Orbax reads, too: parameters under the model's own paths.
+        """Writes a checkpoint in Orbax format: parameters under the model's own paths.
 
         Args:
             path: The folder to write; must not exist.
-            params_only: Whether to leave out all that is not parameters. Training can't go on
-                from such a checkpoint.
+            params_only: Whether to save only parameters. Training can't resume from such a
+                checkpoint.
 
         Raises:
-            TypeError: If `path` is no path.
-            ValueError: If Orbax could not read from `path` what it has written.
-            FileExistsError: If there is something at `path`.
+            TypeError: If `path` is not a path.
+            ValueError: If Orbax could not read its own files at `path`.
+            FileExistsError: If `path` exists.
             CheckpointError: If it can't be written; nothing is left of it.
-            FloatingPointError: See `Trainer.read`, of steps that were not read; nothing is written.
-                Called again, it saves the state that the error describes. If that holds a step in
-                part, `restore` warns.
+            FloatingPointError: See `Trainer.read`, for steps that were not read; nothing is
+                written. A second call saves the state described by the error. If that contains a
+                partial step, `restore` warns.
         """
         params_only = checks.boolean("params_only", params_only)
         self._training.settle_all()
@@ -185,23 +189,22 @@ class RunState:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """The settings of this run, which its checkpoints keep for comparison: see `fit`.
+        """The settings of this run, which its checkpoints save for comparison: see `fit`.
 
         JSON with the fingerprints of the loss and the optimizer, a hash of the loss's code, the
-        precision, the seed, the hyperparameters in the optimizer's state, and the versions of the
-        libraries.
+        precision, the seed, the hyperparameters in the optimizer's state, and the library versions.
         """
-        # Not at the start: most trainers never save.
+        # Computed on demand, because most trainers never save.
         if self._made_of is None:
             with self._store.placement.outside_meshes():
                 self._made_of = made_of(self._spec)
         return self._made_of
 
     def check_names(self) -> None:
-        """Refuses a model whose arrays can't be told apart in a checkpoint.
+        """Refuses a model whose arrays would be ambiguous in a checkpoint.
 
         Raises:
-            CheckpointError: If two of its paths are one there.
+            CheckpointError: If two of its paths would get one name.
         """
         entries_of(self._spec)
 
@@ -213,16 +216,17 @@ class RunState:
         params_only: bool = False,
         workspace: Workspace | Guest | None = None,
     ) -> Saving:
-        """Begins to write a checkpoint and returns; steps may go on meanwhile.
+        """Starts writing a checkpoint and returns; steps may continue meanwhile.
 
         Args:
             path: See `save`.
-            facts: The facts to keep beside the state, as JSON.
+            facts: The facts to save beside the state, as JSON.
             params_only: See `save`.
-            workspace: Workspace of the run whose checkpoint this is; what is at `path` is replaced.
+            workspace: Workspace of the run that saves this checkpoint; the contents of `path` are
+                replaced.
 
         Returns:
-            The save, to be waited for. A second save waits for the first by itself.
+            The save, to wait for. A second save waits for the first by itself.
         """
         path = local_path(checks.path("path", path), "path")
         if workspace is None and os.path.lexists(path):
@@ -235,8 +239,9 @@ class RunState:
             "skipped": self.num_skipped,
             "skipped_in_row": self._training.skipped_in_row,
             "params_only": params_only,
+            "parts": {"microbatches": self._spec.microbatches, "waves": self._spec.waves},
             "partial": self._training.partial,
-            "history": as_json(self.history),  # as it is now
+            "history": as_json(self.history),  # its current contents
             "coded": coding_of(self._spec, entries),
             "made_of": self.made_of | ({} if self._restored is None else {"state": self._restored}),
             **(facts or {}),
@@ -245,31 +250,46 @@ class RunState:
         return self._saving
 
     def _join_saving(self) -> None:
-        """Waits until nothing is written; an error is for who waits for that checkpoint."""
+        """Waits until nothing is being written; errors are for the waiter of that checkpoint."""
         if self._saving is not None:
             self._saving.join()
 
     def _settle_saving(self) -> None:
-        """Has the checkpoint of several processes published that all of them have written."""
+        """Lets a checkpoint of several processes be published once all have written it."""
         if self._saving is not None:
             self._saving.settle()
 
     def restore(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Goes on from a checkpoint of the same model and optimizer.
+        """Continues from a checkpoint of the same model and optimizer.
 
-        It may have been written with another device budget, number of microbatches or precision:
-        what it holds in another dtype or code is converted, with a warning.
+        The checkpoint may have a different device budget, number of microbatches or precision:
+        arrays in a different dtype or code are converted, with a warning.
 
         Args:
-            path: A folder that `save` or `fit` has written.
+            path: A folder written by `save` or `fit`.
 
         Returns:
-            The facts kept beside the arrays.
+            The facts saved beside the arrays.
 
         Raises:
-            CheckpointError: If it is damaged, or of another model or optimizer. Unless it says
-                otherwise, the training state is as it was. If it says that the state is lost, all
-                that needs it raises `RuntimeError` until another checkpoint is restored.
+            CheckpointError: If it is damaged, or belongs to a different model or optimizer. Unless
+                the message says otherwise, the training state is unchanged. If it says that the
+                state is lost, every use of it raises `RuntimeError` until another checkpoint is
+                restored.
+        """
+        facts, num_converted = self.start_from(path)
+        if num_converted:
+            warnings.warn(f"{path} {converted(num_converted)}.", stacklevel=2)
+        return facts
+
+    def start_from(self, path: str | PathLike[str]) -> tuple[dict[str, Any], int]:
+        """Restores a checkpoint as `restore` does, without its warning of converted arrays.
+
+        Args:
+            path: See `restore`.
+
+        Returns:
+            The facts kept beside the arrays, and the number of arrays that were converted.
         """
         path = local_path(checks.path("path", path), "path")
         self._join_saving()
@@ -277,15 +297,15 @@ class RunState:
         where = f"the check of {path.name}"
         facts, others = in_all(self.processes, where, lambda: check(path, self._spec, entries))
         training = self._training
-        # A state that is lost can't be brought to rest, and need not be.
+        # A lost state can't be flushed, and need not be.
         if training.lost is None:
             training.settle_all()
             self.flush()
         placement = self._store.placement
         what = "restoring", self._spec, placement, self._progress
         with deferred_interrupt(), placement.outside_meshes(), group_bar(*what) as bar:
-            # Said before and taken back after: whatever interrupts what lies between, the state is
-            # known to be lost.
+            # Declared lost first and taken back afterwards, so that any interrupt in between leaves
+            # the state marked as lost.
             training.lose(f"{path} could not be restored to its end")
             self._engine.abandon()
             known = facts.get("arrays")
@@ -294,10 +314,7 @@ class RunState:
             self._restored = facts.get("made_of", {}).get("state", {})
             self._by_hand.forget()
             self._history = History(facts["history"])
-        if others:
-            forms = f"{len(others)} arrays in other dtypes or codes than `precision` asks for"
-            warnings.warn(f"{path} holds {forms}; they were converted.", stacklevel=2)
         if training.partial is not None:
             message = f"{path}: {training.partial}. Training goes on from there."
-            warnings.warn(message, stacklevel=2)
-        return facts
+            warnings.warn(message, stacklevel=3)
+        return facts, len(others)

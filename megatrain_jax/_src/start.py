@@ -17,11 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from tqdm.auto import tqdm
 
 from megatrain_jax._src.adapt.initial_values import InitialValues
+from megatrain_jax._src.build.bound_step import with_all_waves
 from megatrain_jax._src.build.budget import fit_to_machine
 from megatrain_jax._src.build.host import (
     check_host,
@@ -30,6 +34,8 @@ from megatrain_jax._src.build.host import (
     peak_bytes,
     state_bytes,
 )
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.parts import fit_with_parts, leaves_parts_open
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.step_kernels import estimate_ahead
 from megatrain_jax._src.common.sizes import sized
@@ -44,12 +50,45 @@ from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.state import pool
 from megatrain_jax._src.state.host_memory import available_bytes
 from megatrain_jax._src.state.pinning import advice_on_pages, pins_small_pages, warning_of_little
-from megatrain_jax._src.state.placement import Placement, on_several
+from megatrain_jax._src.state.placement import Placement, on_several, placed_on
 from megatrain_jax._src.state.processes import PeerEndedError
 
 # A start that takes less needs no explanation.
 _SECONDS_TO_EXPLAIN = 10.0
 _GIB = 2**30
+
+
+def with_parts(
+    run: Options,
+    make: Callable[[Options], RunSpec],
+    sample: Any,
+    placement: Placement,
+    *,
+    has_gpu: bool,
+) -> Options:
+    """The options of a run with the numbers of microbatches and waves that they leave open.
+
+    Args:
+        run: The options.
+        make: Function that makes a run's spec for options with a number of microbatches.
+        sample: The shapes of a batch, of all processes.
+        placement: The run's devices.
+        has_gpu: Whether this machine has one, whose memory the run has to fit.
+    """
+    if not leaves_parts_open(run) or not has_gpu:
+        return replace(run, microbatches=run.least_microbatches)
+    usable = run.machine and run.machine.usable_bytes
+    processes, rows = placement.processes, jax.tree.leaves(sample)[0].shape[0]
+    # By estimates, so that nothing is compiled for parts that are not taken.
+    planned = placed_on(AbstractMesh((run.num_devices,), ("data",)))
+
+    def to_host(spec: RunSpec) -> RunSpec | None:
+        return fit_to_host(spec, *processes.spread)
+
+    def fit(spec: RunSpec) -> RunSpec:
+        return fit_to_machine(spec, KernelCache(), usable, planned, to_host)
+
+    return fit_with_parts(run, make, fit, rows, usable, planned).options
 
 
 class Phases:
@@ -173,6 +212,7 @@ def _compiled(
         spec = fit_to_machine(
             spec, kernels, free, placement, lambda run: fit_to_host(run, *processes.spread)
         )
+    spec = replace(spec, first=with_all_waves(spec.first))
     # A CPU has nothing compiled before the first step, and all of it in the host's memory.
     ahead = spec.first, spec.layouts, spec.optimizer, placement
     temporaries = None if has_gpu else estimate_ahead(kernels, *ahead)
@@ -192,6 +232,7 @@ def _pins_beside_compiling(spec: RunSpec, placement: Placement) -> bool:
     return (
         processes.count == 1
         and spec.options.device_budget is not None
+        and not spec.first.schedule.left_out
         and not pins_small_pages()
         and fits_host(spec, *processes.spread)
     )

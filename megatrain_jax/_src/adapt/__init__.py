@@ -1,1 +1,1 @@
-"""Any Flax model as parameters and a pure loss."""
+"""Conversion of any Flax, Equinox or pytree model to parameters and a pure loss."""

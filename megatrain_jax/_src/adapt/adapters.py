@@ -1,10 +1,10 @@
-"""NNX, Linen and plain-pytree models, turned into one internal form.
+"""Converts NNX, Linen and plain pytree models to one internal form.
 
-The rest of the library sees parameter leaves and a pure loss, whatever library the user's model
-was written with; the differences between the kinds of model end here.
+The rest of the library sees parameter leaves and a pure loss; it does not know which library the
+model was written with.
 
-A worked example, the pytree `{"embed": e, "layers": [{"w": w0, "steps": s0}]}` of two fp32 arrays
-and an integer::
+Example: the pytree `{"embed": e, "layers": [{"w": w0, "steps": s0}]}` of two fp32 arrays and an
+integer::
 
     paths             ("embed",), ("layers", 0, "w")
     variable_paths    ("layers", 0, "steps")
@@ -52,21 +52,21 @@ from megatrain_jax._src.program.jaxpr import short_errors
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedModel:
-    """A model without its arrays: shapes, and the functions that put arrays back in.
+    """A model without its arrays: shapes, and functions that put arrays back in.
 
     Attributes:
         paths: path of each parameter leaf in the user's model.
         shapes: shape and dtype of each parameter leaf, as the model declares them.
-        variable_paths: path of each leaf of the state that isn't trained (statistics, random keys).
+        variable_paths: path of each leaf of the untrained state (statistics, random keys).
         variable_shapes: shape and dtype of each leaf of that state.
         loss: `loss(loss_fn, leaves, variables, batch, rng, train)` calls the user's function and
-            gives (loss, metrics, new variables). Pure, so it can be traced and differentiated.
-            A leaf may have another dtype than declared; variables always come back as declared.
-        params_tree: `params_tree(leaves)` is the tree that Optax sees and users get, with its
-            leaves in the order of `paths`.
-        rebuild: `rebuild(leaves, variables)` is a model of the user's kind that holds these.
+            returns (loss, metrics, new variables). Pure, so it can be traced and differentiated. A
+            leaf may have a dtype other than declared; variables always come back as declared.
+        params_tree: `params_tree(leaves)` is the tree that Optax and users see, with its leaves in
+            the order of `paths`.
+        rebuild: `rebuild(leaves, variables)` is a model of the user's kind with these arrays.
         check_batch: `check_batch(batch)` calls the model's own method of this name, if it has one
-            and all arrays of the batch are NumPy's: none is brought back from the device.
+            and all arrays of the batch are NumPy's: nothing is copied back from the device.
     """
 
     paths: tuple[ModelPath, ...]
@@ -85,21 +85,21 @@ def adapt(
     """Turns a model of any supported kind into the internal form.
 
     Args:
-        model: an `nnx.Module`, a `flax.linen.Module`, a pytree that holds arrays (an Equinox
-            module is one), or a function of no arguments that builds an `nnx.Module` or such a
-            pytree. Such a function and a Linen module are only traced: nothing is allocated.
-        loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, rng)`; an optional third
-            argument gets the key if it is called `rng` or `key`. It returns a scalar loss or
-            (loss, dict of scalar metrics).
-        sample_batch: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+        model: an `nnx.Module`, a `flax.linen.Module`, a pytree with arrays (an Equinox module is
+            one), or a function without arguments that builds an `nnx.Module` or such a pytree. Such
+            a function and a Linen module are only traced: nothing is allocated.
+        loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, rng)`; an optional third argument
+            receives the key if its name is `rng` or `key`. It returns a scalar loss or (loss, dict
+            of scalar metrics).
+        sample_batch: a pytree of arrays or `jax.ShapeDtypeStruct`.
         seed: a Linen module is initialised with `jax.random.key(seed)`.
 
     Returns:
         The model without its arrays, and its initial values.
 
     Raises:
-        TypeError: the model is of no supported kind, or `loss_fn` has another signature.
-        ValueError: the model has no parameters, or some that are no real floating-point arrays.
+        TypeError: the model's kind is not supported, or `loss_fn` has a different signature.
+        ValueError: the model has no parameters, or some are not real floating-point arrays.
     """
     check_model(model)
     takes_rng(loss_fn)
@@ -116,18 +116,18 @@ def adapt(
 
 
 def needs_batch(model: Any) -> bool:
-    """Whether a batch is needed to adapt a model: a Linen module's variables are what a call makes.
+    """Whether `adapt` needs a batch: a Linen module creates its variables when it is called.
 
-    Of other models `adapt` gives the same for all batches.
+    For all remaining kinds of models the result does not depend on the batch.
     """
     return isinstance(model, linen.Module)
 
 
 def check_model(model: Any) -> None:
-    """Checks that a model is of a supported kind, as far as is known before it is built.
+    """Checks that a model's kind is supported, as far as is known before it is built.
 
     Raises:
-        TypeError: it is of none, or a function that needs arguments.
+        TypeError: its kind is not supported, or it is a function that needs arguments.
     """
     if isinstance(model, linen.Module):
         return
@@ -172,7 +172,7 @@ def _built_parts(build: Callable[[], Any]) -> Parts:
 
 
 def _adapt_values(model: Any) -> tuple[AdaptedModel, InitialValues]:
-    """Adapts a model that holds arrays, which are its initial values."""
+    """Adapts a model that holds arrays; these are its initial values."""
     params, variables, shell = parts_of(model)
     shapes = jax.eval_shape(lambda *trees: trees, params, variables)
     adapted = _assemble(shapes[0], shapes[1], shell)
@@ -187,7 +187,7 @@ def _adapt_values(model: Any) -> tuple[AdaptedModel, InitialValues]:
 def _adapt_traced(
     take_apart: Callable[..., Parts], args: tuple[Any, ...]
 ) -> tuple[AdaptedModel, InitialValues]:
-    # A shell holds no arrays, so it may leave the trace; the arrays leave it as shapes.
+    # A shell holds no arrays, so it may leave the trace; arrays leave it as shapes.
     shells = []
 
     def arrays(*args: Any) -> tuple[Any, Any]:
@@ -197,14 +197,14 @@ def _adapt_traced(
 
     with short_errors():
         traced, shapes = jax.make_jaxpr(arrays, return_shape=True)(*args)
-    # The trace is kept for its equations: initial values are computed from it, leaf by leaf.
+    # The trace's equations are kept: initial values are computed from them, leaf by leaf.
     adapted = _assemble(shapes[0], shapes[1], shells[0])
     every_shape = adapted.shapes + adapted.variable_shapes
     return adapted, initial_values_of_trace(traced, args, len(adapted.shapes), every_shape)
 
 
 def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
-    """Makes the internal form of trees of shapes and a shell."""
+    """Makes the internal form from trees of shapes and a shell."""
     paths, shapes, params_treedef = _flatten_shapes(params)
     variable_paths, variable_shapes, variables_treedef = _flatten_shapes(variables)
     _check_parameters(paths, shapes)
@@ -227,7 +227,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, ...]]:
         args = loss_arguments(loss_fn, batch, rng)
         trees = params_tree(leaves), variables_tree(variables)
-        # The key goes both ways: to a loss that takes one, and to a module that draws by itself.
+        # The loss receives the key if it takes one, and so does a module that draws by itself.
         result, changed = shell.call(loss_fn, args, *trees, rng, train)
         check_same_paths("variables", variable_paths, changed)
         new = zip(variable_paths, variable_shapes, jax.tree.leaves(changed), strict=True)
@@ -236,7 +236,7 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
     def rebuild(leaves: Sequence[Any], variables: Sequence[Any]) -> Any:
         return shell.rebuild(params_tree(leaves), variables_tree(variables))
 
-    # Whoever pairs the leaves of this tree with `paths`, as the optimizer does, relies on this.
+    # The optimizer pairs this tree's leaves with `paths`, so their order must agree.
     in_order = jax.tree.leaves(params_tree(shapes))
     assert all(a is b for a, b in zip(in_order, shapes, strict=True)), "leaves change their order"
     return AdaptedModel(
@@ -252,8 +252,8 @@ def _assemble(params: Any, variables: Any, shell: Shell) -> AdaptedModel:
 
 
 def _batch_check(model: Any) -> Callable[[Any], None]:
-    """The function that checks batches for a model, by the model's own method if it has one."""
-    # Asked of the class: an instance may well compute what it is asked for.
+    """The function that checks batches: the model's own method if it has one."""
+    # Looked up on the class, because an instance may compute its attributes.
     if not callable(getattr(type(model), "check_batch", None)):
         return lambda batch: None
 
@@ -267,7 +267,7 @@ def _batch_check(model: Any) -> Callable[[Any], None]:
 def _flatten_shapes(
     tree: Any,
 ) -> tuple[tuple[ModelPath, ...], tuple[jax.ShapeDtypeStruct, ...], Any]:
-    # Rebuilt from shape and dtype alone: a weak type would make a second trace differ.
+    # Rebuilt from shape and dtype alone, because a weak type would make a second trace differ.
     paths, leaves, treedef = flatten(tree)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
     return paths, shapes, treedef
@@ -293,7 +293,7 @@ def _check_parameters(paths: Sequence[ModelPath], shapes: Sequence[jax.ShapeDtyp
 
 
 def _as_declared(path: ModelPath, shape: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
-    """Returns a variable's new value in the dtype it had, since a step is compiled for that."""
+    """Returns a variable's new value in its declared dtype, for which the step is compiled."""
     found_shape, found_dtype = jnp.shape(value), jnp.result_type(value)
     floats = all(jnp.issubdtype(d, jnp.floating) for d in (found_dtype, shape.dtype))
     if found_shape != shape.shape or not (found_dtype == shape.dtype or floats):
@@ -323,9 +323,9 @@ def _call_builder(build: Callable[[], Any]) -> Any:
 
 
 def _kept_outside(error: Exception) -> str:
-    """The reason why NNX state from outside of a builder can't be changed in it, in words."""
+    """The reason why a builder can't change NNX state created outside it, in words."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # The module that draws last is Flax's own; the user's, whose default it is, called it.
+    # The innermost `__init__` is Flax's own; an outer one is the user's, with the default argument.
     for frame in reversed(frames):
         module = type(frame.f_locals.get("self"))
         if frame.f_code.co_name != "__init__" or not issubclass(module, nnx.Module):

@@ -1,8 +1,8 @@
-"""The values a model starts from, given out a few leaves at a time.
+"""A model's initial values, computed a few leaves at a time.
 
-A model larger than the accelerator, or than the memory left on the host, must never exist as a
-whole beside its slabs. So its initialisation is traced once, and each request evaluates only
-the equations that the requested leaves need.
+A model larger than the accelerator, or than the remaining host memory, must never exist whole
+beside its slabs. So the initialisation is traced once, and each request evaluates only the
+equations that the requested leaves need.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ from megatrain_jax._src.program.jaxpr import outlived
 
 @dataclass(frozen=True, kw_only=True)
 class InitialValues:
-    """Initial values; drop it once they are stored, since it may hold the whole model.
+    """A model's initial values. Drop it once they are stored, because it may hold the whole model.
 
     Attributes:
-        leaves: `leaves(indices)` gives the values of these parameter leaves, in the order asked
-            for. They may be the user's own arrays: don't donate or change them.
-        variables: `variables()` gives the state that isn't trained, in the order of
-            `AdaptedModel.variable_paths`, as arrays nobody else holds.
-        files: The files that the values of parameters are read from, in the order of these.
-        outlived: Shape and dtype of an array that an earlier trace has left in the model, so that
-            it has no values; None if there is none.
+        leaves: `leaves(indices)` returns the values of these parameter leaves, in the order
+            requested. They may be the user's own arrays: don't donate or change them.
+        variables: `variables()` returns the untrained state, in the order of
+            `AdaptedModel.variable_paths`, as fresh arrays.
+        files: The files that the parameters' values are read from, in the same order.
+        outlived: Shape and dtype of an array in the model that an earlier trace created, so that it
+            has no values; None if there is none.
     """
 
     leaves: Callable[[Sequence[int]], list[jax.Array]]
@@ -41,10 +41,10 @@ class InitialValues:
     def check(self) -> None:
         """Checks that all values exist.
 
-        A plan does without them: a builder that is cached can be planned, but not trained.
+        A plan does without values, so a cached builder can be planned, but not trained.
 
         Raises:
-            ValueError: The model holds an array that an earlier trace has made.
+            ValueError: The model holds an array that an earlier trace created.
         """
         if self.outlived is not None:
             raise ValueError(
@@ -59,7 +59,7 @@ def strong_array(value: Any, dtype: Any) -> jax.Array:
 
     Args:
         value: an array, a NumPy array, a Python number or a tracer.
-        dtype: its dtype, or one that it can be cast to.
+        dtype: its dtype, or a dtype that it can be cast to.
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jnp.asarray(value)
@@ -69,12 +69,12 @@ def strong_array(value: Any, dtype: Any) -> jax.Array:
 def initial_values_of(
     params: Sequence[Any], variables: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> InitialValues:
-    """Initial values of a model that exists already.
+    """Initial values of a model that already has arrays.
 
     Args:
         params: parameter leaves.
-        variables: leaves of the state that isn't trained.
-        shapes: the dtypes to give them, parameters first.
+        variables: leaves of the untrained state.
+        shapes: the dtypes that they are given, parameters first.
     """
     values = [*params, *variables]
 
@@ -93,26 +93,26 @@ def initial_values_of(
 def initial_values_of_trace(
     traced: Any, args: Any, num_params: int, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> InitialValues:
-    """Initial values by a traced initialisation, which is evaluated for the leaves asked for alone.
+    """Initial values from a traced initialisation, evaluated only for the requested leaves.
 
-    The equations run one by one outside jit, because that is what the user's own eager
-    initialisation does: a jitted one may round differently.
+    The equations run one by one outside jit, as the user's own eager initialisation does: a jitted
+    one may round differently.
 
     Args:
-        traced: the result of `jax.make_jaxpr`; its outputs are the parameter leaves followed by
-            the leaves of the state that isn't trained.
+        traced: the result of `jax.make_jaxpr`; its outputs are the parameter leaves followed by the
+            leaves of the untrained state.
         args: the pytree of arguments that it was traced with.
         num_params: number of parameter leaves.
         shapes: the dtypes of all outputs.
     """
-    # Equations that several requests need run for each of them; without `silent`, so would prints.
+    # Equations needed by several requests run once for each; `silent` keeps prints from repeating.
     inputs = jax.tree.leaves(args)
-    # A closed jaxpr of JAX 0.10 wraps an open one; from 0.11 on they are the same object.
+    # In JAX 0.10 a closed jaxpr wraps an open one; from 0.11 on they are the same object.
     jaxpr, consts = effects.silent(traced.jaxpr), traced.consts
     num_outputs = len(jaxpr.outvars)
 
     def evaluate(indices: Sequence[int]) -> list[jax.Array]:
-        # `dce_jaxpr` keeps outputs in their order, whatever order was asked for.
+        # `dce_jaxpr` keeps the outputs' order, not the order of the request.
         wanted = sorted(set(indices))
         mask = [False] * num_outputs
         for index in wanted:
@@ -138,7 +138,7 @@ def initial_values_of_trace(
 
 
 def _copies(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    # A training step may donate its state, which must not delete arrays of the user's model.
+    # A training step may donate its state, and that must not delete the user's arrays.
     return tuple(jnp.array(value, copy=True) for value in values)
 
 

@@ -1,7 +1,7 @@
-"""The user's loss function: how it is called, and what it has to return.
+"""The user's loss function: how it is called, and checks of its result.
 
-`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` gives a loss or (loss, metrics). Mistakes in
-either are reported here, in the words of the user's own function.
+`loss_fn(model, batch)` or `loss_fn(model, batch, rng)` returns a loss or (loss, metrics). Mistakes
+in the signature or the result are reported here, with the name of the user's function.
 """
 
 import inspect
@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The names that every step's record has of its own, and the beginning of its evaluation's.
+# The names that every step's record uses itself, and the prefix of its evaluation's names.
 _RESERVED = ("loss", "grad_norm", "seconds", "skipped", "step")
 EVALUATED = "eval_"
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function as users wrote it."""
+    """A function's name as the user wrote it."""
     return getattr(function, "__name__", repr(function))
 
 
 def takes_rng(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function is called with a random key.
+    """Whether a loss function takes a random key.
 
     Raises:
-        TypeError: it can't be called with a model and a batch, or those and a key.
+        TypeError: it can't be called with (model, batch) or (model, batch, key).
     """
     expected = "loss_fn must be a function loss_fn(model, batch) or loss_fn(model, batch, rng)"
     if not callable(loss_fn):
@@ -39,10 +39,11 @@ def takes_rng(loss_fn: Callable[..., Any]) -> bool:
     positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named_rng = len(positional) > 2 and positional[2].name in ("rng", "key")
     num_required = sum(p.default is p.empty for p in positional)
-    # An optional third argument may be anything, unless its name says that it is a key.
+    # An optional third argument may be anything; only the name `rng` or `key` makes it a key.
     takes_rng = named_rng or num_required > 2
     try:
-        # Bound, not counted: defaults and `*args` allow more calls than there are names.
+        # Bound instead of counted, because defaults and `*args` allow more calls than there are
+        # names.
         signature.bind(*(None,) * (3 if takes_rng else 2))
     except TypeError as error:
         raise TypeError(f"{expected}, but {name_of(loss_fn)} is called as {signature}.") from error
@@ -57,10 +58,10 @@ def loss_arguments(loss_fn: Callable[..., Any], batch: Any, rng: jax.Array) -> t
 def checked_result(
     loss_fn: Callable[..., Any], result: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The result of a loss function as (loss, metrics), checked.
+    """Checks a loss function's result and returns it as (loss, metrics).
 
     Raises:
-        ValueError: It is no scalar loss with scalar metrics, or a metric has a name that is taken.
+        ValueError: It is not a scalar loss with scalar metrics, or a metric's name is reserved.
     """
     name = f"loss_fn ({name_of(loss_fn)})"
     if isinstance(result, tuple) and len(result) != 2:
@@ -94,7 +95,7 @@ def checked_result(
 def _as_number(value: Any) -> jax.Array | None:
     if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float):
         return None
-    # Of Python's numbers, too: they are as good a loss as arrays.
+    # Python numbers are as good a loss as arrays.
     dtype = jnp.result_type(value)
     is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
     return jnp.asarray(value) if is_real else None

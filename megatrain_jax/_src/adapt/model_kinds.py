@@ -1,7 +1,7 @@
-"""The ways in which NNX modules, Linen modules and plain pytrees are taken apart and called.
+"""Splits NNX modules, Linen modules and plain pytrees into parts, and calls them.
 
-One function per kind splits a model into parameters, state that isn't trained, and the static
-rest; all of them also work on tracers, so that a model can be split without being allocated.
+One function per kind splits a model into parameters, untrained state and the static rest. All of
+them work on tracers too, so a model can be split without being allocated.
 """
 
 import re
@@ -22,11 +22,11 @@ from megatrain_jax._src.common.model_path import ModelPath, path_name
 
 @dataclass(frozen=True, kw_only=True)
 class Shell:
-    """A model without its arrays: how it is called with some, and rebuilt around them.
+    """A model without its arrays: how to call it with arrays, and how to rebuild it around them.
 
     Attributes:
         call: (loss_fn, arguments after the model, params tree, variables tree, rng, train) →
-            (what loss_fn returned, new variables tree).
+            (result of loss_fn, new variables tree).
         rebuild: (params tree, variables tree) → model.
     """
 
@@ -34,22 +34,22 @@ class Shell:
     rebuild: Callable[[Any, Any], Any]
 
 
-# A model taken apart: parameters, state that isn't trained, and the shell that rejoins them.
+# A split model: parameters, untrained state, and the shell that rejoins them.
 Parts = tuple[Any, Any, Shell]
 
 
 def parts_of(model: Any) -> Parts:
-    """Takes an NNX model or a pytree of arrays apart.
+    """Splits an NNX model or a pytree of arrays.
 
     Raises:
-        TypeError: an NNX variable holds something that is no array.
-        ValueError: a pytree holds arrays of no numbers.
+        TypeError: an NNX variable's value is not an array.
+        ValueError: a pytree holds arrays that are not numeric.
     """
     return _nnx_parts(model) if _nnx_modules(model) else _pytree_parts(model)
 
 
 def is_pytree_model(model: Any) -> bool:
-    """Tells a model that holds arrays of its own from a function or an unsupported object."""
+    """Whether an object is a model that holds arrays, not a function or an unsupported object."""
     treedef = jax.tree.structure(model)
     return not jax.tree_util.treedef_is_leaf(treedef) or _is_array(model)
 
@@ -64,15 +64,15 @@ def flatten(tree: Any) -> tuple[tuple[ModelPath, ...], list[Any], Any]:
 
 
 def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ...]:
-    """Tells which parameters are to be trained.
+    """Tells which parameters will be trained.
 
     Args:
-        trainable: a regular expression to be found in a parameter's path, a function of the path
-            that tells, or None for all.
+        trainable: a regular expression to search for in a parameter's path, a predicate of the
+            path, or None for all.
         paths: the paths of all parameters.
 
     Raises:
-        ValueError: it chooses no parameter.
+        ValueError: it selects no parameter.
     """
     names = [path_name(path) for path in paths]
     if trainable is None:
@@ -88,7 +88,7 @@ def trainable_mask(trainable: Any, paths: Sequence[ModelPath]) -> tuple[bool, ..
 
 
 def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> None:
-    """Checks that a call of the loss function left the model's structure as it was.
+    """Checks that a call of the loss function did not change the model's structure.
 
     Args:
         what: "parameters" or "variables", for the message.
@@ -117,8 +117,8 @@ def check_same_paths(what: str, expected: Sequence[ModelPath], tree: Any) -> Non
 
 
 def _path(keys: Sequence[Any], *, is_nnx: bool = False) -> ModelPath:
-    """The path of a leaf, of JAX's keys."""
-    # An nnx.State has one more level for the value inside each variable, which names nothing.
+    """The path of a leaf, from JAX's keys."""
+    # An nnx.State has one more level, for the value inside each variable; it names nothing.
     return tuple(
         _component(key)
         for key in keys
@@ -150,9 +150,9 @@ def _nnx_modules(model: Any) -> list[nnx.Module]:
 
 
 def _nnx_parts(model: Any) -> Parts:
-    """Takes an NNX model apart, by the types of its variables."""
-    # Sown values of an earlier call are results, not state. They go from a copy of the graph
-    # that shares its arrays, so the user's own model keeps them.
+    """Splits an NNX model by the types of its variables."""
+    # Values sown by an earlier call are results, not state. They are removed from a copy of the
+    # graph that shares its arrays, so the user's own model keeps them.
     model = nnx.merge(*nnx.split(model))
     nnx.pop(model, nnx.Intermediate)
     _mark_traced_arrays(model)
@@ -172,7 +172,7 @@ def _nnx_parts(model: Any) -> Parts:
     ) -> tuple[Any, Any]:
         # Without a copy the variables belong to an outer trace and refuse to be changed.
         model = nnx.merge(graphdef, params, variables, copy=True)
-        # NNX keeps a flag in its modules, which dropout and batch norms read.
+        # Dropout and batch norm read this flag of NNX modules.
         if not train:
             for module in _nnx_modules(model):
                 module.eval()
@@ -188,9 +188,9 @@ def _nnx_parts(model: Any) -> Parts:
 
 
 def _mark_traced_arrays(model: Any) -> None:
-    """Makes arrays that are plain attributes state, as they are in a model built eagerly.
+    """Marks arrays in plain attributes as state, as NNX does in a model built eagerly.
 
-    NNX recognises arrays by their type, and so takes a tracer for a static attribute.
+    NNX recognises arrays by type, so it would treat a tracer as a static attribute.
     """
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Pytree):
@@ -223,17 +223,17 @@ def _check_values(state: nnx.State) -> None:
 def linen_parts(
     module: linen.Module, loss_fn: Callable[..., Any], key: jax.Array, args: tuple[Any, ...]
 ) -> Parts:
-    """Initialises a Linen module by calling the loss function with it, and takes it apart.
+    """Initialises a Linen module by calling the loss function with it, and splits it.
 
     Args:
         module: the module, without arrays.
         loss_fn: called with the module, bound to the variables it creates.
-        key: gives the values that `module.init(key, ...)` gives.
-        args: what loss_fn gets after the model.
+        key: the key of `module.init(key, ...)`, so the values are the same.
+        args: arguments of loss_fn after the model.
     """
-    # Initialised by the loss itself, so that no other call has to be made up for a sample batch.
+    # The loss itself initialises the module, so no separate call has to be invented for a batch.
     initialise = linen.init(loss_fn, module, mutable=True)
-    # Without boxes of metadata (sharding, names), which are the user's own and hold no numbers.
+    # Without metadata boxes (sharding, names), which are the user's own and hold no numbers.
     collections = _plain(initialise(key, *args))
     params = collections.pop("params", {})
     state = {
@@ -252,7 +252,7 @@ def linen_parts(
         train: bool,
     ) -> tuple[Any, Any]:
         apply = linen.apply(loss_fn, module, mutable=flax.core.DenyList("params"))
-        # Linen draws from "params" whatever stream a module names, if that one isn't given.
+        # If the stream that a module names is not given, Linen draws from "params".
         result, changed = apply({"params": params, **variables}, *args, rngs={"params": rng})
         changed = _plain(changed)
         return result, {name: changed.get(name, {}) for name in names}
@@ -270,10 +270,10 @@ def _is_linen_state(
     key: jax.Array,
     args: tuple[Any, ...],
 ) -> bool:
-    """Tells variables that a module keeps from values that it only sows.
+    """Distinguishes variables that a module keeps from values that it only sows.
 
-    Sown values must not be handed to the next step, where they would pile up. Flax stores both
-    alike, but a module can do without a collection that it only sows into.
+    Sown values must not be passed to the next step, where they would accumulate. Flax stores both
+    alike, but a module works without a collection that it only sows into.
     """
     without = linen.init(loss_fn, module, mutable=flax.core.DenyList([collection]))
     try:
@@ -281,7 +281,7 @@ def _is_linen_state(
     except flax.errors.FlaxError:
         return True
     except Exception:
-        # No module missed it; loss_fn itself did, which reads what was sown.
+        # The module did not miss it; loss_fn itself reads the sown values.
         return False
     return False
 
@@ -291,9 +291,9 @@ def _plain(variables: Any) -> dict[str, Any]:
 
 
 def _pytree_parts(model: Any) -> Parts:
-    """Takes a pytree apart: floating-point arrays are parameters, other arrays are state.
+    """Splits a pytree: floating-point arrays are parameters, all other arrays are state.
 
-    Everything else is static. A loss gives no model back, so that state stays as it is.
+    Everything else is static. A loss returns no model, so the state never changes.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(model)
     leaves = [leaf for _, leaf in flat]
@@ -301,7 +301,7 @@ def _pytree_parts(model: Any) -> Parts:
     kept = [_is_array(leaf) and not t for leaf, t in zip(leaves, trained, strict=True)]
     _check_kept([item for item, is_kept in zip(flat, kept, strict=True) if is_kept])
     arrays = [t or k for t, k in zip(trained, kept, strict=True)]
-    # Functions and numbers of the tree stay in the shell, as Equinox's modules have them.
+    # Functions and numbers of the tree stay in the shell, as in Equinox modules.
     static = [None if is_array else leaf for leaf, is_array in zip(leaves, arrays, strict=True)]
 
     def only(chosen: Sequence[bool]) -> Any:
@@ -328,7 +328,7 @@ def _pytree_parts(model: Any) -> Parts:
 
 
 def _check_kept(flat: Sequence[tuple[Any, Any]]) -> None:
-    """Checks that a device can hold the arrays of a pytree that are not trained."""
+    """Checks that the untrained arrays of a pytree can be put on a device."""
     known = (np.number, np.bool_, jax.dtypes.extended)
     wrong = [
         f"{path_name(_path(keys))} ({leaf.dtype})"

@@ -92,17 +92,20 @@ def computed_again(
 def last_read_by_task(
     instructions: Sequence[Instruction], stages: Sequence[Stage], program: Program
 ) -> dict[int, tuple[int, ...]]:
-    """Ids of the values that nothing reads after a stage, by the task that the stage is in."""
-    computing = [
-        (i.task, i.op, stages[i.stage])
-        for i in instructions
-        if i.op in (Op.FORWARD, Op.BACKWARD) and i.stage is not None and i.task is not None
-    ]
-    found = last_reads(
-        [stage.inputs for _, _, stage in computing],
-        [stage.outputs if op is Op.FORWARD else () for _, op, stage in computing],
-    )
+    """Ids of the values that nothing in a stage's wave reads after it, by the stage's task."""
+    waves: dict[int, list[tuple[int, Op, Stage]]] = {}
+    for i in instructions:
+        if i.op in (Op.FORWARD, Op.BACKWARD) and i.stage is not None and i.task is not None:
+            waves.setdefault(i.wave, []).append((i.task, i.op, stages[i.stage]))
     # The step's end reads its outputs, the loss and new variables: no stage drops them.
     passing = {i for stage in stages for i in stage.inputs}.difference(program.outputs)
-    rows = zip(computing, found, strict=True)
-    return {task: tuple(i for i in ids if i in passing) for (task, *_), ids in rows}
+    found = {}
+    # Each wave has microbatches of its own, and values of theirs that were there before all stages.
+    for computing in waves.values():
+        done = last_reads(
+            [stage.inputs for _, _, stage in computing],
+            [stage.outputs if op is Op.FORWARD else () for _, op, stage in computing],
+        )
+        for (task, *_), ids in zip(computing, done, strict=True):
+            found[task] = tuple(i for i in ids if i in passing)
+    return found

@@ -33,7 +33,7 @@ from megatrain_jax._src.common.keys import Kind
 from megatrain_jax._src.kernels.bound_stage import Backward, Binding, BoundStage, Slot
 from megatrain_jax._src.kernels.residuals import Residuals, find_residuals
 from megatrain_jax._src.program.loss.stages import Program, Stage
-from megatrain_jax._src.schedule.search import Schedule, find_schedule
+from megatrain_jax._src.schedule.search import Schedule, find_schedule, whole_schedule
 from megatrain_jax._src.schedule.workload import Workload
 from megatrain_jax._src.state.groups import Grouping, GroupLayout
 from megatrain_jax._src.state.hardware import Hardware
@@ -80,6 +80,16 @@ class BoundStep:
                 pairs = zip(bound.groups, bound.mode.gradients, strict=True)
                 dtypes |= {g: dtype for g, dtype in pairs if dtype is not None}
         return dtypes
+
+    @property
+    def waves(self) -> int:
+        """Number of equal parts of the microbatches that go through the stages one by one."""
+        return self.workload.waves
+
+    @property
+    def wave_microbatches(self) -> int:
+        """Number of microbatches in a wave."""
+        return self.microbatches // self.waves
 
     @property
     def scheduled(self) -> Workload:
@@ -136,6 +146,7 @@ def bind_step(
     device_budget: int | None,
     hardware: Hardware,
     host_room: float = math.inf,
+    waves: int = 1,
     training: bool = True,
 ) -> BoundStep:
     """Binds a program to groups and schedules it for a machine.
@@ -154,6 +165,7 @@ def bind_step(
             for the least.
         hardware: Machine whose rates the schedule is made for.
         host_room: Bytes that the host of each device has beside the state at rest.
+        waves: Number of equal parts of the microbatches that go through the stages one by one.
         training: Whether it is a training step; an evaluation has no backward.
     """
     if program.examples.number % num_devices:  # every device computes all of it
@@ -196,6 +208,8 @@ def bind_step(
     if any(kept := [b.lean for b in bound]):
         costs = dataclasses.replace(workload.costs, recompute=seconds_saved(kept, each, hardware))
         lean = dataclasses.replace(workload, residuals=bytes_of(kept), costs=costs, lean=True)
+    # Up to here everything is of all microbatches.
+    workload, lean = workload.in_waves(waves), lean and lean.in_waves(waves)
     schedule = find_schedule(workload, device_budget, lean, host_room)
     instructions = schedule.cold if training else schedule.evaluation
     return BoundStep(
@@ -230,10 +244,33 @@ def spanning(
         host_room: See `bind_step`.
         num_bytes: Bytes of what they hand on that need not be held; see `computed_again`.
     """
-    stages = [bound.stage for bound in step.stages]
     workload = workload_spanning(step, span, num_bytes)
     lean = step.lean and dataclasses.replace(step.lean, again=workload.again)
+    return _rescheduled(step, workload, lean, device_budget, host_room)
+
+
+def in_waves(step: BoundStep, waves: int, device_budget: int | None) -> BoundStep:
+    """A training step in another number of waves.
+
+    Args:
+        step: The step.
+        waves: Number of waves, which divides the microbatches.
+        device_budget: See `bind_step`.
+    """
+    workload, lean = step.workload.in_waves(waves), step.lean and step.lean.in_waves(waves)
+    return _rescheduled(step, workload, lean, device_budget, math.inf)
+
+
+def _rescheduled(
+    step: BoundStep,
+    workload: Workload,
+    lean: Workload | None,
+    device_budget: int | None,
+    host_room: float,
+) -> BoundStep:
+    """A training step with another workload."""
     schedule = find_schedule(workload, device_budget, lean, host_room)
+    stages = [bound.stage for bound in step.stages]
     # Cold and steady steps number their tasks alike, and compute the same in each but for updates.
     last_read = last_read_by_task(schedule.cold, stages, step.program)
     return dataclasses.replace(
@@ -246,6 +283,22 @@ def workload_spanning(step: BoundStep, span: int, num_bytes: float = math.inf) -
     stages = [bound.stage for bound in step.stages]
     again = computed_again(step.workload, stages, span, num_bytes)
     return dataclasses.replace(step.workload, again=again)
+
+
+def with_all_waves(step: BoundStep, *, training: bool = True) -> BoundStep:
+    """A step with the instructions of all its waves, of which its schedule may leave some out.
+
+    Args:
+        step: The step.
+        training: Whether it is a training step, not an evaluation.
+    """
+    if not step.schedule.left_out:
+        return step
+    schedule = whole_schedule(step.scheduled, step.schedule)
+    stages = [bound.stage for bound in step.stages]
+    instructions = schedule.cold if training else schedule.evaluation
+    last_read = last_read_by_task(instructions, stages, step.program)
+    return dataclasses.replace(step, schedule=schedule, last_read=last_read)
 
 
 def _gradient_dtypes(

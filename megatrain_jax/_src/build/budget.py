@@ -66,7 +66,7 @@ def fit_to_machine(
     fitting = _Fitting(spec, kernels, device_bytes, placement, to_host)
     fitted = fitting.whole() if device_bytes is None else _to_device(spec, fitting, device_bytes)
     # What the host never holds stays as it is, to be refused.
-    found = fitting.on_host(fitted) or fitted
+    found = fitting.on_host(fitted) or dataclasses.replace(fitted, fits_host=False)
     if not _has_functions_of(fitted.first.schedule, found.first.schedule):
         found = fitting.with_its_functions(found)
     if device_bytes is None:
@@ -280,5 +280,9 @@ def with_temporaries(
 def other_bytes(step: BoundStep) -> int:
     """Bytes of the activations that live between stages and that the schedule doesn't count."""
     others = step.kept - step.workload.activations.keys()
-    times = {i: 1 if i in step.kept_once else step.microbatches for i in others}
+    # The step's end reads its outputs, and the values before all stages are made at its begin; the
+    # others exist for one wave.
+    whole = {*step.program.outputs, *step.program.prologue_values}
+    times = {i: step.microbatches if i in whole else step.wave_microbatches for i in others}
+    times |= dict.fromkeys(others & step.kept_once, 1)
     return sum(n * step.program.num_bytes(i, step.num_devices) for i, n in times.items())

@@ -20,9 +20,13 @@ _CODES = (jnp.dtype("int8"), jnp.dtype("int4"))
 
 def held_dtype(precision: Precision, leaf: Leaf) -> Any:
     """The dtype in which the host keeps a parameter; int8 stands for codes."""
-    if leaf.is_trainable or precision.frozen is None:
-        return precision.master_of(path_name(leaf.path))
-    return precision.frozen
+    if not leaf.is_trainable and precision.frozen is not None:
+        return precision.frozen
+    held = precision.master_of(path_name(leaf.path))
+    # Norms and biases are a ten-thousandth of a model. Only a mapping codes them.
+    if held in _CODES and len(leaf.shape) < 2 and not isinstance(precision.master, tuple):
+        return precision.update
+    return held
 
 
 def check_paths(precision: Precision, leaves: Sequence[Leaf], optimizer: OptimizerCut) -> None:
@@ -67,7 +71,7 @@ def master_codecs(precision: Precision, leaves: Sequence[Leaf]) -> tuple[Any, li
             return Plain()
         if form in _CODES:
             # Weights act together in products, so that all are best equally precise.
-            return Blockwise(code="linear")
+            return Blockwise(code="linear", stochastic=stochastic)
         return Rounded(dtype=jnp.dtype(form).name, stochastic=stochastic)
 
     return dtype, [codec(form) for form in held]

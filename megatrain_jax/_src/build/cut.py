@@ -20,6 +20,7 @@ from megatrain_jax._src.program.loss.shared import without_block
 from megatrain_jax._src.program.loss.stages import Program
 from megatrain_jax._src.program.loss.trace import TracedLoss, cut_loss, leaves_of
 from megatrain_jax._src.program.optimizer.cut import CoupledGroupsError, OptimizerCut, cut_optimizer
+from megatrain_jax._src.program.optimizer.named_numbers import named_numbers
 from megatrain_jax._src.program.stacks import Stack
 from megatrain_jax._src.state.groups import Grouping, group_leaves
 
@@ -85,8 +86,9 @@ def _cut(
     )
     if warning := refuse_no_gradient(program, leaves):
         program = program.warning(warning)
-    if options.microbatches > 1:
-        _refuse_batch_statistics(adapted, program)
+    if options.microbatches != 1:
+        if reason := undivided_since(adapted, program):
+            raise ValueError(f"microbatches > 1 can't train this model: {reason}")
     # After the loss: which stages read a leaf decides its group. Before the optimizer, which is cut
     # by groups.
     grouping = group_leaves(leaves, [stage.leaves for stage in program.stages])
@@ -127,31 +129,32 @@ def _cut_optimizer(
         return Same(optimizer), tree, sizes, tuple(of_optax), tuple(group_of), num_groups
 
     def cut() -> OptimizerCut:
-        return cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+        made = cut_optimizer(optimizer, params_tree, shapes, of_optax, group_of, num_groups)
+        return dataclasses.replace(made, numbers=tuple(named_numbers(optimizer.update)))
 
     # No batch changes it, so that plans for many of them have it in common.
     return remembered("cut optimizer", key, cut)
 
 
-def _refuse_batch_statistics(adapted: AdaptedModel, program: Program) -> None:
-    """Refuses state that the parts of a batch can't agree on."""
+def undivided_since(adapted: AdaptedModel, program: Program) -> str | None:
+    """The state that the parts of a batch can't agree on, in words; None if there is none."""
     names = [path_name(path) for path in adapted.variable_paths]
     # Where the new value of drawn state is a prologue's, `begin` hands it from part to part; a
     # stage's comes too late for the next part to draw from.
     new = program.outputs[len(program.outputs) - len(names) :]
     of_batch, _ = jx.split(program.state.of_batch, names)
     if of_batch:
-        raise ValueError(
-            "microbatches > 1 can't train this model: its state "
-            f"{', '.join(of_batch[:6])} depends on the batch (statistics as of a batch norm), and "
-            "statistics of a part of a batch differ from those of the whole. Use microbatches=1, "
-            "or a normalisation without batch statistics."
+        return (
+            f"its state {', '.join(of_batch[:6])} depends on the batch (statistics as of a batch "
+            "norm), and statistics of a part of a batch differ from those of the whole. Use "
+            "microbatches=1, or a normalisation without batch statistics."
         )
     pairs, early = zip(program.state.drawn, new, strict=True), set(program.prologue_values)
     drawn, _ = jx.split([d and i not in early for d, i in pairs], names)
     if drawn:
-        raise ValueError(
-            "microbatches > 1 can't train this model: random numbers are drawn from its state "
+        return (
+            "random numbers are drawn from its state "
             f"{', '.join(drawn[:6])}, which depends on parameters, so that the parts of a batch "
             "would all draw the same. Use microbatches=1, or draw from the `rng` of the loss."
         )
+    return None

@@ -66,7 +66,7 @@ def fit_to_host(
     """
     own = spec.first.num_devices // num_processes
     total = _machine_bytes(spec.options, own * processes_per_host)
-    usable = most_of_a_process(spec.options, own, processes_per_host)
+    usable = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
     if usable is None:
         return spec
 
@@ -102,26 +102,6 @@ def _may_fit_any(spec: RunSpec, may_fit: Callable[[Workload], bool]) -> bool:
     return may_fit(dataclasses.replace(spec.first.workload, **nothing))
 
 
-def most_of_a_process(
-    options: Options, num_devices: int, processes_per_host: int = 1
-) -> int | None:
-    """Host memory that a process may take: its budget, and no more than its share of the machine.
-
-    Args:
-        options: The run's options.
-        num_devices: Number of the process's devices.
-        processes_per_host: Number of processes that share the host.
-
-    Returns:
-        Bytes; None if neither a budget nor the machine's memory is known.
-    """
-    total = _machine_bytes(options, num_devices * processes_per_host)
-    limits = [] if options.host_bytes is None else [options.host_bytes]
-    if total is not None:
-        limits.append(pool.most_process_bytes(total, num_devices, processes_per_host))
-    return min(limits, default=None)
-
-
 def _machine_bytes(options: Options, num_devices: int) -> int | None:
     """The memory of a host with so many of the run's devices; None if unknown."""
     # Devices of a host share its memory: `times` says what all of them are on.
@@ -155,9 +135,11 @@ def fits_host(spec: RunSpec, num_processes: int, processes_per_host: int) -> boo
         processes_per_host: See `fit_to_host`.
     """
     own = spec.first.num_devices // num_processes
-    most = most_of_a_process(spec.options, own, processes_per_host)
     total = _machine_bytes(spec.options, own * processes_per_host)
-    return most is None or process_bytes(spec, num_processes, total)[0] <= most
+    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
+    peak = peak_bytes(spec.first) // num_processes
+    needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
+    return most is None or needed <= most
 
 
 def check_host(
@@ -180,11 +162,11 @@ def check_host(
         MemoryError: If it takes more.
     """
     own = spec.first.num_devices // num_processes
-    most = most_of_a_process(spec.options, own, processes_per_host)
+    total = _machine_bytes(spec.options, own * processes_per_host)
+    most = pool.usable_bytes(spec.options.host_bytes, total, own, processes_per_host)
     peak = peak_bytes(spec.first) // num_processes
     if temporary_bytes is None:
-        total = _machine_bytes(spec.options, own * processes_per_host)
-        needed, _ = process_bytes(spec, num_processes, total)
+        needed = pool.process_bytes(peak, spec.largest_slab_bytes, total, own)
         beside = ""
     else:
         here = pool.available_process_bytes(processes_per_host)
@@ -285,17 +267,16 @@ def on_same_host(
     )
 
 
-def process_bytes(spec: RunSpec, num_processes: int, total: int | None) -> tuple[int, int]:
-    """Host memory that a process takes in all for its devices' shares, and its pools among it.
+def pool_bytes(spec: RunSpec, num_processes: int, total: int | None) -> int:
+    """Pinned host memory that a process takes for its devices' shares.
 
     Args:
         spec: The run.
         num_processes: Number of the processes that share it.
         total: The host's memory; None if unknown.
     """
-    own = spec.first.num_devices // num_processes
-    given = peak_bytes(spec.first) // num_processes, spec.largest_slab_bytes, total, own
-    return pool.process_bytes(*given), pool.pool_bytes(*given)
+    own, peak = spec.first.num_devices // num_processes, peak_bytes(spec.first) // num_processes
+    return pool.pool_bytes(peak, spec.largest_slab_bytes, total, own)
 
 
 def peak_bytes(step: BoundStep) -> int:

@@ -20,6 +20,7 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.checks import refused
 from megatrain_jax._src.state.hardware import Hardware
 
+Microbatches = int | Literal["auto"]
 DeviceBudget = int | str | None
 HostBudget = int | str | None
 OnNonfinite = Literal["raise", "skip"]
@@ -33,7 +34,8 @@ _LEAST_SEED, _MOST_SEED = -(2**63), 2**63 - 1
 class RunArguments(TypedDict, total=False):
     """The fields of `Options` as arguments, for type checkers."""
 
-    microbatches: int
+    microbatches: Microbatches
+    waves: int | None
     precision: Precision
     device_budget: DeviceBudget
     host_budget: HostBudget
@@ -54,7 +56,8 @@ class Options:
         ValueError: If an option has a value that it can't have.
     """
 
-    microbatches: int = 1
+    microbatches: Microbatches = 1
+    waves: int | None = None
     precision: Precision = Precision()
     device_budget: DeviceBudget = None
     host_budget: HostBudget = None
@@ -69,6 +72,11 @@ class Options:
     def num_devices(self) -> int:
         """The number of devices that share the run; one if no mesh is given."""
         return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def least_microbatches(self) -> int:
+        """The number of microbatches; the least one if the plan chooses it."""
+        return 1 if isinstance(self.microbatches, str) else self.microbatches
 
     @property
     def host_bytes(self) -> int | None:
@@ -86,13 +94,24 @@ class Options:
         """Checks every option."""
         _store(
             self,
-            microbatches=checks.integer("microbatches", self.microbatches),
+            microbatches=_microbatches(self.microbatches),
+            waves=_integer_or_none("waves", self.waves),
             device_budget=checks.num_bytes("device_budget", self.device_budget, "least"),
             host_budget=checks.num_bytes("host_budget", self.host_budget),
             max_skipped=checks.integer("max_skipped", self.max_skipped),
             seed=checks.integer("seed", self.seed, least=_LEAST_SEED, most=_MOST_SEED),
             hardware=found_hardware(self.hardware),
         )
+        if self.waves is not None and self.microbatches == "auto":
+            raise ValueError(
+                f'`waves`={self.waves} needs a number of `microbatches`: with "auto" the plan '
+                "chooses both"
+            )
+        if self.waves is not None and self.microbatches % self.waves:
+            raise ValueError(
+                f"`waves`={self.waves} does not divide `microbatches`={self.microbatches}: each "
+                "wave has equally many microbatches"
+            )
         _check_precision(self.precision)
         _check_trainable(self.trainable)
         _check_on_nonfinite(self.on_nonfinite)
@@ -286,6 +305,14 @@ def _store(record: Any, **values: Any) -> None:
 
 def _integer_or_none(name: str, value: Any) -> int | None:
     return None if value is None else checks.integer(name, value, other=", or None")
+
+
+def _microbatches(value: Any) -> Microbatches:
+    if isinstance(value, str):
+        if value != "auto":
+            raise ValueError(refused("microbatches", 'a positive integer or "auto"', value))
+        return "auto"
+    return checks.integer("microbatches", value, other=', or "auto"')
 
 
 def _check_precision(value: Any) -> None:

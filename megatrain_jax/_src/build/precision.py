@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from megatrain_jax._src.common.checks import refused
 
 Rounding = Literal["stochastic", "nearest"]
-_MASTERS = _COMPUTING = ("bfloat16", "float32", "float64")
+_COMPUTING = ("bfloat16", "float32", "float64")
+_MASTERS = (*_COMPUTING, "int8")
 _FLOAT32 = jnp.dtype("float32")
 _STATES = ("bfloat16", "float32", "int8", "int4")
 
@@ -33,7 +34,9 @@ class Precision:
 
     Attributes:
         master: dtype in which the host keeps the parameters that are trained: bfloat16, float32 or,
-            with 64-bit types switched on, float64; or a mapping from paths to bfloat16 or float32.
+            with 64-bit types switched on, float64; "int8", codes in blocks of 128 with a scale
+            each; or a mapping from paths to bfloat16, float32 or "int8". Without a mapping,
+            parameters of one axis (norms, biases) are not coded but stay in fp32.
         compute: dtype that parameters are cast to before the model sees them: bfloat16, float32 or
             float64. Narrower ranges, as float16's, would need the loss to be scaled.
         frozen: dtype in which the host keeps parameters that are not trained; None for that of the
@@ -53,7 +56,8 @@ class Precision:
     Raises:
         TypeError: `rounding` is no string, or a path is none.
         ValueError: a dtype is none that the attribute may have, or is one of 64 bits while JAX has
-            64-bit types switched off; a mapping is empty; or `rounding` is unknown.
+            64-bit types switched off; a mapping is empty; `rounding` is unknown; or masters in
+            codes are to be rounded to nearest.
     """
 
     master: DTypeLike | Mapping[str, DTypeLike] = jnp.float32
@@ -80,6 +84,12 @@ class Precision:
             raise TypeError(refused("Precision.rounding", " or ".join(allowed), self.rounding))
         if self.rounding not in allowed:
             raise ValueError(f"Precision(rounding={self.rounding!r}) must be one of {allowed}.")
+        forms = self.master if isinstance(self.master, tuple) else (("*", self.master),)
+        if self.rounding == "nearest" and any(form == jnp.dtype("int8") for _, form in forms):
+            raise ValueError(
+                "Precision(master='int8', rounding='nearest') would not train: an update smaller "
+                "than 1/254 of the largest number in its block is lost. Use rounding='stochastic'."
+            )
 
     @classmethod
     def compact(cls, compute: DTypeLike = jnp.bfloat16) -> "Precision":
@@ -190,7 +200,7 @@ def _dtype(name: str, given: Any) -> Any:
         dtype = jnp.dtype(given)
     except Exception as error:  # NumPy reads strings of several kinds
         codes = " or of codes, 'int8'" + (" and 'int4'" if name == "state" else "")
-        known = f"such as 'float32' or 'bfloat16'{codes if name in ('state', 'frozen') else ''}"
+        known = f"such as 'float32' or 'bfloat16'{'' if name == 'compute' else codes}"
         raise ValueError(
             f"Precision({name}={given!r}) is no dtype: give the name of one {known}."
         ) from error

@@ -4,6 +4,7 @@ Pure and abstract, so that a plan of a 120B model takes seconds on a laptop; the
 from the same object.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -54,6 +55,7 @@ class RunSpec:
             if the device's memory isn't known.
         host_room: Bytes that the host of each device has beside the state at rest; infinite if
             unknown.
+        fits_host: Whether the host has room for what its steps take.
         leaves: All leaves of the model, in the store's order.
         grouping: Groups of the leaves.
         layouts: Layout of each group.
@@ -70,6 +72,7 @@ class RunSpec:
     temporary_estimated: bool = False
     room_bytes: int | None = None
     host_room: float = math.inf
+    fits_host: bool = True
     leaves: tuple[Leaf, ...]
     grouping: Grouping
     layouts: tuple[GroupLayout, ...]
@@ -84,7 +87,12 @@ class RunSpec:
     @property
     def microbatches(self) -> int:
         """Number of parts that a training batch is split into."""
-        return self.options.microbatches
+        return self.first.microbatches
+
+    @property
+    def waves(self) -> int:
+        """Number of parts of the microbatches that go through the stages one after another."""
+        return self.first.waves
 
     @property
     def largest_slab_bytes(self) -> int:
@@ -103,10 +111,10 @@ class RunSpec:
             loss_fn: The loss; None for the run's own.
         """
         loss_fn = loss_fn or self.loss_fn
-        microbatches = self.microbatches
+        microbatches, waves = self.microbatches, self.waves
         # A training batch is refused if it doesn't divide; one of an evaluation may have any size.
         if not train and jax.tree.leaves(batch)[0].shape[0] % microbatches:
-            microbatches = 1
+            microbatches = waves = 1
         # The run's own leaves and groups, also if this loss would suggest others: they are what the
         # store holds.
         traced = _trace(self.adapted, loss_fn, self.options, batch, microbatches, train)
@@ -116,7 +124,8 @@ class RunSpec:
             grouping=self.grouping,
             optimizer=self.optimizer,
         )
-        try:
+
+        def bound(waves: int) -> BoundStep:
             return _bind(
                 (batch_key(batch), train, loss_fn),
                 traced,
@@ -127,8 +136,22 @@ class RunSpec:
                 device_budget=self.budget_bytes,
                 hardware=_scheduled_for(self.options),
                 host_room=self.host_room,
+                waves=waves,
                 training=train,
             )
+
+        # An evaluation fetches all weights once if the device and the host have room for the
+        # activations of all microbatches.
+        if not train and waves > 1:
+            with contextlib.suppress(BudgetError):
+                step = bound(1)
+                # In the least budget it would take more of the device than training does.
+                room = self.budget_bytes or self.first.schedule.peak_bytes
+                fits = step.schedule.peak_bytes <= room
+                if fits and step.schedule.evaluation_bytes <= self.host_room:
+                    return step
+        try:
+            return bound(waves)
         except BudgetError as error:
             raise self._refused(error.smallest, train) from None
 
@@ -138,7 +161,9 @@ class RunSpec:
         takes = f"on batches of this shape takes {smallest} bytes ({sized(smallest)}) of the device"
         if self.options.device_budget is not None:
             return ValueError(
-                f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least"
+                f"device_budget={self.budget_bytes} is too small: {what.lower()} {takes} at least. "
+                "Pass at least that much, or None for what the device has left, or use smaller or "
+                "shorter batches"
             )
         return MemoryError(
             f"{what} {takes} for state and activations at least, where the first batch has left "
@@ -168,6 +193,7 @@ def make_run_spec(
         ValueError: If model, loss, optimizer, batch and options don't fit together.
     """
     microbatches = options.microbatches
+    assert not isinstance(microbatches, str), "chosen before; see `parts.py`"
     # "least" is the only word.
     budget = None if isinstance(options.device_budget, str) else options.device_budget
 
@@ -194,6 +220,7 @@ def make_run_spec(
         num_devices=options.num_devices,
         device_budget=budget,
         hardware=_scheduled_for(options),
+        waves=options.waves or 1,
         training=True,
     )
     return RunSpec(
@@ -230,6 +257,7 @@ def distinct_facts(spec: RunSpec, sample_batch: Any) -> dict[str, Any]:
         "the optimizer": fingerprint(spec.optimizer.traced),
         "the shapes of a batch": batch_key(sample_batch),
         "`microbatches`": options.microbatches,
+        "`waves`": spec.waves,
         "`precision`": options.precision,
         "`device_budget`": options.device_budget,
         "`on_nonfinite`": (options.on_nonfinite, options.max_skipped),

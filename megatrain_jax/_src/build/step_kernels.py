@@ -32,7 +32,7 @@ def stage_kernel(step: BoundStep, op: Op, number: int, placement: Placement) -> 
         kernel = make(bound, program, placement)
     else:
         make = stages.backward_of_kept if keeps else stages.backward
-        kernel = make(bound, program, placement, step.microbatches)
+        kernel = make(bound, program, placement, step.wave_microbatches)
     if are_wide(bound.stage.attention_shapes, placement.num_devices):
         kernel = with_narrow_attention(kernel, placement.num_devices)
     # By name, since a stage's kernels with residuals and without may differ in their tiles.

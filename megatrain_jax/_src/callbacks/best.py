@@ -1,4 +1,4 @@
-"""A run's best record by a metric: stopping when there is no better one, and keeping its state."""
+"""Early stopping, and saving of the best checkpoint by a metric."""
 
 import math
 import shutil
@@ -12,19 +12,19 @@ from megatrain_jax._src.common import checks
 
 Mode = Literal["min", "max"]
 _EVALUATED = "eval_"
-# The file that makes a folder a checkpoint of this library.
+# This file marks a folder as a checkpoint of this library.
 _MANIFEST = "megatrain.json"
 
 
 class _Best:
     """The best value of a metric so far.
 
-    Of "min" with a `min_delta` of 0.1, the values 2, 1.5, 1.45, 1.3 are better, better, not and
+    For "min" with `min_delta` 0.1, the values 2, 1.5, 1.45, 1.3 are better, better, not better and
     better: 1.45 is less than 0.1 below 1.5, and 1.3 is more.
 
     Attributes:
         metric: The metric's name.
-        value: Its best value; None before there is one.
+        value: Its best value; None before the first.
         step: The step of the best value.
         since: Number of values since then.
     """
@@ -44,18 +44,18 @@ class _Best:
         self.step = self.since = 0
 
     def replay(self, trainer: Trainer) -> None:
-        """Starts from what the trainer's history has."""
+        """Starts from the values in the trainer's history."""
         self.forget()
         for record in trainer.history:
             if self.metric in record:
                 self.is_better(record)
 
     def is_better(self, record: dict[str, Any]) -> bool | None:
-        """Whether a record has the best value so far; None if it has none.
+        """Whether a record has the best value so far; None if it lacks the metric.
 
         Raises:
-            ValueError: If the record should have the metric: those of evaluations come with each
-                evaluation, the others with each step.
+            ValueError: If the record should have the metric: an evaluation's metric comes with each
+                evaluation, every other one with each step.
         """
         if self.metric not in record:
             kind = _EVALUATED if self.metric.startswith(_EVALUATED) else ""
@@ -71,15 +71,15 @@ class _Best:
         if math.isfinite(value) and (self.value is None or self._sign * value < best - self._delta):
             self.value, self.step, self.since = value, record["step"], 0
             return True
-        # What is not finite is no better, and counts.
+        # A value that is not finite is not better, but counts.
         self.since += 1
         return False
 
 
 class EarlyStopping(Callback):
-    """Ends a run whose metric no longer gets better: `FitResult.ended` is "stopped".
+    """Ends a run when a metric no longer improves: `FitResult.ended` is "stopped".
 
-    What a history has from before counts: a run that goes on, in this process or from a checkpoint,
+    Earlier values in the history count: a run that continues, in this process or from a checkpoint,
     stops where it would have stopped in one piece.
     """
 
@@ -94,28 +94,28 @@ class EarlyStopping(Callback):
         """Waits for the first record.
 
         Args:
-            metric: The name of the metric, as records have it.
-            patience: Number of values in a row that may be no better; the last of them ends the
+            metric: The name of the metric in records.
+            patience: Number of consecutive values without improvement; the last of them ends the
                 run.
-            min_delta: By how much a value has to be better to count.
+            min_delta: Minimum improvement that counts.
             mode: Whether less is better, "min", or more, "max".
 
         Raises:
-            TypeError: If an argument is of another type.
-            ValueError: If an argument is out of its range.
+            TypeError: If an argument has a wrong type.
+            ValueError: If an argument is out of range.
         """
         self._best = _Best(metric, mode, min_delta)
         self._patience = checks.integer("patience", patience)
 
     def begin(self, trainer: Trainer) -> None:
-        """Takes up the values of the history."""
+        """Reads the values in the history."""
         self._best.replay(trainer)
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Ends the run if the metric was no better often enough.
+        """Ends the run after too many values without improvement.
 
         Raises:
-            StopTraining: Then.
+            StopTraining: In that case.
             ValueError: If there is no such metric.
         """
         best = self._best
@@ -127,13 +127,14 @@ class EarlyStopping(Callback):
 
 
 class KeepBest(Callback):
-    """Keeps the checkpoint of the evaluation with the best metric, in a folder of its own.
+    """Saves the checkpoint with the best evaluation metric, in its own folder.
 
-    It is written while training goes on; an older one is removed when the new one is whole.
-    ``trainer.restore(keep.path)`` goes back there, ``fit(..., params=keep.path)`` starts from it.
+    It is written while training continues; the previous one is removed when the new one is
+    complete. ``trainer.restore(keep.path)`` returns to it, ``fit(..., params=keep.path)`` starts
+    from it.
 
     Attributes:
-        path: The newest checkpoint that is whole; None before there is one.
+        path: The newest complete checkpoint; None before the first.
     """
 
     def __init__(
@@ -147,15 +148,15 @@ class KeepBest(Callback):
         """Saves nothing yet.
 
         Args:
-            folder: The folder, not the run's `checkpoint_dir`. The checkpoint is a subfolder with
-                the number of its step.
-            metric: The name of a metric of evaluations, as records have it.
-            min_delta: By how much a value has to be better to count.
+            folder: The folder, different from the run's `checkpoint_dir`. The checkpoint is a
+                subfolder named after its step.
+            metric: The name of an evaluation metric in records.
+            min_delta: Minimum improvement that counts.
             mode: Whether less is better, "min", or more, "max".
 
         Raises:
-            TypeError: If an argument is of another type.
-            ValueError: If an argument is out of its range, or the metric is none of evaluations.
+            TypeError: If an argument has a wrong type.
+            ValueError: If an argument is out of range, or the metric is not of evaluations.
         """
         self._folder = Path(checks.path("folder", folder)).absolute()
         self._best = _Best(metric, mode, min_delta)
@@ -166,18 +167,18 @@ class KeepBest(Callback):
 
     @property
     def path(self) -> Path | None:
-        """The newest checkpoint that is whole; None before there is one."""
+        """The newest complete checkpoint; None before the first."""
         steps = self._steps()
         return self._folder / str(steps[-1]) if steps else None
 
     def begin(self, trainer: Trainer) -> None:
-        """Takes up the values of the history, and removes checkpoints of later steps.
+        """Reads the values in the history, and removes checkpoints of later steps.
 
         Raises:
-            FileExistsError: If there are some and the run is a new one.
+            FileExistsError: If there are such checkpoints and the run is new.
         """
         self._best.replay(trainer)
-        # Steps that the run will take again, from a checkpoint before them.
+        # The run will repeat these steps, from an earlier checkpoint.
         if later := [step for step in self._steps() if step > trainer.num_steps]:
             if not trainer.num_steps:
                 raise FileExistsError(
@@ -187,37 +188,33 @@ class KeepBest(Callback):
             self._remove(trainer, later)
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Begins to save the trainer's state if the record is the best one.
+        """Starts saving the trainer's state if the record is the best one.
 
         Raises:
             ValueError: If there is no such metric.
-            CheckpointError: If the one before could not be written.
+            CheckpointError: If the previous checkpoint could not be written.
         """
         if self._best.is_better(record):
             self._finish(trainer)
-            # The record's step: an evaluation leaves none in flight.
+            # The trainer is at the record's step, because an evaluation leaves no step in flight.
             path = self._folder / str(trainer.num_steps)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._saving = path, trainer.start_saving(path)
 
     def end(self, result: FitResult) -> None:
-        """Waits until the best checkpoint is whole.
-
-        Raises:
-            CheckpointError: If it could not be written.
-        """
+        """Waits until the best checkpoint is complete."""
         self._finish(result.trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Waits for the checkpoint being written, and removes those before it."""
+        """Waits for the checkpoint being written, and removes earlier ones."""
         if self._saving is not None:
-            # Forgotten first: a save that failed is not waited for again.
+            # Cleared first, so that a failed save is not waited for again.
             (path, saving), self._saving = self._saving, None
             saving.wait()
             self._remove(trainer, [step for step in self._steps() if step != int(path.name)])
 
     def _steps(self) -> list[int]:
-        """The steps of the checkpoints there, in order."""
+        """The steps of the existing checkpoints, in order."""
         found = self._folder.glob(f"*/{_MANIFEST}")
         return sorted(int(file.parent.name) for file in found if file.parent.name.isdecimal())
 

@@ -1,4 +1,4 @@
-"""The protocol of callbacks: what `fit` and `train` call, and when."""
+"""The protocol of callbacks: the calls that `fit` and `train` make, and when."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,37 +11,37 @@ from megatrain_jax._src.common.records import is_number
 class Callback:
     """A callback with a beginning and an end; a function ``(trainer, record)`` is one without.
 
-    The methods are called in the order of `callbacks`. None may move the trainer, by a step or by
-    restoring. A run that had nothing left to do calls none of them.
+    The methods are called in the order of `callbacks`. They must not move the trainer, by a step or
+    by restoring. A run that had nothing left to do calls none of them.
     """
 
     def begin(self, trainer: Trainer) -> None:
-        """Is called before a run's first step, after a checkpoint was restored.
+        """Called before a run's first step, after a checkpoint has been restored.
 
         Args:
-            trainer: The trainer; `num_steps` is 0 or the step that the run goes on from.
+            trainer: The trainer; `num_steps` is 0, or the step from which the run continues.
         """
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Is called with each complete record, which may be added to.
+        """Called with each complete record; it may add to the record.
 
-        Records are read late: the trainer may have dispatched one step more than the record's,
+        Records are read late: the trainer may already have dispatched the step after the record's,
         unless it was evaluated.
 
         Args:
             trainer: The trainer.
-            record: The record, as it is in the history.
+            record: The record, as stored in the history.
 
         Raises:
             StopTraining: To end the run, for a reason.
         """
 
     def end(self, result: FitResult) -> None:
-        """Is called when a run has ended, however it did, and its last step is saved.
+        """Called when a run has ended in any way, and its last step is saved.
 
         Args:
-            result: The result, whose `ended` and `reason` tell why. If it is "failed", the error
-                is raised afterwards.
+            result: The result; `ended` and `reason` give the cause. If it is "failed", the error is
+                raised afterwards.
         """
 
 
@@ -49,7 +49,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Log(Callback):
-    """A callback that writes records somewhere; of several processes the first one."""
+    """A callback that logs records; if several processes share a run, only the first one logs."""
 
     def begin(self, trainer: Trainer) -> None:
         """Opens the log."""
@@ -64,12 +64,12 @@ class Log(Callback):
                 self._write_table(record["step"], name, rows)
 
     def end(self, result: FitResult) -> None:
-        """Closes the log, with the reason of the end where it has a place for that."""
+        """Closes the log, with the reason of the end if the log can store it."""
         if result.trainer.processes.is_first:
             self._close(result)
 
     def _open(self, num_steps: int) -> None:
-        """Opens the log of a run that goes on after so many steps."""
+        """Opens the log of a run that continues after this many steps."""
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         raise NotImplementedError
@@ -83,13 +83,13 @@ class Log(Callback):
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record but for its step; a callback may have put anything else there."""
+    """The numbers of a record, without its step; callbacks may have added values of any type."""
     pairs = record.items()
     return {name: float(value) for name, value in pairs if name != "step" and is_number(value)}
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, Rows]:
-    """The tables of a record: lists of dicts that have the same keys, as `Samples` puts there."""
+    """The tables of a record: lists of dicts with equal keys, as added by `Samples`."""
     return {name: value for name, value in record.items() if _is_table(value)}
 
 
@@ -100,10 +100,10 @@ def _is_table(value: Any) -> bool:
 
 
 def finite_or_none(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Numbers with None for what is not finite, which JSON has no form for."""
+    """Replaces numbers that are not finite, which JSON can't express, by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def missing(package: str, extra: str) -> ImportError:
-    """The error that a callback's package is not installed."""
+    """The error for a callback's package that is not installed."""
     return ImportError(f'this callback needs {package}: pip install "megatrain-jax[{extra}]"')

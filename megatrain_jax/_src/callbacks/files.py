@@ -1,4 +1,4 @@
-"""Logs in files that need no other package: CSV and JSON, a line for each record."""
+"""Logs in CSV and JSON files, one line per record, without further packages."""
 
 import csv
 import io
@@ -15,10 +15,10 @@ from megatrain_jax._src.common import checks
 class CSVLog(Log):
     """Writes the records to a CSV file: a header, and a row for each step.
 
-    A run that goes on from a checkpoint goes on with the file: rows of later steps, which a process
-    that was killed has left, are replaced. A metric that comes later, as an evaluation's, gets a
-    column of its own. What is not finite is written as Python spells it. Samples go to a text file
-    beside it, `run.csv.txt` of `run.csv`.
+    A run that continues from a checkpoint continues the file: rows of later steps, left by a killed
+    process, are replaced. A metric that first appears later, such as an evaluation's, adds a
+    column. Values that are not finite are written in Python's spelling. Samples go to a text file
+    beside it, `run.csv.txt` for `run.csv`.
 
     Examples:
         >>> log = CSVLog("run.csv")
@@ -35,10 +35,10 @@ class CSVLog(Log):
         """Writes nothing yet.
 
         Args:
-            path: The file; its folder is made.
+            path: The file; its folder is created.
 
         Raises:
-            TypeError: If `path` is no path.
+            TypeError: If `path` is not a path.
         """
         self._path = Path(checks.path("path", path))
         self._texts = TextFile(self._path)
@@ -51,7 +51,7 @@ class CSVLog(Log):
         self._columns = list(rows[0]) if rows else []
         if self._columns and self._columns[0] != "step":
             raise ValueError(f"{self._path} is no log of a run: its first column is not `step`")
-        # A row that a kill has cut off is no row.
+        # A row that was cut off by a kill does not count.
         whole = [row for row in rows[1:] if len(row) == len(self._columns)]
         kept = [row for row in whole if row[0].isdecimal() and int(row[0]) <= num_steps]
         self._last_step = int(kept[-1][0]) if kept else 0
@@ -59,16 +59,16 @@ class CSVLog(Log):
             self._rewrite(kept)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        # The last step of a run that goes on comes again, with the evaluation that was cut off.
+        # After resuming, the last step comes again with the evaluation that was cut off.
         if step <= self._last_step:
             self._rewrite([row for row in self._rows()[1:] if int(row[0]) < step])
         self._last_step = step
-        # A header says what columns there are, so a new one means that the file is written anew.
+        # The header lists the columns, so a new column means rewriting the file.
         if new := [name for name in ("step", *values) if name not in self._columns]:
             rows = self._rows()[1:]
             self._columns += new
             self._rewrite([[*row, *[""] * len(new)] for row in rows])
-        # Appended: a kill costs the last line at most.
+        # Appended, so a kill costs at most the last line.
         row = {"step": step, **values}
         line = _line([row.get(name, "") for name in self._columns])
         with self._path.open("a", encoding="utf-8", newline="") as file:
@@ -91,19 +91,19 @@ class CSVLog(Log):
 class JSONLog(Log):
     """Writes the records to a file of lines, each a JSON object (JSONL).
 
-    A run that goes on from a checkpoint goes on with the file: lines of later steps, which a
-    process that was killed has left, are replaced. What is not finite is null. Samples go to a text
-    file beside it, `run.jsonl.txt` of `run.jsonl`.
+    A run that continues from a checkpoint continues the file: lines of later steps, left by a
+    killed process, are replaced. Values that are not finite become null. Samples go to a text file
+    beside it, `run.jsonl.txt` for `run.jsonl`.
     """
 
     def __init__(self, path: str | PathLike[str]):
         """Writes nothing yet.
 
         Args:
-            path: The file; its folder is made.
+            path: The file; its folder is created.
 
         Raises:
-            TypeError: If `path` is no path.
+            TypeError: If `path` is not a path.
         """
         self._path = Path(checks.path("path", path))
         self._texts = TextFile(self._path)
@@ -122,7 +122,7 @@ class JSONLog(Log):
         self._last_step = _step_of(kept[-1], self._path) if kept else 0
 
     def _write(self, step: int, values: dict[str, float]) -> None:
-        # The last step of a run that goes on comes again, with the evaluation that was cut off.
+        # After resuming, the last step comes again with the evaluation that was cut off.
         if step <= self._last_step:
             self._keep(step - 1)
         self._last_step = step
@@ -134,7 +134,7 @@ class JSONLog(Log):
 
 
 def _step_of(line: str, path: Path) -> float:
-    """The step of a line; infinite if a kill has cut it off."""
+    """The step of a line; infinite if the line was cut off by a kill."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""A curve that grows in a notebook's cell while training goes on."""
+"""A loss curve that updates in a notebook's cell during training."""
 
 import io
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from megatrain_jax._src.common import checks
 
 
 class LiveCurve(Callback):
-    """Shows metrics of the history as a curve in a notebook, drawn anew every few steps.
+    """Plots metrics of the history in a notebook, updated every few steps.
 
-    It is drawn in the cell that trains, one image that is replaced. Needs IPython, as any notebook
-    has it.
+    The plot appears in the training cell, as one image that is replaced. Needs IPython, which every
+    notebook has.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class LiveCurve(Callback):
 
         Args:
             metrics: See `History.plot`.
-            every: Number of steps after which it is drawn anew; it is drawn at the end, too.
+            every: Number of steps between updates; the final plot is drawn at the end.
             log: See `History.plot`.
             smooth: See `History.plot`.
 
         Raises:
             ImportError: If IPython is not installed.
-            TypeError: If an argument is of another type.
+            TypeError: If an argument has a wrong type.
             ValueError: If a number is less than 1.
         """
         try:
@@ -44,15 +44,15 @@ class LiveCurve(Callback):
         self._ipython: Any = display
         self._every = checks.integer("every", every)
         self._options: dict[str, Any] = {"metrics": metrics, "log": log, "smooth": smooth}
-        History().plot(**self._options)  # which checks them before the run begins
+        History().plot(**self._options)  # checks the options before the run begins
         self._shown: Any = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Begins a new curve, in the cell at hand."""
+        """Begins a new curve, in the current cell."""
         self._shown = None
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Draws the curve anew if it is time."""
+        """Updates the curve if it is due."""
         if record["step"] % self._every == 0:
             self._draw(trainer)
 

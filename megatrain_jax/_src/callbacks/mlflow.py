@@ -1,4 +1,4 @@
-"""A log of MLflow, on a server or in a folder."""
+"""A log to MLflow, on a server or in a folder."""
 
 import math
 import time
@@ -13,13 +13,13 @@ _STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "
 
 
 class MLflow(Log):
-    """Logs the records to a run of MLflow, and how it ended as its status and a tag.
+    """Logs the records to an MLflow run, and the run's end as status and tag.
 
-    Samples are artifacts, a text for each evaluation. Needs `pip install "megatrain-jax[mlflow]"`.
-    Values that are not finite are left out, since not every store takes them.
+    Samples are artifacts, one text per evaluation. Needs `pip install "megatrain-jax[mlflow]"`.
+    Values that are not finite are left out, because not every store accepts them.
 
     Attributes:
-        run_id: The run's identifier; None before it has begun. Pass it to go on with the run.
+        run_id: The run's identifier; None before it has begun. Pass it to continue the run.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class MLflow(Log):
         """Starts no run yet.
 
         Args:
-            experiment: Name of the experiment; it is made where there is none.
-            tracking_uri: The server or the database, as ``sqlite:///runs.db``; None for what MLflow
-                is configured with.
-            run_name: Name of the run; None has MLflow choose one.
-            run_id: Identifier of a run to go on with; None starts a new one.
+            experiment: Name of the experiment; created if it does not exist.
+            tracking_uri: The server or the database, such as ``sqlite:///runs.db``; None for
+                MLflow's own configuration.
+            run_name: Name of the run; None lets MLflow choose one.
+            run_id: Identifier of a run to continue; None starts a new one.
 
         Raises:
             ImportError: If MLflow is not installed.
-            TypeError: If an argument is no string.
+            TypeError: If an argument is not a string.
             ValueError: If MLflow can't use `tracking_uri`, or has no run `run_id` there.
         """
         given = {"tracking_uri": tracking_uri, "run_name": run_name, "run_id": run_id}
@@ -67,7 +67,7 @@ class MLflow(Log):
 
     def _open(self, num_steps: int) -> None:
         if self.run_id is not None:
-            # It was ended by the process that went before.
+            # The previous process ended it.
             self._client.update_run(self.run_id, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(self._experiment)

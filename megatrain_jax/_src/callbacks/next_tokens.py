@@ -1,7 +1,7 @@
-"""The next token of each row, computed by an evaluation: streamed models give scalars, no logits.
+"""Computes the next token of each row by an evaluation, because streamed models return no logits.
 
-Python's side of it is `samples.py`. An evaluation returns means of scalar metrics over its
-microbatches, so each row's token is a metric of its own, and the parts are counted beside them.
+The Python side is in `samples.py`. An evaluation returns means of scalar metrics over its
+microbatches, so each row's token is a separate metric, with the number of parts as weight.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ def decoder_logits(model: Any, batch: Mapping[str, Any]) -> jax.Array:
     """The logits of a `models.Decoder`, (rows, vocabulary), at the last token of each row.
 
     Raises:
-        TypeError: If the model has no method for that.
+        TypeError: If the model has no method for this.
     """
     if not hasattr(model, "logits_at"):
         allowed = "a function (model, batch) -> logits for a model that is no models.Decoder"
@@ -31,14 +31,14 @@ def decoder_logits(model: Any, batch: Mapping[str, Any]) -> jax.Array:
 
 
 def choose(logits: jax.Array, temperatures: ArrayLike, draws: ArrayLike) -> jax.Array:
-    """The next token of each row: the most likely one, or one drawn by its probability.
+    """The next token of each row: the most likely one, or one drawn from the distribution.
 
-    A draw u in [0, 1) takes the first token up to which probabilities add up to 1 - u at least. So
-    of the probabilities 0.25, 0 and 0.75, a draw of 0.8 takes token 0, and one of 0.7 token 2.
+    A draw u in [0, 1) selects the first token at which cumulative probabilities reach 1 - u. With
+    the probabilities 0.25, 0 and 0.75, a draw of 0.8 selects token 0, and a draw of 0.7 token 2.
 
     Args:
         logits: The logits, (rows, vocabulary).
-        temperatures: What logits are divided by, (rows,); 0 for the most likely token.
+        temperatures: Divisors of the logits, (rows,); 0 for the most likely token.
         draws: Numbers drawn from [0, 1), (rows,).
 
     Returns:
@@ -48,19 +48,19 @@ def choose(logits: jax.Array, temperatures: ArrayLike, draws: ArrayLike) -> jax.
     temperatures = jnp.asarray(temperatures)[:, None]
     scaled = logits / jnp.where(temperatures > 0, temperatures, 1)
     sums = jnp.cumsum(jax.nn.softmax(scaled, axis=-1), axis=-1)
-    # Not 1, but what the sums come to: there is always a token that reaches it.
+    # Scaled by the actual sum instead of 1, so some token always reaches it.
     wanted = (1 - jnp.asarray(draws)[:, None]) * sums[:, -1:]
     drawn = (sums >= wanted).argmax(-1)
     return jnp.where(temperatures[:, 0] > 0, drawn, logits.argmax(-1))
 
 
 def next_tokens_loss(logits: Logits, num_rows: int) -> Callable[..., Any]:
-    """A `loss_fn` for `Trainer.evaluate` whose metrics are the next token of each row.
+    """A `loss_fn` for `Trainer.evaluate` that returns the next token of each row as metrics.
 
     Args:
-        logits: Function that gives logits of the batch, (rows, length, vocabulary) or those at
-            `last` alone, (rows, vocabulary).
-        num_rows: Number of rows whose tokens are wanted, with the numbers from 0 in `row`.
+        logits: Function that returns logits of the batch, (rows, length, vocabulary), or only the
+            logits at `last`, (rows, vocabulary).
+        num_rows: Number of rows with tokens to return; their numbers, from 0, are in `row`.
     """
 
     def next_tokens(model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
@@ -74,7 +74,7 @@ def next_tokens_loss(logits: Logits, num_rows: int) -> Callable[..., Any]:
         if len(shape) == 3:
             found = jnp.take_along_axis(found, batch["last"][:, None, None], axis=1)[:, 0]
         tokens = choose(found, batch["temperatures"], batch["draws"])
-        # A row is in one part of the batch; of several processes, only the first one's count.
+        # Each row is in one part of the batch; only the first process's rows count.
         each = {f"row {k}": jnp.where(batch["row"] == k, tokens, 0).sum() for k in range(num_rows)}
         loss = jax.nn.logsumexp(found.astype(jnp.float32), axis=-1).mean()
         return loss, each | {"weight": jnp.float32(1)}
@@ -85,7 +85,7 @@ def next_tokens_loss(logits: Logits, num_rows: int) -> Callable[..., Any]:
 def find_next_tokens(
     trainer: Trainer, loss_fn: Callable[..., Any], batch: dict[str, np.ndarray]
 ) -> list[int]:
-    """The next token of each row of a batch, by one pass through the streamed model."""
+    """The next token of each row of a batch, computed by one pass through the streamed model."""
     rows = len(batch["row"])
     numbers = batch["row"] + trainer.processes.index * rows
     means = trainer.evaluate([{**batch, "row": numbers.astype(np.int32)}], loss_fn)

@@ -1,4 +1,4 @@
-"""Samples of a run: prompts continued by the model as it is, without a copy on the device."""
+"""Samples of a run: the streamed model continues prompts during training."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -21,15 +21,15 @@ _PROMPTS = "a sequence of prompts: texts, messages or token ids"
 
 
 class Samples(Callback):
-    """Continues prompts at evaluations, by the model as it is then, and shows what it wrote.
+    """Continues prompts with the current model at evaluations, and shows the texts.
 
-    The record gets them as ``"samples"``, a list of dicts of "prompt", "temperature" and "text", so
-    they are in the history, and the logs that come after this callback write them, too.
+    The record gets them as ``"samples"``, a list of dicts with "prompt", "temperature" and "text",
+    so they are in the history, and later callbacks that log write them too.
 
-    Nothing is kept between tokens, so each token of a continuation costs a forward pass over whole
-    rows, in which the model is streamed through the device once. All prompts share it, at all
-    temperatures. Rows have the length of the longest prompt and `num_tokens`, and are compiled for
-    once. Draws are the same at each evaluation, so that what differs is the model.
+    Nothing is cached between tokens, so each token costs a forward pass over whole rows, in which
+    the model is streamed through the device once. All prompts, at all temperatures, share this
+    pass. Rows have the length of the longest prompt plus `num_tokens`, and are compiled once. Draws
+    are the same at each evaluation, so differences come from the model.
 
     Examples:
         >>> Samples([[1, 2, 3]], logits=lambda model, batch: model(batch["tokens"])).num_rows
@@ -52,26 +52,26 @@ class Samples(Callback):
         """Continues nothing yet.
 
         Args:
-            prompts: The prompts, each a text, a list of messages (dicts of "role" and "content"),
-                which becomes a question in the tokenizer's own chat template, or token ids.
-            tokenizer: A tokenizer of Transformers, or anything with `encode(text)` and
+            prompts: The prompts, each a text, a list of messages (dicts with "role" and "content"),
+                rendered as a question in the tokenizer's own chat template, or token ids.
+            tokenizer: A Transformers tokenizer, or any object with `encode(text)` and
                 `decode(ids)`; None if prompts are ids, which are then shown as numbers.
             logits: Function ``(model, batch)`` that returns the logits of ``batch["tokens"]``
-                (rows, length), which is padded behind ``batch["last"]`` (rows,), the place of each
-                row's last token: (rows, length, vocabulary), or those at `last` alone, (rows,
-                vocabulary). No token may see those behind it. None for a `models.Decoder`.
-            num_tokens: Number of tokens at which a continuation ends.
-            temperatures: What logits are divided by before a token is drawn; 0 takes the most
-                likely one. Each prompt is continued at each of them.
+                (rows, length), which is padded after ``batch["last"]`` (rows,), the place of each
+                row's last token: (rows, length, vocabulary), or only those at `last`, (rows,
+                vocabulary). No token may attend to later ones. None for a `models.Decoder`.
+            num_tokens: Maximum number of tokens of a continuation.
+            temperatures: Divisors of the logits before a token is drawn; 0 takes the most likely
+                one. Each prompt is continued at each of them.
             seed: Seed of the draws.
-            stop: Ids of tokens that end a continuation; None for the tokenizer's own end of text.
-            every: Number of steps after which prompts are continued; None for each evaluation.
+            stop: Ids of tokens that end a continuation; None for the tokenizer's end-of-text token.
+            every: Number of steps between samples; None for each evaluation.
             show: Whether to print the samples.
 
         Raises:
-            TypeError: If an argument is of another type.
+            TypeError: If an argument has a wrong type.
             ValueError: If there is no prompt or one has no token, texts lack a tokenizer, or a
-                number is out of its range.
+                number is out of range.
         """
         allowed = "anything with `encode` and `decode`, such as a tokenizer of Transformers"
         if tokenizer is not None and not all(hasattr(tokenizer, x) for x in ("encode", "decode")):
@@ -98,11 +98,11 @@ class Samples(Callback):
 
     @property
     def num_rows(self) -> int:
-        """Number of continuations: of each prompt one at each temperature."""
+        """Number of continuations: one for each prompt and temperature."""
         return len(self._rows)
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Continues the prompts if it is time, and puts the samples into the record."""
+        """Continues the prompts if this is due, and adds the samples to the record."""
         evaluated = any(name.startswith(_EVALUATED) for name in record)
         due = evaluated if self._every is None else record["step"] % self._every == 0
         if due:
@@ -112,20 +112,20 @@ class Samples(Callback):
                 tqdm.write("\n".join([f"samples after step {trainer.num_steps}", *shown]))
 
     def draw(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Continues the prompts by the trainer's model, in a run or after it.
+        """Continues the prompts with the trainer's model, during a run or after it.
 
-        Of several processes, all have to do so, with the same prompts.
+        If several processes share a run, all must call this with the same prompts.
 
         Args:
             trainer: The trainer.
 
         Returns:
-            A dict for each prompt and temperature, in this order: its "prompt" and "text", as
-            texts, and its "temperature".
+            A dict for each prompt and temperature, in this order, with "prompt" and "text", as
+            texts, and "temperature".
 
         Raises:
-            TypeError: If the model is no `models.Decoder` and `logits` is None.
-            ValueError: If `logits` returns an array of another shape.
+            TypeError: If the model is not a `models.Decoder` and `logits` is None.
+            ValueError: If `logits` returns an array with a wrong shape.
         """
         lengths = np.array([len(row) for _, row, _ in self._rows], np.int32)
         tokens = np.zeros((self.num_rows, lengths.max() + self._num_tokens), np.int32)
@@ -139,8 +139,8 @@ class Samples(Callback):
                 "tokens": tokens,
                 "last": ends - 1,
                 "temperatures": rates,
-                # One for each row whether it goes on or not, so that a row's draws don't depend on
-                # the others.
+                # One draw for each row, even if the row has ended, so that rows don't affect each
+                # other's draws.
                 "draws": rng.random(self.num_rows, np.float32),
                 "row": np.arange(self.num_rows),
             }
@@ -148,7 +148,7 @@ class Samples(Callback):
             going &= ~np.isin(chosen, self._stop)
             if not going.any():
                 break
-            # A new array: the device may still read the one before.
+            # A new array, because the device may still be reading the previous one.
             tokens = tokens.copy()
             tokens[going, ends[going]] = chosen[going]
             ends = ends + going
@@ -197,7 +197,7 @@ def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
 
 
 def _shown(prompt: Any, tokenizer: Any) -> str:
-    """A prompt as its sample shows it."""
+    """A prompt as shown in its sample."""
     if isinstance(prompt, str):
         return prompt
     if _is_messages(prompt):

@@ -1,6 +1,6 @@
-"""A log for TensorBoard, by its own writer of events, which needs neither TensorFlow nor PyTorch.
+"""A log for TensorBoard, with its own event writer, which needs neither TensorFlow nor PyTorch.
 
-tensorboardX, the other one, imports PyTorch wherever that is installed.
+tensorboardX, the alternative, imports PyTorch wherever it is installed.
 """
 
 import time
@@ -16,9 +16,9 @@ from megatrain_jax._src.common import checks
 class TensorBoard(Log):
     """Writes the records for TensorBoard: a scalar for each metric, a text for samples.
 
-    A run that goes on from a checkpoint goes on in the same folder: what is there of later steps
-    is no longer shown. Needs `pip install "megatrain-jax[tensorboard]"`; then
-    ``tensorboard --logdir FOLDER`` shows it.
+    A run that continues from a checkpoint continues in the same folder; events of later steps there
+    are no longer shown. Needs `pip install "megatrain-jax[tensorboard]"`; then ``tensorboard
+    --logdir FOLDER`` shows it.
     """
 
     def __init__(self, folder: str | PathLike[str]):
@@ -29,7 +29,7 @@ class TensorBoard(Log):
 
         Raises:
             ImportError: If TensorBoard is not installed.
-            TypeError: If `folder` is no path.
+            TypeError: If `folder` is not a path.
         """
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
@@ -46,7 +46,7 @@ class TensorBoard(Log):
     def _open(self, num_steps: int) -> None:
         self._writer = self._make(self._folder)
         if num_steps:
-            # As after a restart: later events that an earlier file has don't count any more.
+            # Marks a restart: TensorBoard then ignores later events in earlier files.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._add(num_steps + 1, session_log=start)
 

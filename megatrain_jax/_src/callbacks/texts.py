@@ -1,4 +1,4 @@
-"""Tables of texts, such as samples, as plain text, as Markdown, and in a file beside a log."""
+"""Tables of texts, such as samples: as plain text, as Markdown, and in a file beside a log."""
 
 import html
 import os
@@ -12,7 +12,7 @@ _HEADER = re.compile(r"step (\d+): ")
 
 
 def as_text(step: int, name: str, rows: Rows) -> str:
-    r"""A table as plain text, one value a line, below a header that no value can look like.
+    r"""A table as plain text, one value per line, under a header that no value can imitate.
 
     Examples:
         >>> print(as_text(3, "samples", [{"prompt": "1 2", "text": "3\nstep 4: 5"}]))
@@ -29,7 +29,7 @@ def as_text(step: int, name: str, rows: Rows) -> str:
 
 
 def as_markdown(rows: Rows) -> str:
-    r"""A table as Markdown, its texts as they are read.
+    r"""A table as Markdown, with its texts escaped.
 
     Examples:
         >>> print(as_markdown([{"prompt": "a|b", "text": "<c>\nd"}]))
@@ -42,14 +42,14 @@ def as_markdown(rows: Rows) -> str:
 
 
 class TextFile:
-    """The file beside a log that gets its tables, made when there is one."""
+    """The file beside a log for its tables, created with the first one."""
 
     def __init__(self, log: Path):
         """Names the file after its log: `run.csv.txt` beside `run.csv`."""
         self._path = log.with_name(log.name + ".txt")
 
     def go_on(self, num_steps: int) -> None:
-        """Drops what the file has of later steps."""
+        """Removes the file's tables of later steps."""
         if not self._path.exists():
             return
         kept, step = [], 0
@@ -67,7 +67,7 @@ class TextFile:
 
 
 def replace_file(path: Path, lines: Iterable[str]) -> None:
-    """Writes a file anew; whoever reads it sees the old one or the new one."""
+    """Replaces a file atomically: readers see either the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     with new.open("w", encoding="utf-8", newline="") as file:
@@ -76,7 +76,7 @@ def replace_file(path: Path, lines: Iterable[str]) -> None:
 
 
 def _indented(value: object) -> str:
-    # `splitlines` knows every character that a reader may take for the end of a line.
+    # `splitlines` knows every character that a reader may treat as a line end.
     first, *others = str(value).splitlines() or [""]
     return "\n".join([first, *(f"    {line}" for line in others)])
 

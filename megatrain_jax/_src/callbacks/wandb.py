@@ -1,4 +1,4 @@
-"""A log at Weights & Biases, online or offline."""
+"""A log to Weights & Biases, online or offline."""
 
 import inspect
 import os
@@ -13,9 +13,9 @@ from megatrain_jax._src.callbacks.callback import Log, Rows, missing
 
 
 class WandB(Log):
-    """Logs the records to a run of Weights & Biases; samples are tables.
+    """Logs the records to a Weights & Biases run; samples are tables.
 
-    Needs `pip install "megatrain-jax[wandb]"`. For a run that goes on from a checkpoint, pass
+    Needs `pip install "megatrain-jax[wandb]"`. For a run that continues from a checkpoint, pass
     ``id=...`` and ``resume="allow"``, as to `wandb.init`.
     """
 
@@ -29,9 +29,9 @@ class WandB(Log):
         Raises:
             ImportError: If wandb is not installed.
             TypeError: If `wandb.init` has no such argument.
-            ValueError: If it can't take the value of one, or if the log is online and nobody is
-                logged in. At a terminal and in a notebook, wandb asks for the key instead; of
-                several processes the first one does when the run begins.
+            ValueError: If a value is not valid, or if the log is online and nobody is logged in. At
+                a terminal and in a notebook, wandb asks for the key instead; if several processes
+                share a run, the first one asks when the run begins.
         """
         try:
             import wandb
@@ -59,9 +59,9 @@ class WandB(Log):
 
 
 def _log_in(wandb: Any, mode: str) -> None:
-    """Asks for credentials now, which wandb would do when the run begins."""
-    # Of several processes the first one alone writes, and which one this is, JAX tells only once
-    # it has started its devices.
+    """Asks for credentials now; wandb would ask when the run begins."""
+    # Only the first process logs, and JAX reveals the first one only after its devices have
+    # started.
     if mode not in ("online", "shared") or jax.distributed.is_initialized():
         return
     try:
@@ -76,7 +76,7 @@ def _log_in(wandb: Any, mode: str) -> None:
 
 
 def _check(wandb: Any, init: Mapping[str, Any]) -> None:
-    """Checks arguments of `wandb.init`, which would come to light when the run begins."""
+    """Checks arguments of `wandb.init` early; wandb would check them when the run begins."""
     known = inspect.signature(wandb.init).parameters
     is_open = any(row.kind is inspect.Parameter.VAR_KEYWORD for row in known.values())
     for name, value in init.items():
@@ -84,7 +84,7 @@ def _check(wandb: Any, init: Mapping[str, Any]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(known)}"
             raise TypeError(f"`wandb.init` has no argument `{name}`; {hint}")
-        # Its own settings are checked, and call some of these by other names.
+        # wandb's Settings validates values, and has different names for some arguments.
         settings = wandb.Settings.model_fields
         field = next((field for field in (name, f"run_{name}") if field in settings), None)
         if field is None:
@@ -92,7 +92,7 @@ def _check(wandb: Any, init: Mapping[str, Any]) -> None:
         try:
             wandb.Settings(**{field: value})
         except (TypeError, ValueError) as error:
-            # A check of pydantic's lists what is wrong; its own text is of settings.
+            # A pydantic error lists each fault; its own text is about settings.
             listed: Any = getattr(error, "errors", list)()
             why = listed[0]["msg"] if listed else error
             raise ValueError(f"`wandb.init` can't take `{name}`={value!r}: {why}") from error

@@ -1,1 +1,1 @@
-"""The host store on disk, as ordinary Orbax checkpoints."""
+"""Checkpoints: the host store on disk, in ordinary Orbax format."""

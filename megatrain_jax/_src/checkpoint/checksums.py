@@ -1,14 +1,14 @@
-"""Checks of a checkpoint's arrays: their checksums, and that their numbers are finite.
+"""Checks a checkpoint's arrays: their checksums, and that their numbers are finite.
 
-Each checksum is of the bytes of a chunk, not of the files that they were written to: it holds from
-the store to the disk and back, whatever lies between. xxHash is several times as fast as a disk,
-and other threads run meanwhile.
+Each checksum covers the bytes of a chunk, not of the files it was written to, so it protects the
+whole way from the store to disk and back. xxHash is several times faster than a disk, and other
+threads run meanwhile.
 
-The manifest has, for each array, the shape of its chunks and the checksums of all in a row::
+The manifest has, for each array, the shape of its chunks and their checksums in order::
 
     "params/w": {"chunk": [150, 256], "checksums": ["93f1…", "5c02…"]}
 
-Format 2 of the manifest had one checksum of the whole array instead, format 1 none.
+Format 2 of the manifest had one checksum per array, format 1 had none.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ from megatrain_jax._src.checkpoint.chunks import Grid
 from megatrain_jax._src.checkpoint.contents import TreePath, pointer
 from megatrain_jax._src.checkpoint.folder import CheckpointError
 
-# Elements tested at a time, so that the booleans of a large array take little memory.
+# Elements tested at a time, so that a large array's booleans take little memory.
 _PIECE = 1 << 22
 
 
 def checksum(array: np.ndarray) -> str:
-    """The 64 bits of XXH3, in hexadecimal, of an array's bytes."""
+    """The 64-bit XXH3 hash of an array's bytes, in hexadecimal."""
     return xxhash.xxh3_64(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Refuses an array that training can't go on from.
+    """Refuses an array from which training can't continue.
 
     Raises:
         ValueError: If a number in the array is not finite.
@@ -50,7 +50,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
 
 
 def as_facts(grid: Grid, found: Mapping[int, str]) -> dict[str, Any]:
-    """The manifest's facts of an array, from the checksum of each of its chunks, by number."""
+    """The manifest's facts about an array, from the checksums of its chunks by number."""
     return {"chunk": list(grid.chunk), "checksums": [found[n] for n in range(grid.num_cells)]}
 
 
@@ -58,11 +58,11 @@ class Checksums:
     """The checksums of a checkpoint's arrays."""
 
     def __init__(self, folder: Path, known: Mapping[str, Any] | None):
-        """Reads what the manifest has.
+        """Reads the checksums of the manifest.
 
         Args:
             folder: Folder of the checkpoint, for messages.
-            known: The manifest's facts of each array, by pointer; None if it has none.
+            known: The manifest's facts about each array, by pointer; None if it has none.
         """
         self._folder, self._known = folder, known
 
@@ -70,7 +70,7 @@ class Checksums:
         """The chunks of an array; None if it was written and is compared as a whole.
 
         Raises:
-            CheckpointError: If the manifest has other ones than this library makes.
+            CheckpointError: If the manifest's chunks are not the ones that this library makes.
         """
         facts = None if self._known is None else self._known.get(pointer(path))
         if not isinstance(facts, Mapping):
@@ -82,11 +82,11 @@ class Checksums:
         return found
 
     def verify(self, path: TreePath, array: np.ndarray, number: int | None = None) -> None:
-        """Compares an array that was read, or one chunk of it, with what was written.
+        """Compares an array, or one of its chunks, with its checksum.
 
         Args:
             path: Path of the array in the checkpoint.
-            array: What was read.
+            array: The array or chunk that was read.
             number: Number of the chunk; None for the whole array.
 
         Raises:
@@ -96,10 +96,10 @@ class Checksums:
             return
         facts = self._known.get(pointer(path))
         if not isinstance(facts, Mapping):
-            # Format 2: one of the whole array.
+            # Format 2: one checksum for the whole array.
             same = facts == checksum(array)
         elif number is not None:
-            # Format 3, a chunk at a time, or all of them of an array that was read as a whole.
+            # Format 3: one chunk, or all chunks of an array that was read whole.
             same = facts["checksums"][number] == checksum(array)
         else:
             grid = self.grid(path, array.shape)

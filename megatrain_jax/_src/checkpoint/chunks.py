@@ -1,10 +1,10 @@
-"""Chunks: the pieces in which an array of a checkpoint is written, compared and read.
+"""Chunks: the pieces in which a checkpoint's arrays are written, verified and read.
 
-Each chunk is a run of elements that lie together in memory, also where the array is stacked over
-layers that the store keeps apart. So a process writes and reads what its devices have as views,
-without the rest of the array, and any other number of devices finds its shares in other chunks.
+Each chunk is contiguous in memory, even if the array is stacked over layers that the store keeps
+separately. So a process writes and reads its devices' part as views, without the rest of the array,
+and a run on a different number of devices can read its shares from the same chunks.
 
-A worked example: float32[4, 300, 256], stacked over its first axis, each layer over two devices::
+Example: float32[4, 300, 256], stacked over its first axis, each layer over two devices::
 
     chunk_of((300, 256), share=150 * 256, itemsize=4)      (150, 256)
     grid = Grid(shape=(4, 300, 256), chunk=(1, 150, 256))
@@ -20,20 +20,20 @@ import numpy as np
 
 from megatrain_jax._src.program.index import Index, remaining, sliced_axes
 
-# Bytes of a chunk at the most; several are written side by side.
+# Maximum bytes of a chunk; several are written in parallel.
 MOST_BYTES = 512 << 20
-# Smaller chunks than this take longer than their bytes. A leaf whose shares are smaller, or are no
-# whole rows, has chunks of about this many bytes, which don't heed where shares end.
+# Below the first number, a chunk's overhead dominates. A leaf with smaller shares, or with shares
+# that are not whole rows, has chunks of about the second number, which ignore where shares end.
 _LEAST_BYTES, _ODD_BYTES = 64 << 10, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One chunk of an array, as a part of a slice.
+    """One chunk of an array, seen as part of a slice.
 
     Attributes:
-        number: Number of the chunk among all of the array, row by row.
-        start: Its first element in the flat slice.
+        number: Number of the chunk among all of the array, in row-major order.
+        start: Its first element in the flattened slice.
         stop: The element after its last.
         box: Subscript of the array that takes it.
     """
@@ -50,7 +50,7 @@ class Grid:
 
     Attributes:
         shape: The array's shape.
-        chunk: Shape of a chunk; the last ones may be cut off.
+        chunk: Shape of a chunk; the last ones may be smaller.
     """
 
     shape: tuple[int, ...]
@@ -67,28 +67,28 @@ class Grid:
         return math.prod(self.counts)
 
     def cell(self, number: int) -> Cell:
-        """A chunk by its number; its run begins at 0."""
+        """A chunk by its number, with elements counted from 0."""
         at = np.unravel_index(number, self.counts) if self.counts else ()
         box = self._box(tuple(map(int, at)))
         size = math.prod(part.stop - part.start for part in box)
         return Cell(number=number, start=0, stop=size, box=box)
 
     def boxes(self) -> Iterator[tuple[int, tuple[slice, ...]]]:
-        """All chunks: their numbers, and the subscripts of the array that take them."""
+        """All chunks: their numbers, and the subscripts that take them."""
         return enumerate(self._box(at) for at in itertools.product(*map(range, self.counts)))
 
     def divides(self, index: Index) -> bool:
-        """Whether each chunk is a run of elements of the slice at an index, or has none of it."""
+        """Whether each chunk is contiguous in the slice at an index, or outside it."""
         sliced = sliced_axes(index)
         if any(self.chunk[axis] != 1 for axis in sliced):
             return False
         shape, chunk = remaining(self.shape, sliced), remaining(self.chunk, sliced)
-        # Before an axis that is divided, a run has one number of each.
+        # Before a divided axis, a contiguous chunk spans one position of each axis.
         last = max((a for a, n in enumerate(shape) if chunk[a] < n), default=0)
         return all(c == 1 for c in chunk[:last])
 
     def cells(self, index: Index) -> Iterator[Cell]:
-        """The chunks of the slice at an index, which `divides` it, in the order of their runs."""
+        """The chunks of the slice at an index, in order; `divides` must hold."""
         rows: list[Sequence[int]] = [range(count) for count in self.counts]
         for axis, i in enumerate(index):
             if i is not None:
@@ -109,13 +109,13 @@ class Grid:
 
 
 def grid_of(shape: tuple[int, ...], index: Index, share: int, itemsize: int) -> Grid:
-    """The chunks that an array is written in.
+    """The chunks in which an array is written.
 
     Args:
         shape: The array's shape.
-        index: Index of one of its slices that the store keeps apart; they are all alike.
-        share: Elements of a slice that a device has.
-        itemsize: Bytes of an element.
+        index: Index of one of its slices in the store; all slices are alike.
+        share: Elements of a slice per device.
+        itemsize: Bytes per element.
     """
     sliced = sliced_axes(index)
     of_slice = iter(chunk_of(remaining(shape, sliced), share, itemsize))
@@ -124,12 +124,12 @@ def grid_of(shape: tuple[int, ...], index: Index, share: int, itemsize: int) -> 
 
 
 def chunk_of(shape: tuple[int, ...], share: int, itemsize: int) -> tuple[int, ...]:
-    """The shape of chunks that end where shares do, if that makes them neither small nor large.
+    """The shape of chunks that end where shares end, unless they would be too small or too large.
 
     Args:
-        shape: Shape of what the store keeps as one leaf.
-        share: Elements of it that a device has.
-        itemsize: Bytes of an element.
+        shape: Shape of a leaf in the store.
+        share: Elements of the leaf per device.
+        itemsize: Bytes per element.
     """
     size, most = math.prod(shape), MOST_BYTES // itemsize
     inner = size
@@ -145,7 +145,7 @@ def chunk_of(shape: tuple[int, ...], share: int, itemsize: int) -> tuple[int, ..
 
 
 def _divided(rows: int, limit: int) -> int:
-    """The largest divisor of so many rows up to a limit; the limit if that is far smaller."""
+    """The largest divisor of `rows` up to a limit; the limit if that divisor is far smaller."""
     pieces = -(-rows // limit)
     for count in range(pieces, 2 * pieces + 1):
         if rows % count == 0:
@@ -154,7 +154,7 @@ def _divided(rows: int, limit: int) -> int:
 
 
 def _of_bytes(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """The shape of chunks of up to so many elements, wherever shares end."""
+    """The shape of chunks with at most `limit` elements, ignoring where shares end."""
     inner = math.prod(shape)
     for axis, n in enumerate(shape):
         inner //= n

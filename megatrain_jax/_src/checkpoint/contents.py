@@ -1,9 +1,9 @@
-"""The arrays of a run's checkpoints: for each its path there and its place in the store.
+"""Lists the arrays of a run's checkpoints: each one's path there and place in the store.
 
-Paths are those of the user's model and of Optax's own state, so that a checkpoint is readable
-without this library.
+Paths are those of the user's model and of Optax's own state, so a checkpoint is readable without
+this library.
 
-A worked example, Adam on an embedding, which is group 0, and layers::
+Example: Adam on an embedding, in group 0, and layers::
 
     path                      place in the store
     params/embed              masters of group 0, leaf 0
@@ -40,10 +40,10 @@ PARAMS, STATE, VARIABLES = "params", "opt_state", "variables"
 
 
 class Small(enum.Enum):
-    """The lists of small arrays, which are in no group."""
+    """The lists of small arrays, which belong to no group."""
 
-    VARIABLES = enum.auto()  # of the model, beside its parameters
-    OPTIMIZER = enum.auto()  # what all groups share: counts, keys, hyperparameters
+    VARIABLES = enum.auto()  # the model's variables beside its parameters
+    OPTIMIZER = enum.auto()  # shared by all groups: counts, keys, hyperparameters
     RUN = enum.auto()  # the seed's key and the number of the next step
 
 
@@ -54,6 +54,7 @@ class StorePlace:
     Attributes:
         holder: Masters or optimizer state of a group, or a list of small arrays.
         position: The array's position among the holder's leaves.
+        position: The array's position among the leaves of the holder.
     """
 
     holder: Key | Small
@@ -70,19 +71,19 @@ _Slice = tuple[Index, StorePlace]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayEntry:
-    """One array of a checkpoint: an array of the run, or a part of one that is held as codes.
+    """One array of a checkpoint: an array of the run, or a part of one that is stored as codes.
 
     Attributes:
         path: The array's path in the checkpoint.
-        array: Path of the run's array: without the part's own name.
+        array: Path of the run's array, without the part's own name.
         part: Number of the part.
         whole: Shape of the run's array.
         cuts: Index of the run's array's slice at each place.
-        shape: The array's shape there.
-        dtype: Name of the array's dtype there.
+        shape: Shape of the array in the checkpoint.
+        dtype: Name of the array's dtype in the checkpoint.
         places: The array's places in the store; several if the store keeps it layer by layer.
         indices: Index of the array's slice at each place.
-        key: Implementation of the random keys whose data the array is; None for other arrays.
+        key: If the array is the data of random keys, their implementation; else None.
     """
 
     path: TreePath
@@ -113,19 +114,19 @@ class ArrayEntry:
 
 
 Row = tuple[ArrayEntry, Index, Reader]
-"""One slice of an array that the store keeps apart, or all of the array: its index and a reader."""
+"""One slice of an array as the store keeps it, or the whole array: its index and a reader."""
 
 
 def entries_of(spec: RunSpec) -> tuple[ArrayEntry, ...]:
-    """Lists the arrays of a run's checkpoints; empty ones, which Orbax can't save, are left out.
+    """Lists the arrays of a run's checkpoints, without empty ones, which Orbax can't save.
 
     Raises:
-        CheckpointError: If two of them would be one array on the disk.
+        CheckpointError: If two of them would have one name on disk.
     """
     found = [*_parameters(spec), *_state(spec), *_variables(spec), *_run()]
     by_name: dict[str, ArrayEntry] = {}
     for entry in found:
-        # By the name that Orbax gives an array: two paths may have one.
+        # By the name that Orbax gives an array; two paths may have the same.
         other = by_name.setdefault(".".join(entry.path), entry)
         if other is not entry:
             raise CheckpointError(
@@ -157,7 +158,7 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
         slices[leaf.leaf].append((leaf.index, place))
     for i, (keys, shape) in enumerate(zip(cut.state_paths, cut.state_shapes, strict=True)):
         path = (STATE, *keys)
-        # Shared state is in no slab, and so in no codes.
+        # Shared state is not in a slab, so it is never stored as codes.
         if any(isinstance(place.holder, Small) for _, place in slices[i]):
             yield _entry(path, shape.shape, shape.dtype, slices[i])
         else:
@@ -167,12 +168,12 @@ def _state(spec: RunSpec) -> Iterable[ArrayEntry]:
 def _parts(
     spec: RunSpec, path: TreePath, shape: tuple[int, ...], slices: Sequence[_Slice]
 ) -> Iterable[ArrayEntry]:
-    """The entries of an array in slabs: one, or one for each array that it is held as."""
+    """The entries of an array in slabs: one, or one for each array that represents it."""
     layout, i = layout_at(spec, slices[0][1])
     for p, part in enumerate(layout.parts(i)):
         rows, whole = slices, shape
         if part.per > 1:
-            # Such a part has no axes of the array's own; those that are sliced come first.
+            # Such a part has none of the array's own axes; the sliced axes come first.
             axes = sliced_axes(slices[0][0])
             whole = (*(shape[axis] for axis in axes), *part_shape(layout, i, p))
             rows = [(numbers(index), place) for index, place in slices]
@@ -183,7 +184,7 @@ def _parts(
 
 
 def layout_at(spec: RunSpec, place: StorePlace) -> tuple[Layout, int]:
-    """The layout of the slab that an array is in, and the array's number there."""
+    """The layout of an array's slab, and the array's number in it."""
     assert isinstance(place.holder, Key)
     return spec.layouts[place.holder.owner].leaf(place.holder.kind, place.position)
 
@@ -196,14 +197,15 @@ def _variables(spec: RunSpec) -> Iterable[ArrayEntry]:
 
 
 def _run() -> Iterable[ArrayEntry]:
-    """The entries of the seed's key and of the number of the next step."""
+    """The entries of the seed's key and the number of the next step."""
     key = _seed_key()
     for position, (name, aval) in enumerate({"key": key, "step": jnp.int32(0)}.items()):
         place = StorePlace(holder=Small.RUN, position=position)
         yield _entry(("run", name), aval.shape, aval.dtype, [((), place)])
 
 
-# JAX keeps something of each evaluation of shapes, and arrays are listed for each checkpoint.
+# Cached, because each abstract evaluation leaves memory in JAX, and every checkpoint lists the
+# arrays.
 @functools.cache
 def _seed_key() -> Any:
     """The shape and dtype of a run's seed."""
@@ -212,7 +214,7 @@ def _seed_key() -> Any:
 
 @functools.cache
 def _key_data(shape: tuple[int, ...], dtype: Any) -> Any:
-    """The shape and dtype of the data of random keys."""
+    """The shape and dtype of random keys' data."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -221,7 +223,7 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = _key_data(tuple(shape), dtype)
         key, shape, dtype = str(dtype._impl.name), data.shape, data.dtype
-    # In the array's order; the store's is that in which groups are used.
+    # In the array's order; the store's order is that in which groups are used.
     ordered = sorted(places, key=lambda row: numbers(row[0]))
     return ArrayEntry(
         path=path,
@@ -237,14 +239,15 @@ def _entry(path: TreePath, shape: tuple[int, ...], dtype: Any, places: Sequence[
 
 
 def rows_of(store: Store, entries: Iterable[ArrayEntry], group: int | None = None) -> list[Row]:
-    """The slices of entries that are in a group, with readers of them as the store has them now.
+    """The slices of entries that belong to a group, with readers of the store's current arrays.
 
     Args:
         store: The store; at rest.
         entries: The arrays' entries.
-        group: The group's number; None for arrays in no group, which the first process has.
+        group: The group's number; None for arrays in no group, which the first process writes.
     """
-    # Arrays are taken now, and read later: steps replace the store's, but never change them.
+    # Arrays are captured now and read later: steps replace the store's arrays, but never modify
+    # them.
     small = small_arrays(store) if group is None else {}
 
     def reader(place: StorePlace, part: int) -> Reader:
@@ -262,11 +265,11 @@ def rows_of(store: Store, entries: Iterable[ArrayEntry], group: int | None = Non
 
 
 def grids_of(spec: RunSpec, entries: Iterable[ArrayEntry]) -> dict[TreePath, Grid]:
-    """The chunks of each entry's array, as a run writes it."""
+    """The chunks of each entry's array, as this run writes it."""
     found = {}
     for entry in entries:
-        # Small arrays are whole in each process. Slices of a stack are alike, so the first speaks
-        # for all.
+        # Small arrays are whole in each process. Slices of a stack are alike, so the first one
+        # stands for all.
         share, itemsize = math.prod(entry.shape), jnp.dtype(entry.dtype).itemsize
         if entry.groups:
             layout, i = layout_at(spec, entry.places[0])
@@ -276,7 +279,7 @@ def grids_of(spec: RunSpec, entries: Iterable[ArrayEntry]) -> dict[TreePath, Gri
 
 
 def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
-    """The store's arrays that are in no group, by list."""
+    """The store's arrays that belong to no group, by list."""
     return {
         Small.VARIABLES: list(store.variables),
         Small.OPTIMIZER: list(store.globals),
@@ -285,7 +288,7 @@ def small_arrays(store: Store) -> dict[Small, list[jax.Array]]:
 
 
 def set_small_arrays(store: Store, arrays: Mapping[Small, list[jax.Array]]) -> None:
-    """Replaces the store's arrays that are in no group."""
+    """Replaces the store's arrays that belong to no group."""
     store.variables = list(arrays[Small.VARIABLES])
     store.globals = list(arrays[Small.OPTIMIZER])
     store.key, store.step = arrays[Small.RUN]
@@ -299,7 +302,7 @@ def _as_data(x: jax.Array) -> np.ndarray:
 
 
 def pointer(path: TreePath) -> str:
-    """A path as one string from which it can be told apart from all others (RFC 6901)."""
+    """A path as one unambiguous string (RFC 6901)."""
     return "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
 
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: the paths that can be one, and the steps in one."""
+"""Checkpoint folders: valid paths, the steps in a folder, and errors of reading."""
 
 import errno
 import os
@@ -11,9 +11,9 @@ from typing import Any
 from megatrain_jax._src.state.processes import Processes
 
 MANIFEST = "megatrain.json"
-# Orbax and TensorStore take these for storage elsewhere, also within a path.
+# Orbax and TensorStore treat these as remote storage, even inside a path.
 _URL = re.compile(r"(^|/)[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
-# Names that Orbax keeps for checkpoints that it has not finished.
+# Names that Orbax uses for unfinished checkpoints.
 _UNFINISHED = (".orbax-checkpoint-tmp", ".partial_save")
 
 
@@ -21,29 +21,29 @@ class CheckpointError(RuntimeError):
     """A checkpoint that can't be written or read.
 
     Attributes:
-        result: The `FitResult` of the steps done, if this ended a run of `fit`; else None.
+        result: The `FitResult` of the completed steps, if this ended a run of `fit`; else None.
     """
 
     result: Any = None
 
 
 class UnreadError(CheckpointError):
-    """A checkpoint that could not be read, though it may be whole: the machine failed, not it."""
+    """A checkpoint that could not be read because the machine failed; it may be intact."""
 
 
-# Errors of the system about a file that should be there and isn't, which stay when tried again.
+# System errors about a missing file, which retrying does not help.
 _MISSING = FileNotFoundError, NotADirectoryError, IsADirectoryError
-# Parts of messages about the machine: of Python without threads, and of TensorStore.
+# Parts of messages about the machine: from Python without threads, and from TensorStore.
 _OF_MACHINE = "can't start new thread", "os_error_code=", "RESOURCE_EXHAUSTED"
 
 
 def read_error(message: str, error: BaseException) -> CheckpointError:
-    """The error of a checkpoint that could not be read.
+    """The error for a checkpoint that could not be read.
 
     Args:
         message: Its message.
-        error: The error that kept it from being read. One of the system or of a lack of memory or
-            threads says nothing about the checkpoint.
+        error: The cause. A system error, or a lack of memory or threads, says nothing about the
+            checkpoint.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -63,8 +63,8 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
         argument: The name of the user's argument.
 
     Raises:
-        TypeError: If it is no path.
-        ValueError: If Orbax could not read there what it has written.
+        TypeError: If it is not a path.
+        ValueError: If Orbax could not read its own files there.
     """
     text = os.fspath(path) if isinstance(path, str | PathLike) else path
     if not isinstance(text, str):
@@ -86,15 +86,16 @@ def local_path(path: str | PathLike[str], argument: str) -> Path:
 
 
 def by_first(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
-    """Calls a function of files in the first process alone, and returns its result in all of them.
+    """Calls a file operation in the first process only, and returns its result in all of them.
 
     Args:
-        processes: The processes that share a run; all have to be here.
+        processes: The processes that share a run; all must call this.
         where: See `Processes.gather`.
-        action: The function; its result is a value as JSON has it.
+        action: The function; its result is a JSON value.
 
     Raises:
-        CheckpointError: If it raises one, or an `OSError`; in the first process it is that one.
+        CheckpointError: If it raises a CheckpointError or an `OSError`; the first process raises
+            the original.
     """
     value = error = None
     if processes.is_first:
@@ -114,12 +115,12 @@ def in_all(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
     """Calls a function in each process; an error in one is raised in all of them.
 
     Args:
-        processes: The processes that share a run; all have to be here.
+        processes: The processes that share a run; all must call this.
         where: See `Processes.gather`.
-        action: The function, which asks the other processes nothing.
+        action: The function, which must not communicate with other processes.
 
     Raises:
-        CheckpointError: If it raises one in any process; an `UnreadError` if all are.
+        CheckpointError: If it raises one in any process; an `UnreadError` if all errors are.
     """
     value = error = None
     try:
@@ -138,8 +139,8 @@ def in_all(processes: Processes, where: str, action: Callable[[], Any]) -> Any:
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until all files of a folder, and the names of all of them, are on the disk."""
-    # From the inside out: a folder's names are worth nothing before what they name is there.
+    """Waits until all files of a folder, and their names, are on disk."""
+    # From the inside out: a name must not be on disk before the contents it refers to.
     for path, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(path, name))
@@ -147,10 +148,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's contents, or the names in a folder, are on the disk.
+    """Waits until a file's contents, or the names in a folder, are on disk.
 
     Raises:
-        OSError: If they can't be written; not if the file system can't sync folders.
+        OSError: If they can't be written, unless the file system just can't sync folders.
     """
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -163,13 +164,13 @@ def sync(path: Path) -> None:
 
 
 def numbered(folder: Path) -> list[int]:
-    """The numbers that files and subfolders of a folder have for names, as steps do; ascending."""
+    """The numbers that are names of files and subfolders in a folder, as steps are; ascending."""
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a path is that of a checkpoint that this library has finished writing."""
+    """Whether a path is a checkpoint that this library has finished writing."""
     return os.path.isfile(path / MANIFEST)
 
 

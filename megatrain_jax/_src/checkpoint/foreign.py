@@ -1,4 +1,4 @@
-"""Arrays of any checkpoint that Orbax can read, loaded when they are asked for."""
+"""Arrays of any checkpoint that Orbax can read, loaded on demand."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megatrain_jax._src.checkpoint.forms import decoded
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedArray:
-    """An array of a checkpoint on disk, which NumPy loads by `__array__`.
+    """An array of a checkpoint on disk, which NumPy loads through `__array__`.
 
     Attributes:
         folder: The checkpoint's folder.
@@ -38,9 +38,9 @@ class SavedArray:
         """Loads the array.
 
         Raises:
-            CheckpointError: If its checksum is not that of what was written.
+            CheckpointError: If its checksum does not match.
         """
-        # One array at a time, when it is asked for: the model never is in memory as a whole.
+        # One array at a time, on demand: the model is never in memory as a whole.
         with orbax.context():
             (array,) = orbax.load_arrays(self.folder, {self.path: self}).values()
         self.checksums.verify(self.path, array)
@@ -49,12 +49,12 @@ class SavedArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedCodes:
-    """An array of a checkpoint on disk that is held as codes, which NumPy loads by `__array__`.
+    """An array stored as codes in a checkpoint on disk, which NumPy loads through `__array__`.
 
     Attributes:
         codes: Its codes.
         scales: Its scales.
-        coding: The array's coding, as the checkpoint's manifest has it.
+        coding: The array's coding, from the checkpoint's manifest.
     """
 
     codes: SavedArray
@@ -68,14 +68,14 @@ class SavedCodes:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the numbers that codes stand for."""
+        """The dtype of the decoded numbers."""
         return np.dtype(np.float32)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Loads the array and decodes it.
 
         Raises:
-            CheckpointError: If a checksum is not that of what was written.
+            CheckpointError: If a checksum does not match.
         """
         array = decoded(self.coding, np.asarray(self.codes), np.asarray(self.scales))
         return array if dtype is None else array.astype(dtype)
@@ -85,8 +85,8 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
     """The arrays of a checkpoint by path; nothing is loaded yet.
 
     Raises:
-        CheckpointError: If there is no checkpoint that Orbax can read, or a damaged one of this
-            library.
+        CheckpointError: If there is no checkpoint that Orbax can read, or it is a damaged one of
+            this library.
     """
     where = local_path(folder, "params")
     if not where.is_dir():
@@ -96,7 +96,7 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             f"`params`={where} holds the checkpoints of a run; choose one: "
             f"{', '.join(str(where / str(step)) for step in found[-3:])}"
         )
-    # Without a manifest it may be anybody's: there is nothing to compare it with.
+    # Without a manifest it may be anybody's: there are no checksums to compare.
     facts = manifest.facts_of(where) if has_manifest(where) else {}
     checksums = Checksums(where, facts.get("arrays"))
     arrays = {
@@ -108,9 +108,9 @@ def saved_arrays(folder: str | PathLike[str]) -> dict[TreePath, SavedArray | Sav
             checksums=checksums,
         )
         for path, found in orbax.metadata(where).items()
-        if hasattr(found, "shape")  # Python numbers have none
+        if hasattr(found, "shape")  # Python numbers have no shape
     }
-    # A parameter may be called "codes", too: only those that the manifest knows are codes.
+    # A parameter may be named "codes" too: only codes listed in the manifest are codes.
     by_pointer = {pointer(path[:-1]): path[:-1] for path in arrays if path[-1] == "codes"}
     codings = facts.get("coded", {})
     coded = {path: codings[name] for name, path in by_pointer.items() if name in codings}

@@ -1,10 +1,10 @@
-"""The forms that arrays have in a checkpoint: as numbers of some dtype, or as codes with scales.
+"""The forms of arrays in a checkpoint: numbers of some dtype, or codes with scales.
 
-A checkpoint of codes says in its manifest how they are coded, so that they can be decoded without
-the run that wrote them, and a run can go on from a checkpoint that holds its arrays in another
-form: one of fp32 starts a compact run, and the other way round.
+A checkpoint with codes describes their coding in its manifest, so they can be decoded without the
+run that wrote them. A run can also continue from a checkpoint in a different form: an fp32
+checkpoint can start a compact run, and vice versa.
 
-A worked example, the first moment of a (2, 6, 50) stack of layers that is trained layer by layer::
+Example: the first moment of a (2, 6, 50) stack of layers that is trained layer by layer::
 
     opt_state/0/mu/w/codes    int8[2, 6, 50]
     opt_state/0/mu/w/scales   float32[2, 3]
@@ -29,7 +29,7 @@ _FLOATS = ("bfloat16", "float32")
 
 
 def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[str, Any]]:
-    """The coding of each array that a run holds as codes, by the pointer of its path, as JSON."""
+    """The coding of each array that a run stores as codes, by the pointer of its path, as JSON."""
     found = {}
     for first, *others in _by_array(entries).values():
         if not others:
@@ -50,34 +50,34 @@ def coding_of(spec: RunSpec, entries: Sequence[ArrayEntry]) -> dict[str, dict[st
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OtherForm:
-    """An array that a checkpoint holds in another form than the run.
+    """An array that a checkpoint stores in a different form than the run.
 
     Attributes:
-        sources: Entries of the checkpoint's arrays that it is made of.
-        coding: The array's coding there; None for numbers.
+        sources: Entries of the checkpoint's arrays that represent it.
+        coding: The array's coding in the checkpoint; None for numbers.
     """
 
     sources: tuple[ArrayEntry, ...]
     coding: Mapping[str, Any] | None = None
 
     def numbers(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The array's numbers, from the arrays that it is made of; fp32 or narrower."""
+        """The array's numbers, from the arrays that represent it; fp32 or narrower."""
         return arrays[0] if self.coding is None else decoded(self.coding, *arrays)
 
 
 def decoded(coding: Mapping[str, Any], codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers that codes and scales of a checkpoint stand for, in fp32.
+    """Decodes codes and scales of a checkpoint to fp32.
 
     Args:
-        coding: The array's coding, as `coding_of` gives it.
+        coding: The array's coding, from `coding_of`.
         codes: The codes.
         scales: The scales.
     """
     codec = Blockwise(code=coding["code"], bits=coding["bits"], signed=coding["signed"])
     assert coding["block"] == codec.block
     shape, axes = tuple(coding["shape"]), tuple(coding["axes"])
-    # Each slice of a stack was coded by itself. Codes of 8 bits have the array's axes; two of 4
-    # bits share a byte, so theirs lie as scales do: a row for each slice.
+    # Each slice of a stack was coded separately. 8-bit codes have the array's axes. Two 4-bit codes
+    # share a byte, so these are laid out like scales: a row for each slice.
     front = tuple(range(len(axes)))
     moved = np.moveaxis(np.empty(shape, bool), axes, front).shape
     if codec.bits == 8:
@@ -95,17 +95,17 @@ def other_forms(
     there: Mapping[TreePath, Any],
     coded: Mapping[str, Mapping[str, Any]],
 ) -> dict[TreePath, OtherForm]:
-    """Finds the arrays that a checkpoint holds in another form than the run, but can be read.
+    """Finds the arrays that a checkpoint stores in a different, but readable form.
 
     Args:
         entries: Entries of the run's arrays.
-        here: Codings of the run's arrays, by `coding_of`.
+        here: Codings of the run's arrays, from `coding_of`.
         there: Orbax's metadata of the checkpoint's arrays, by path.
         coded: Codings of the checkpoint's arrays.
     """
     found = {}
     for array, rows in _by_array(entries).items():
-        # Small arrays, integers and float64 have one form only: another dtype there is a mistake,
+        # Small arrays, integers and float64 have only one form; a different dtype is a mistake,
         # which `check_arrays` reports.
         if not rows[0].groups or (len(rows) == 1 and rows[0].dtype not in _FLOATS):
             continue
@@ -138,6 +138,6 @@ def _dtype(metadata: Any) -> str | None:
 
 
 def _source(path: TreePath, metadata: Any, like: ArrayEntry) -> ArrayEntry:
-    """The entry of an array of the checkpoint, as it is there."""
+    """The entry of a checkpoint's array, in its form there."""
     shape, dtype = tuple(metadata.shape), jnp.dtype(metadata.dtype).name
     return dataclasses.replace(like, path=path, shape=shape, dtype=dtype)

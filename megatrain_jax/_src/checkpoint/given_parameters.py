@@ -1,7 +1,7 @@
-"""Parameters that a run starts from instead of the model's own.
+"""Initial parameters given by the user instead of the model's own.
 
-All of them are checked before any is read. Then they are read one by one, whether they lie in
-memory, in a checkpoint or in files mapped into memory: a model is never there beside its slabs.
+All are checked before any is read. Then they are read one by one, from memory, from a checkpoint or
+from memory-mapped files: a whole model never exists beside its slabs.
 """
 
 from collections import Counter
@@ -26,17 +26,17 @@ _Names = tuple[str, ...]
 def starting_from(
     params: Any, initial: InitialValues, adapted: AdaptedModel, dtypes: Sequence[DTypeLike | None]
 ) -> InitialValues:
-    """Initial values with given parameters in the place of a model's own.
+    """Initial values with given parameters in place of the model's own.
 
     Args:
         params: A tree of arrays under the model's own paths, or the folder of a checkpoint that
-            Orbax can read. Anything with a shape, a dtype and `__array__` is an array.
-        initial: The model's own values; its state that isn't trained stays.
+            Orbax can read. Any object with a shape, a dtype and `__array__` is an array.
+        initial: The model's own values; its untrained state is kept.
         adapted: The model as parameters and a pure loss.
-        dtypes: The dtype that has to hold each parameter exactly; None where it may be rounded.
+        dtypes: The dtype that must hold each parameter exactly; None if it may be rounded.
 
     Raises:
-        ValueError: If `params` is not of this model; the differences are listed.
+        ValueError: If `params` doesn't match this model; the differences are listed.
         CheckpointError: If Orbax can't read the folder.
     """
     is_folder = isinstance(params, str | PathLike)
@@ -48,10 +48,10 @@ def starting_from(
     prefix = _prefix(given, wanted)
     found = {n[len(prefix) :]: a for n, a in given.items() if n[: len(prefix)] == prefix}
     strangers = [n for n in found if n not in wanted and n not in known]
-    # A checkpoint may hold an optimizer's state and more beside the parameters.
+    # A checkpoint may hold more than parameters, such as an optimizer's state.
     if not is_folder:
         strangers += [n for n in given if n[: len(prefix)] != prefix and n not in known]
-    if is_folder:  # Orbax can't save arrays without elements: no checkpoint has them
+    if is_folder:  # Orbax can't save empty arrays, so checkpoints lack them
         empty = {name: s for name, s in wanted.items() if not all(s.shape) and name not in found}
         found |= {n: np.zeros(s.shape, jnp.dtype(dtype_of[n] or s.dtype)) for n, s in empty.items()}
     lines = [
@@ -72,7 +72,7 @@ def starting_from(
     def leaves(indices: Sequence[int]) -> list[jax.Array]:
         return [strong_array(np.asarray(sources[i]), sources[i].dtype) for i in indices]
 
-    # An array in files says so, as those of `models.from_pretrained` do.
+    # Arrays in files name them, like those of `models.from_pretrained`.
     rows = (getattr(source, "source_files", ()) for source in sources)
     files = tuple(dict.fromkeys(path for row in rows for path in row))
     return InitialValues(leaves=leaves, variables=initial.variables, files=files)
@@ -88,15 +88,15 @@ def _names(path: Iterable[str | int]) -> _Names:
 
 
 def _prefix(given: Mapping[_Names, Any], wanted: Mapping[_Names, Any]) -> _Names:
-    """The path below which most of the parameters are; Linen's are below `params`, for example."""
-    # Each array votes for the paths that would make it a parameter, so that a few strangers beside
-    # the parameters don't hide where these are.
+    """The path below which most of the parameters are; for example, `params` for Linen."""
+    # Each array votes for every prefix that would make it a parameter, so a few extra arrays don't
+    # hide the right prefix.
     votes = Counter(name[:i] for name in given for i in range(len(name) + 1) if name[i:] in wanted)
     return max(votes, key=lambda prefix: (votes[prefix], -len(prefix)), default=())
 
 
 def _without_value(name: _Names) -> _Names:
-    # An nnx.State that was saved as it is has one more level for the value of each variable.
+    # An nnx.State saved directly has one more level, for the value of each variable.
     return name[:-1] if len(name) > 1 and name[-1] == "value" else name
 
 

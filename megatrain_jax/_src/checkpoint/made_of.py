@@ -1,16 +1,17 @@
-"""The settings that a run is made of, as its checkpoints keep them, and how they are compared.
+"""A run's settings as saved in its checkpoints, and their comparison on resuming.
 
-A checkpoint restores arrays. Everything else comes from the call that goes on from it: the loss,
-the optimizer, the precision and the data. `made_of` writes this down as JSON:
+A checkpoint restores arrays. Everything else comes from the call that resumes: the loss, the
+optimizer, the precision and the data. `made_of` records these as JSON:
 
-    call      settings of which the new call's values count: `loss_fn`, `optimizer`, `precision`
-    state     settings whose values are arrays of the checkpoint, so that the checkpoint's count:
+    call      settings taken from the new call: `loss_fn`, `optimizer`, `precision`
+    state     settings that are arrays in the checkpoint, so the checkpoint's values are used:
               the seed's key, and hyperparameters that `optax.inject_hyperparams` keeps as state
     traced    facts that change how the same loss is traced: versions, shapes of the batch
     code      a hash of the Python code of `loss_fn`
+    numbers   numbers that the optimizer was made with, by name, for messages
 
-Fingerprints of functions that were traced under other facts are not compared. Where the libraries
-have the same versions, the code of the loss is compared instead.
+Fingerprints of functions traced under different facts are not compared. If the library versions are
+the same, the code of the loss is compared instead.
 """
 
 import sys
@@ -26,9 +27,11 @@ import xxhash
 
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.common.settings import changes
+from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.code_hash import code_hash
 from megatrain_jax._src.program.fingerprint import LIBRARIES, fingerprint
 from megatrain_jax._src.program.optimizer.hyperparameters import kept_hyperparameters
+from megatrain_jax._src.program.optimizer.named_numbers import other_numbers
 
 
 def made_of(spec: RunSpec) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
     forms = {f.name: _text(getattr(precision, f.name)) for f in fields(precision)}
     return {
         "call": {
-            "loss_fn": fingerprint(loss),
+            "loss_fn": fingerprint(jx.without_dead_code(loss, _trained_on(spec))),
             "optimizer": fingerprint(spec.optimizer.traced),
             **{f"precision.{name}": form for name, form in forms.items()},
         },
@@ -55,7 +58,14 @@ def made_of(spec: RunSpec) -> dict[str, Any]:
             "num_devices": spec.options.num_devices,
         },
         "code": code_hash(spec.loss_fn),
+        "numbers": {"optimizer": [list(row) for row in spec.optimizer.numbers]},
     }
+
+
+def _trained_on(spec: RunSpec) -> list[bool]:
+    """A flag for each output of the loss; false for metrics: training does not depend on them."""
+    traced = spec.traced
+    return [True, *[False] * len(traced.metrics), *[True] * traced.num_variables]
 
 
 def differences(
@@ -65,18 +75,20 @@ def differences(
     *,
     same_data: bool,
     finished: bool,
+    num_converted: int = 0,
 ) -> str | None:
-    """A line on the settings in which a run differs from the checkpoint that it goes on from.
+    """A line about the settings in which a run differs from the checkpoint that it resumes.
 
     Args:
         path: The checkpoint's folder.
-        before: The settings in the checkpoint; None if it is older than they are.
+        before: The settings in the checkpoint; None if it predates them.
         now: The settings of the run.
-        same_data: Whether the data is the checkpoint's, as far as that is known.
+        same_data: Whether the data is the checkpoint's, as far as is known.
         finished: Whether no step is left to train.
+        num_converted: Number of the checkpoint's arrays that were converted to the new precision.
 
     Returns:
-        The line; None if nothing is known to differ.
+        The line; None if no difference is known.
     """
     before = before or {}
     traced, own = before.get("traced", {}), now["traced"]
@@ -86,31 +98,40 @@ def differences(
     call = changes(before.get("call", {}), now["call"], free)
     if "loss_fn" in free and _is_other_code(before, now):
         call = {"loss_fn": "loss_fn is another function, which may compute something else", **call}
+    if "optimizer" in call:
+        call["optimizer"] = _with_names(call["optimizer"], before, now)
     state = changes(before.get("state", {}), now["state"])
     counting = list(call.values()) + ([] if same_data else ["data begins with another batch"])
+    also = f" It {converted(num_converted)}." if num_converted else ""
     if not counting and not state:
-        return None
+        return f"{path} {converted(num_converted)}." if num_converted else None
     if finished:
         return (
             f"{path} is the end of a run with other settings, and no step is left to train, so "
             f"these have no effect: {_joined([*counting, *state.values()])}. Choose another "
-            "`checkpoint_dir`, or more `steps`."
+            f"`checkpoint_dir`, or more `steps`.{also}"
         )
     said = [f"New from now on: {_joined(counting)}."] if counting else []
     kept = [f"{name}={before['state'][name]!r}, not {now['state'][name]!r}" for name in state]
     said += [f"Kept, since the checkpoint's state holds it: {_joined(kept)}."] if kept else []
-    return f"{path} is of a run with other settings. {' '.join(said)}"
+    return f"{path} is of a run with other settings. {' '.join(said)}{also}"
+
+
+def converted(number: int) -> str:
+    """The words of a warning on a checkpoint of which so many arrays were converted."""
+    forms = f"{number} arrays in other dtypes or codes than `precision` asks for"
+    return f"holds {forms}; they were converted"
 
 
 def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """A remark that functions were not compared, since a library has another version.
+    """A remark that functions were not compared, because library versions differ.
 
     Args:
-        before: The settings in the checkpoint; None if it is older than they are.
+        before: The settings in the checkpoint; None if it predates them.
         now: The settings of the run.
 
     Returns:
-        The remark, with a space before it; empty if versions are equal, or functions are.
+        The remark, with a leading space; empty if versions are equal, or functions are.
     """
     before = before or {}
     versions = changes(before.get("traced", {}).get("versions", {}), now["traced"]["versions"])
@@ -122,22 +143,33 @@ def upgraded(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of the arrays of a batch, by which data is known again."""
+    """A hash of a batch's arrays, by which data is recognised."""
     digest = xxhash.xxh3_64()
     for x in jax.device_get(jax.tree.leaves(batch)):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.device_get(jax.random.key_data(x))
-        array = np.asarray(x)
+        # As JAX computes with it: float64 from NumPy is float32 without x64, and no other data.
+        array = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
 
 
 def _is_other_code(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the loss has other Python code, and not only since a library has another version."""
+    """Whether the loss's Python code has changed, not counting changes of library versions."""
     same_versions = before.get("traced", {}).get("versions") == now["traced"]["versions"]
     same_trace = before.get("call", {}).get("loss_fn") == now["call"]["loss_fn"]
     return same_versions and not same_trace and bool(changes(before.get("code", {}), now["code"]))
+
+
+def _with_names(clause: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A clause on the optimizer, with the names of the numbers that changed where known."""
+    made = before.get("numbers", {}).get("optimizer", [])
+    named = other_numbers(made, now["numbers"]["optimizer"])
+    if not named:
+        return clause
+    same_form = before["call"]["optimizer"]["form"] == now["call"]["optimizer"]["form"]
+    return f"optimizer has {named}" if same_form else f"{clause}, with {named}"
 
 
 def _joined(clauses: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
-"""The manifest: the file that makes a folder a checkpoint of this library, and lists the others.
+"""The manifest: the file that marks a folder as a checkpoint of this library, and lists its files.
 
-It is written last, holds a checksum of itself, and is believed only as far as it is well-formed.
+It is written last and has a checksum of itself. Its contents are checked before they are used.
 """
 
 import json
@@ -13,7 +13,7 @@ import xxhash
 
 from megatrain_jax._src.checkpoint.folder import MANIFEST, CheckpointError, read_error
 
-# Version of the manifest's format; 1 had no checksums, 2 one of each whole array.
+# Version of the manifest's format; 1 had no checksums, 2 one per array.
 _FORMAT = 3
 
 
@@ -22,9 +22,9 @@ def write(path: Path, facts: Mapping[str, Any]) -> None:
 
     Args:
         path: The checkpoint's folder.
-        facts: The facts to keep beside the arrays, as JSON.
+        facts: The facts to save beside the arrays, as JSON.
     """
-    # Sizes of all files but its own: a file that is cut short shows before it is read.
+    # The sizes of all files but its own reveal a truncated file before it is read.
     whole = {"format": _FORMAT, **facts, "files": _sizes(path)}
     text = json.dumps({**whole, "checksum": _checksum(whole)}, indent=1)
     (path / MANIFEST).write_text(text, encoding="utf-8")
@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's manifest.
 
     Raises:
-        CheckpointError: If there is none, or it is none that this library writes.
+        CheckpointError: If there is none, or it is not in this library's format.
     """
     try:
         facts = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
         raise read_error(str(why), error) from error
     if not isinstance(facts, dict):
         raise _unreadable(path, f"{MANIFEST} holds no facts but {str(facts)[:40]!r}")
-    # In Python, True is 1 and 2.0 is 2; a format is an integer.
+    # In Python, True equals 1 and 2.0 equals 2, but a format must be an integer.
     if (number := facts.get("format")) not in range(1, _FORMAT + 1) or not _is_count(number):
         raise CheckpointError(
             f"{path} has format {number!r:.40}, but this version of megatrain_jax reads formats up "
@@ -62,11 +62,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """The facts kept beside the arrays of a checkpoint, all of whose files are there.
+    """Reads the facts saved beside a checkpoint's arrays, after checking its files.
 
     Raises:
-        CheckpointError: If it is none of this library's, or files of it are missing or have
-            other sizes than when they were written.
+        CheckpointError: If it is not this library's, or files are missing or have changed their
+            size.
     """
     facts = read(path)
     files = facts["files"]
@@ -85,10 +85,10 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def strangers(path: Path) -> list[str]:
-    """The files of a checkpoint's folder that this library didn't put there.
+    """The files in a checkpoint's folder that this library didn't put there.
 
     Raises:
-        CheckpointError: If it is no checkpoint of this library.
+        CheckpointError: If it is not a checkpoint of this library.
     """
     known = {MANIFEST, *read(path)["files"]}
     found = []
@@ -106,7 +106,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    # JSON keeps the order of keys, so what was read has the text of what was written.
+    # JSON keeps the order of keys, so rereading gives the same text.
     return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
 
 

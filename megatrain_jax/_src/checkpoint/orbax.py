@@ -1,8 +1,8 @@
-"""The use of Orbax: its format and its options, and paths that it would misread given safely.
+"""Uses of Orbax: its format and options, with workarounds for paths that it would misread.
 
-Orbax's own `save` has all devices take part in it, which must not happen beside a step, and has one
-process write whatever is in host memory. So each process writes its chunks by itself, to the store
-that Orbax would have it write to, and the first one joins them and describes them as Orbax does.
+Orbax's own `save` involves all devices, which must not happen during a step, and lets one process
+write everything in host memory. So each process writes its own chunks to the store that Orbax would
+use, and the first process merges and describes them as Orbax does.
 """
 
 import asyncio
@@ -25,44 +25,44 @@ from megatrain_jax._src.checkpoint.contents import ArrayEntry, TreePath, flat, p
 from megatrain_jax._src.checkpoint.folder import CheckpointError, UnreadError, read_error
 from megatrain_jax._src.common.differences import described, listed
 
-# Bytes that Orbax may hold beside the arrays it reads.
+# Bytes that Orbax may use in addition to the arrays it reads.
 _CONCURRENT_BYTES = 512 << 20
-# Orbax's names: the folder of a checkpoint's arrays, the folder in it that a process writes to, and
-# files that describe them.
+# Orbax's names: the folder of a checkpoint's arrays, each process's subfolder, and the files that
+# describe them.
 _ARRAYS, _OF_PROCESS = "state", "ocdbt.process_{}"
 _DESCRIPTION, _TREE, _MARK = "_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"
 _HANDLER = (
     "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler."
     "StatefulCheckpointableHandler"
 )
-# What has been read of an array or of its description is not looked for again.
+# Arrays and descriptions that have been read are not checked again.
 _NO_RECHECK = {"recheck_cached_data": False, "recheck_cached_metadata": False}
-_DICT_KEY = 2  # the kind of a key that is one of a dict
+_DICT_KEY = 2  # Orbax's number for dict keys
 
 
 def context() -> v1.Context:
-    """Options with which Orbax copies little of what it reads, and asks no other process."""
+    """Options with which Orbax copies little while reading, and waits for no other process."""
     context = v1.Context()
     context.memory.read_concurrent_bytes = _CONCURRENT_BYTES
     context.pytree.loading.partial_load = True
-    # Else Orbax would wait for the other processes, which are at another point of the run.
+    # Otherwise Orbax would wait for processes that are at a different point of the run.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     return context
 
 
-# TensorStore's descriptions of arrays and of the files they are in are written here as Orbax would
-# make them. Orbax asks TensorStore for a spec as JSON each time, which TensorStore 0.1.86 never
-# frees: memory would grow by some KiB with each array of each checkpoint.
+# TensorStore's descriptions of arrays and files are written here as Orbax would write them. Orbax
+# asks TensorStore for a spec as JSON each time, and TensorStore 0.1.86 never frees it: memory would
+# grow by some KiB for each array of each checkpoint.
 
 
 def write_spec(
     folder: Path, process: int, path: TreePath, grid: Grid, dtype: str
 ) -> dict[str, Any]:
-    """TensorStore's description of an array that a process writes chunks of.
+    """TensorStore's description of an array for writing chunks.
 
-    Compression would need more time than it saves. Files of 2 GiB, which is what Orbax makes unless
-    told otherwise, are written one after the other; smaller ones side by side.
+    Compression would take more time than it saves. Orbax's default files of 2 GiB are written one
+    after another; smaller ones in parallel.
 
     Args:
         folder: The checkpoint's folder.
@@ -102,7 +102,7 @@ def write_spec(
 
 
 def read_spec(folder: Path, path: TreePath) -> dict[str, Any]:
-    """TensorStore's description of an array of a checkpoint that has its chunks in the manifest."""
+    """TensorStore's description of a checkpoint's array whose chunks are in the manifest."""
     kvstore = _kvstore(folder / _ARRAYS, path)
     return {
         "driver": "zarr3",
@@ -113,8 +113,8 @@ def read_spec(folder: Path, path: TreePath) -> dict[str, Any]:
 
 
 def _kvstore(folder: Path, path: TreePath = ()) -> dict[str, Any]:
-    """TensorStore's description of the files that hold arrays, or one array."""
-    # Only the manifest has to be replaced in one go: Orbax's files of data are written once.
+    """TensorStore's description of the files that hold all arrays, or one array."""
+    # Only the manifest must be replaced atomically: Orbax's data files are written once.
     return {
         "driver": "ocdbt",
         "base": {
@@ -124,12 +124,12 @@ def _kvstore(folder: Path, path: TreePath = ()) -> dict[str, Any]:
         },
         "manifest": {"driver": "file", "path": f"{folder}/"},
         "path": ".".join(path),
-        "cache_pool": "cache_pool#ocdbt",  # of the context that Orbax makes
+        "cache_pool": "cache_pool#ocdbt",  # defined in the context that Orbax makes
     }
 
 
 def folder_of(folder: Path, process: int) -> Path:
-    """The folder within a checkpoint's that a process writes to."""
+    """The subfolder of a checkpoint that a process writes to."""
     return folder / _ARRAYS / _OF_PROCESS.format(process)
 
 
@@ -143,7 +143,7 @@ def has_our_arrays(folder: Path) -> bool:
 
 
 def join(folder: Path, paths: Iterable[TreePath]) -> None:
-    """Makes a checkpoint of Orbax's of what processes have written.
+    """Merges the files of all processes to an Orbax checkpoint.
 
     Args:
         folder: The checkpoint's folder.
@@ -153,7 +153,7 @@ def join(folder: Path, paths: Iterable[TreePath]) -> None:
         arrays: Any = plain / _ARRAYS
         stores = type_handlers.get_ts_context(use_ocdbt=True)
         asyncio.run(type_handlers.merge_ocdbt_per_process_files(arrays, stores, use_zarr3=True))
-    # The files that Orbax's own `save` would have written, word for word: it reads them, too.
+    # Exactly the files that Orbax's own `save` would write, because it reads them too.
     leaf = {"value_type": "np.ndarray", "skip_deserialize": False}
     tree = {
         str(path): {
@@ -177,10 +177,10 @@ def join(folder: Path, paths: Iterable[TreePath]) -> None:
 
 @contextmanager
 def plain_path(folder: Path) -> Iterator[Path]:
-    """A path of the folder without ``*``, ``?`` and ``[``, which Orbax takes for patterns.
+    """A path to the folder without ``*``, ``?`` and ``[``, which Orbax treats as patterns.
 
-    With a pattern in its path a checkpoint is finished without its arrays, or with some of another
-    folder that the pattern fits.
+    With such characters in its path, a checkpoint would be finished without its arrays, or with
+    arrays of a different folder that matches the pattern.
     """
     if glob.escape(str(folder)) == str(folder):
         yield folder
@@ -195,7 +195,7 @@ def plain_path(folder: Path) -> Iterator[Path]:
 def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the arrays in a checkpoint of this library, by path.
 
-    Reads the files in which the arrays are described; `metadata` would have memory grow.
+    Reads the files that describe the arrays; `metadata` would leak memory.
 
     Raises:
         CheckpointError: If the descriptions can't be read.
@@ -209,7 +209,7 @@ def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
         store = ts.KvStore.open(_kvstore(folder / _ARRAYS), context=context).result()
         coming = {path: store.read(f"{'.'.join(path)}/{file}") for path in paths}
         texts = {path: read.result().value for path, read in coming.items()}
-        # Without its description, an array is not there, whatever the tree says.
+        # An array without its description is missing, whatever the tree says.
         found = {path: json.loads(text) for path, text in texts.items() if text}
         return {
             path: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array[dtype]))
@@ -221,7 +221,7 @@ def own_metadata(folder: Path) -> dict[TreePath, jax.ShapeDtypeStruct]:
 
 
 def metadata(folder: Path) -> dict[TreePath, Any]:
-    """The shapes and dtypes that Orbax has of any checkpoint's arrays, by path.
+    """The shapes and dtypes that Orbax reports for any checkpoint's arrays, by path.
 
     Raises:
         CheckpointError: If there is no checkpoint that Orbax can read.
@@ -229,7 +229,7 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
     try:
         with plain_path(folder) as path:
             found = v1.metadata(str(path)).metadata
-        if found is None:  # Orbax logs why
+        if found is None:  # Orbax logs the reason
             raise ValueError("what it knows of its arrays is unreadable")
         return flat(found)
     except Exception as error:
@@ -241,7 +241,7 @@ def metadata(folder: Path) -> dict[TreePath, Any]:
 
 
 def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, np.ndarray]:
-    """Loads arrays as NumPy's, in `context`.
+    """Loads arrays as NumPy arrays, in `context`.
 
     Args:
         folder: The checkpoint's folder.
@@ -249,7 +249,7 @@ def load_arrays(folder: Path, arrays: Mapping[TreePath, Any]) -> dict[TreePath, 
     """
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
-        # Describes the array to Orbax, and takes no memory.
+        # Describes the array to Orbax without taking memory.
         put(tree, path, np.broadcast_to(np.zeros((), jnp.dtype(array.dtype)), array.shape))
     if not tree:
         return {}
@@ -263,13 +263,13 @@ def check_arrays(
     entries: Sequence[ArrayEntry],
     what: str,
 ) -> None:
-    """Compares the arrays of a checkpoint with those that should be there.
+    """Compares a checkpoint's arrays with the expected ones.
 
     Args:
         folder: The checkpoint's folder.
         found: Shapes and dtypes of its arrays, by path.
-        entries: Entries of the arrays that should be there.
-        what: Description of a checkpoint that holds other arrays, for the message.
+        entries: Entries of the expected arrays.
+        what: Description of a checkpoint with different arrays, for the message.
 
     Raises:
         CheckpointError: If they differ; the first differences are listed.

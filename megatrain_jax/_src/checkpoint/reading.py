@@ -1,4 +1,4 @@
-"""Chunks of a checkpoint's arrays, read one by one, so that a process reads only what it needs."""
+"""Reads chunks of a checkpoint's arrays, so that a process reads only what it needs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class ChunkReader:
     """Reads chunks of a checkpoint's arrays."""
 
     def __init__(self, folder: Path):
-        """Makes a reader of a checkpoint whose manifest has chunks; opens nothing yet.
+        """Makes a reader of a checkpoint with chunks in its manifest; opens nothing yet.
 
         Args:
             folder: The checkpoint's folder.
@@ -27,13 +27,13 @@ class ChunkReader:
         self._arrays: dict[TreePath, Any] = {}
 
     def read(self, wanted: Sequence[tuple[ArrayEntry, Cell]]) -> list[np.ndarray]:
-        """Reads chunks, all at once, as flat arrays.
+        """Reads chunks in parallel, as flat arrays.
 
         Args:
-            wanted: Entries of the arrays, with the chunk of each.
+            wanted: Entries of the arrays, with a chunk of each.
         """
         new = {entry.path for entry, _ in wanted} - self._arrays.keys()
-        # Opened together, then read together: TensorStore does either side by side.
+        # All are opened, then all read: TensorStore works in parallel within each phase.
         specs = {path: ts.Spec(orbax.read_spec(self._folder, path)) for path in new}
         opening = {path: ts.open(spec, context=self._stores) for path, spec in specs.items()}
         self._arrays |= {path: opened.result() for path, opened in opening.items()}

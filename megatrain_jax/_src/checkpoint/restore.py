@@ -1,13 +1,25 @@
-"""Reads a checkpoint into a store, group by group; while one slab is stored, the next is read.
+"""Restores a checkpoint into a store, slab by slab, reading the next slab while one is stored.
 
-All that can be wrong with a checkpoint is looked for before the store is touched; then its
-old arrays make room for the new ones, so that a full pool is large enough.
+`check` looks for every possible fault before the store is touched: a damaged manifest, missing
+files, arrays of a different model. `load` then drops the store's arrays, so that a pool of the
+run's usual size is large enough, and fills it again. An error after that point loses the state.
 
-Of the slabs a, b, c, one after another:
+An array reaches its slab in one of three ways:
+
+- In chunks, if the manifest lists them: a process reads only the chunks that its devices share.
+- As a whole, if it is stored without chunks. Stacked arrays of this kind are loaded first and their
+  slices kept in host memory, because each slice goes to a different slab.
+- Converted, if the checkpoint stores it in a different form (fp32 for a compact run, or vice
+  versa): loaded, verified, decoded and encoded again.
+
+Checksums are compared with the filled slab, not with the bytes read, so they cover the layout too.
+At most two slabs exist beside the store at any time.
+
+Example with the slabs a, b, c::
 
     main thread                                      reader's thread
                                                      reads a
-    makes a's arrays of what was read
+    makes a's arrays from the chunks
     stores them, compares them with their checksums  reads b
     makes b's arrays
     stores and compares them                         reads c
@@ -57,14 +69,15 @@ from megatrain_jax._src.state.layout import Layout
 def check(
     path: Path, spec: RunSpec, entries: Sequence[ArrayEntry]
 ) -> tuple[dict[str, Any], dict[TreePath, OtherForm]]:
-    """Checks that a checkpoint is whole and of this model and optimizer.
+    """Checks that a checkpoint is complete and belongs to this model and optimizer.
 
     Returns:
-        The facts kept beside the arrays, and the arrays that it holds in another form than the
-        run, by path.
+        The facts saved beside the arrays, and the arrays stored in a different form than the run's,
+        by path.
 
     Raises:
-        CheckpointError: If it is damaged, or holds other arrays; the first differences are listed.
+        CheckpointError: If it is damaged, or has different arrays; the first differences are
+            listed.
     """
     facts = manifest.facts_of(path)
     if facts["params_only"]:
@@ -90,23 +103,23 @@ def load(
     others: Mapping[TreePath, OtherForm],
     done: Callable[[], object],
 ) -> None:
-    """Fills a store that is at rest with a checkpoint that was checked.
+    """Fills a store at rest from a checked checkpoint.
 
-    Each process reads the chunks that its devices have a part of; their checksums are computed
-    while what comes next is read.
+    Each process reads the chunks that its devices share; checksums are computed while the next slab
+    is read.
 
     Args:
         path: The checkpoint's folder.
         known: Checksums of its arrays by pointer; None if it has none.
-        spec: The run, whose layouts say how slabs are filled.
+        spec: The run, with the layouts of its slabs.
         store: The store, at rest; its arrays are dropped first.
         entries: Entries of all arrays of the run's checkpoints.
-        others: The arrays that the checkpoint holds in another form, by path.
+        others: The arrays that the checkpoint stores in a different form, by path.
         done: Callback after each group, for a progress bar.
 
     Raises:
-        CheckpointError: If the checkpoint can't be read after all, or is not what was written. The
-            store is then lost, until another checkpoint is loaded.
+        CheckpointError: If the checkpoint can't be read after all, or a checksum doesn't match. The
+            state is then lost until another checkpoint is loaded.
     """
     store.drop()
 
@@ -114,7 +127,7 @@ def load(
         try:
             _Loading(path, known, spec, store, entries, others).fill(done)
         except Exception as error:
-            # Frames of the error hold arrays; whoever keeps it would keep their memory from a
+            # The error's frames hold arrays; keeping the error would keep their memory from a
             # retry.
             traceback.clear_frames(error.__traceback__)
             message = (
@@ -123,13 +136,13 @@ def load(
             )
             raise read_error(message, error) from error
 
-    # A state that is lost in one process is lost: the others couldn't step without it.
+    # If one process loses its state, all do: the rest could not step without it.
     in_all(store.placement.processes, f"the end of restoring {path.name}", fill)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slab:
-    """A slab to fill: the key of its part, its layout, and its leaves' places in their order."""
+    """A slab to fill: the key of its part, its layout, and the places of its leaves in order."""
 
     key: Key
     layout: Layout
@@ -137,13 +150,13 @@ class _Slab:
 
 
 _PartOf = tuple[StorePlace, int]
-"""A part of a leaf, by the leaf's place in the store and the part's number."""
+"""A part of a leaf: the leaf's place in the store, and the part's number."""
 _Arrays = Sequence[Mapping[int, np.ndarray]]
-"""The arrays at rest of a slab, each as this process's shards of it by their number."""
+"""A slab's arrays at rest; each maps shard numbers to this process's shards."""
 
 
 class _Loading:
-    """A checkpoint being read into a store."""
+    """Reads one checkpoint into a store."""
 
     def __init__(self, path, known, spec, store, entries, others):
         """Sorts the entries; see `load`."""
@@ -166,7 +179,7 @@ class _Loading:
         self.slices: dict[_PartOf, jax.Array] = {}
 
     def fill(self, done: Callable[[], object]) -> None:
-        """Reads all arrays; what is stacked over layers and comes as a whole first."""
+        """Reads all arrays, beginning with stacked ones that are stored whole."""
         with orbax.context(), ThreadPoolExecutor(1) as reader:
             self._read_stacked(reader)
             slabs = _slabs(self.spec)
@@ -174,11 +187,12 @@ class _Loading:
             for slab, after in zip(slabs, [*slabs[1:], None], strict=True):
                 arrays = self._filled(slab, coming.result())
                 if after is not None:
-                    # Not earlier: what this slab was made of would be a third beside the store.
+                    # Not earlier, because this slab's sources would be a third copy beside the
+                    # store.
                     coming = reader.submit(self._read, after)
                 resting = self.store.append_shards(slab.key, arrays)
                 self._verify(slab, arrays)
-                # They go before the next slab is made: at most two are there beside the store.
+                # Freed before the next slab is made: at most two exist beside the store.
                 del arrays
                 jax.block_until_ready(resting)
                 if after is None or after.key.owner != slab.key.owner:
@@ -186,7 +200,7 @@ class _Loading:
             self._read_small()
 
     def _read_stacked(self, reader: ThreadPoolExecutor) -> None:
-        """Keeps the slices of stacked arrays without chunks, or of another form, in host memory."""
+        """Keeps slices of stacked arrays without chunks, or in a different form, in host memory."""
         for entry in (e for e in self.same if e.stacked and self.grids[e.path] is None):
             whole = self._load([entry])[entry.path]
             checked = reader.submit(self.sums.verify, entry.path, whole)
@@ -207,8 +221,8 @@ class _Loading:
         self.slices[place, part] = self.store.small(np.ascontiguousarray(array))
 
     def _read(self, slab: _Slab) -> dict[_PartOf, list[Run]]:
-        """Runs of the parts of a slab's leaves, but of those that were kept."""
-        # On the reader's thread. It touches no device, and no array of the store.
+        """Loads the parts of a slab's leaves as runs, except for kept slices."""
+        # On the reader's thread: it touches no device, and no array of the store.
         empty, whole, found = self._empty(slab), [], {}
         wanted: list[tuple[_PartOf, ArrayEntry, Cell]] = []
         for i, p, part in _parts(slab):
@@ -225,12 +239,11 @@ class _Loading:
         rows = self.chunks.read([(entry, cell) for _, entry, cell in wanted])
         for (part, _, cell), chunk in zip(wanted, rows, strict=True):
             found[part].append((cell.start, chunk))
-        with orbax.context():  # Orbax's options are each thread's own
+        with orbax.context():  # Orbax's options are per thread
             loaded = self._load([entry for _, entry in whole])
             found |= {part: [(0, loaded[entry.path].reshape(-1))] for part, entry in whole}
             for i, place in enumerate(slab.places):
-                # Encoded here as in an update, but rounded to nearest: nothing is added up that
-                # could be lost.
+                # Encoded as in an update, but rounded to nearest: nothing accumulates here.
                 if place in self.other_at and (place, 0) not in self.slices:
                     leaf = self._converted(self.other_at[place][1])
                     for p, part in enumerate(encoded(slab.layout, leaf, i)):
@@ -238,7 +251,7 @@ class _Loading:
         return found
 
     def _cells(self, entry: ArrayEntry, index: Index) -> Iterator[Cell]:
-        """The chunks of a slice of an array; one if it is compared as a whole."""
+        """The chunks of a slice of an array; one chunk if the array is verified as a whole."""
         grid = self.grids[entry.path] or Grid(shape=entry.shape, chunk=entry.shape)
         if not grid.divides(index):
             raise CheckpointError(f"the chunks of {entry.name} are none that this library makes")
@@ -253,7 +266,7 @@ class _Loading:
         ]
 
     def _filled(self, slab: _Slab, loaded: Mapping[_PartOf, Sequence[Run]]) -> _Arrays:
-        """A slab's arrays at rest, of what was loaded and of slices, which are dropped.
+        """A slab's arrays at rest, made from loaded parts and kept slices; the slices are dropped.
 
         Leaves without elements, which no checkpoint has, are zeros.
         """
@@ -262,7 +275,8 @@ class _Loading:
             runs = loaded.get(part, ())
             if part in self.slices:
                 runs = [(0, np.asarray(self.slices.pop(part)).reshape(-1))]
-            # Chunks of which other processes have a part are compared before that is dropped.
+            # Chunks shared with other processes are verified before their remaining part is
+            # dropped.
             for entry, cell, own in self._known(slab, arrays, i, p, part):
                 if own is None:
                     whole = joined_run(runs, cell.start, cell.stop)
@@ -272,11 +286,11 @@ class _Loading:
         return arrays
 
     def _verify(self, slab: _Slab, arrays: _Arrays) -> None:
-        """Compares chunks that came as they are held with their checksums, while they are stored.
+        """Verifies chunks stored in the run's own form, while they are being stored.
 
-        Arrays of other forms, and stacked ones without chunks, were compared when they were loaded.
+        Arrays in different forms, and stacked ones without chunks, were verified when loaded.
         """
-        # Read back from the slab rather than compared before: this covers its layout as well.
+        # Read back from the slab, not verified before, so that this covers its layout as well.
         for i, p, part in _parts(slab):
             for entry, cell, own in self._known(slab, arrays, i, p, part):
                 if own is not None:
@@ -287,7 +301,7 @@ class _Loading:
     ) -> Iterator[tuple[ArrayEntry, Cell, np.ndarray | None]]:
         """The chunks of a part that have checksums and that this process has read.
 
-        With each its elements in the arrays; None if other processes have some of them.
+        Yields each with its elements in the arrays; None if other processes have some of them.
         """
         entry, index = self.by_part.get(part, (None, ()))
         if entry is None or (entry.stacked and self.grids[entry.path] is None):
@@ -302,7 +316,7 @@ class _Loading:
         self.sums.verify(entry.path, chunk, number)
 
     def _converted(self, other: OtherForm) -> np.ndarray:
-        """An array that the checkpoint holds in another form, as numbers."""
+        """An array that the checkpoint stores in a different form, as numbers."""
         loaded = self._load(other.sources)
         for source in other.sources:
             self.sums.verify(source.path, loaded[source.path])
@@ -341,7 +355,7 @@ def _slabs(spec: RunSpec) -> list[_Slab]:
 
 
 def _parts(slab: _Slab) -> Iterator[tuple[int, int, _PartOf]]:
-    """The parts of a slab's leaves: the leaf's number, the part's, and both as a key."""
+    """The parts of a slab's leaves: the leaf's number, the part's number, and both as a key."""
     for i, place in enumerate(slab.places):
         for p in range(len(slab.layout.parts(i))):
             yield i, p, (place, p)

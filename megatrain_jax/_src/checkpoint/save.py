@@ -1,18 +1,18 @@
-"""Writes a checkpoint group by group, while training goes on.
+"""Writes a checkpoint group by group, while training continues.
 
-The arrays of a store at rest never change: steps write new ones. So a checkpoint is written from
-the store itself, without a copy, and a step waits only before it replaces a group that is not on
-disk yet: until then, the group's old arrays live on, and its new ones would be a second copy.
+A store's arrays at rest are never modified: steps write new ones. So a checkpoint is written from
+the store itself, without a copy. A step waits only before it replaces a group that is not yet on
+disk, because the group's old arrays must live until then, and its new ones would be a second copy.
 
-Of several processes each writes what its devices have, into one folder. At each step they tell each
-other whether they are done; once all are, the first one makes a checkpoint of what is there:
+If several processes share the run, each writes its devices' part into one folder. At each step they
+exchange whether they are done; when all are, the first process makes a checkpoint from the parts:
 
     process 0                                   process 1
     writes ocdbt.process_0, still               writes ocdbt.process_1, done
     settle() before step 8: no, yes             settle() before step 8: no, yes
     done
     settle() before step 9: yes, yes            settle() before step 9: yes, yes
-    joins, describes, syncs, renames            goes on
+    joins, describes, syncs, renames            continues
     wait(): how did it end?                     wait(): how did it end?
 """
 
@@ -42,13 +42,13 @@ from megatrain_jax._src.runtime.store import Store
 from megatrain_jax._src.schedule.instructions import Op
 from megatrain_jax._src.state.processes import PeerEndedError
 
-# Bytes of a part, all of which is written side by side, at least: one part's end is not written
-# beside the next one's beginning.
+# Minimum bytes of a part. A part is written in parallel as a whole, but its end does not overlap
+# with the next part's beginning.
 PART_BYTES = 8 << 30
-# Name of the unfinished checkpoint in the workspace, where only one is written at a time.
+# Name of the unfinished checkpoint in the workspace; only one is written at a time.
 _WRITTEN = "checkpoint"
 
-# Parts of errors of the system, and of TensorStore, where a disk is full.
+# Parts of error messages about a full disk, from the system and TensorStore.
 _FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 
 _Part = tuple[tuple[int, ...], list[Row]]
@@ -58,7 +58,7 @@ class Saving:
     """A checkpoint on its way to disk.
 
     Attributes:
-        path: The folder that has the checkpoint once it is whole.
+        path: The checkpoint's folder, once it is complete.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Saving:
         """Starts writing.
 
         Args:
-            path: The folder that the checkpoint is to have.
-            spec: The run, whose schedule says which groups are replaced first.
+            path: The checkpoint's future folder.
+            spec: The run; its schedule determines the groups that are replaced first.
             store: The store, at rest; it will wait for this before it replaces a group.
             entries: Entries of all arrays of the run's checkpoints.
-            facts: The facts to keep beside the arrays, as JSON.
-            params_only: Whether to write nothing but parameters.
-            workspace: Workspace of the run whose checkpoint this is, which may then replace what is
-                at `path`, and whose trained parameters have to be finite. None makes one for this
-                checkpoint alone, and removes it.
+            facts: The facts to save beside the arrays, as JSON.
+            params_only: Whether to write only parameters.
+            workspace: Workspace of the run that saves this checkpoint. It may then replace the
+                contents of `path`, and its trained parameters must be finite. None makes a
+                workspace for this checkpoint alone, and removes it.
 
         Raises:
             CheckpointError: If the folder can't be written.
@@ -90,8 +90,8 @@ class Saving:
         self.path = path
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        # Written: this process's part, or as much as it could. Agreed: all processes' parts. Known:
-        # how it ended was told to all.
+        # Written: this process's part, as far as possible. Agreed: all processes' parts. Known: all
+        # processes know how it ended.
         self._is_written, self._is_agreed = threading.Event(), threading.Event()
         self._is_known = False
         if params_only:
@@ -99,16 +99,16 @@ class Saving:
         self._entries, self._replaces = list(entries), workspace is not None
         self._processes = processes = store.placement.processes
         self._parts = _parts(spec, store, entries)
-        # By group, 1 until it is on the disk.
+        # By group, 1 until it is on disk.
         self._left = Counter(g for groups, _ in self._parts for g in groups)
         self._thread = threading.Thread(
             target=self._write, args=(dict(facts),), name="checkpoint", daemon=True
         )
-        # An interrupt in between would leave the workspace to nobody. Insisting helps where the
-        # workspace is waited for.
+        # An interrupt in between would leave the workspace without an owner. A second one takes
+        # effect, for the case that the workspace must be waited for.
         with deferred_interrupt(insist=True):
             if workspace is None:
-                # Whether anything can be written shows here, before training goes on.
+                # A folder that can't be written is noticed here, before training continues.
                 name = f"{path.name}.{NAME}"
                 workspace = claimed(path.with_name(name), path, processes)
             else:
@@ -127,15 +127,15 @@ class Saving:
             self._thread.start()
 
     def wait_for(self, group: int) -> None:
-        """Waits until a group is on disk, or will never be."""
+        """Waits until a group is on disk, or its writing has failed."""
         with self._changed:
             while self._left[group]:
                 self._changed.wait(SECONDS_AT_A_TIME)
 
     def settle(self) -> None:
-        """Has the checkpoint published if all processes have written their parts.
+        """Starts publishing the checkpoint if all processes have written their parts.
 
-        All of them have to call this, at the same point of the run.
+        All of them must call this, at the same point of the run.
 
         Raises:
             PeerEndedError: If another process has ended, or can't be reached.
@@ -150,15 +150,15 @@ class Saving:
             self._is_agreed.set()
 
     def _adopt(self, rows: Sequence[str | None]) -> None:
-        """Takes over an error that another process met, from what each process has to say."""
+        """Adopts an error of another process, from each process's message."""
         if self._error is None and (errors := [row for row in rows if row is not None]):
             self._error = CheckpointError(f"process {rows.index(errors[0])}: {errors[0]}")
 
     def join(self) -> None:
-        """Waits until nothing is being written any more, and leaves errors to `wait`.
+        """Waits until nothing is being written any more; errors are left to `wait`.
 
         Raises:
-            PeerEndedError: If another process has to end first; this can be called again then.
+            PeerEndedError: If another process ends first; this can then be called again.
         """
         while not self._is_written.wait(SECONDS_AT_A_TIME):
             pass
@@ -179,7 +179,7 @@ class Saving:
             self._thread.join(SECONDS_AT_A_TIME)
 
     def wait(self) -> None:
-        """Waits until the checkpoint has its name.
+        """Waits until the checkpoint is complete and has its name.
 
         Raises:
             CheckpointError: If it could not be written; nothing is left of it. Raised once.
@@ -193,7 +193,7 @@ class Saving:
             ) from error
 
     def _lack(self, error: BaseException) -> str:
-        """The space that lacks, as a sentence, if that is what an error is about."""
+        """The missing disk space, as a sentence, if that is the cause of an error."""
         if not any(text in str(error) for text in _FULL):
             return ""
         needed = sum(
@@ -207,8 +207,8 @@ class Saving:
         )
 
     def _write(self, facts: dict[str, Any]) -> None:
-        # On the thread of its own, as all that it calls. The other methods are the main thread's,
-        # which alone talks to other processes: their messages have to come in one order.
+        # On its own thread, with everything it calls. The remaining methods run on the main thread;
+        # only that one communicates with other processes, because messages must come in one order.
         workspace, several = self._workspace, self._processes.count > 1
         try:
             self._write_parts()
@@ -238,15 +238,15 @@ class Saving:
         while self._parts:
             groups, rows = self._parts.pop(0)
             self._writer.write(rows)
-            # Nothing may hold the part's arrays when a step is told to replace them, as the host
-            # has room for no second copy.
+            # The part's arrays must be freed when a step may replace them, because the host has no
+            # space for a second copy.
             del rows
             self._release(groups)
         self._writer.finish()
 
     def _finish(self, workspace: Workspace, facts: dict[str, Any]) -> None:
-        # In this order a checkpoint is whole or has no name, whenever the process dies: arrays, the
-        # manifest that lists their files, all of it on the disk, and only then the rename.
+        # In this order the checkpoint is complete or has no name, whenever the process dies:
+        # arrays, the manifest that lists their files, all synced to disk, and only then the rename.
         written = workspace.path / _WRITTEN
         facts["arrays"] = self._writer.join(self._processes.count)
         found = orbax.own_metadata(written)
@@ -256,12 +256,12 @@ class Saving:
         self._publish(workspace, written)
 
     def _publish(self, workspace: Workspace, written: Path) -> None:
-        """Renames the checkpoint that was written to its own path."""
+        """Renames the written checkpoint to its own path."""
         # A callback may have saved this very step before.
         exists, old = os.path.lexists(self.path), None
         if exists and not self._replaces:
             raise FileExistsError(f"there is something at {self.path} by now")
-        # Moved away first: a folder can't be renamed to the name of one that isn't empty.
+        # Moved away first, because a folder can't be renamed onto one that isn't empty.
         if exists:
             old = workspace.take(self.path)
         written.rename(self.path)
@@ -276,9 +276,9 @@ class Saving:
 
 
 def _parts(spec: RunSpec, store: Store, entries: Sequence[ArrayEntry]) -> list[_Part]:
-    """The parts of a checkpoint, written one at a time in the order that steps replace groups in.
+    """The parts of a checkpoint, in the order in which steps replace groups.
 
-    Small arrays, which the first process writes, are first, then groups, some to a part.
+    Small arrays, written by the first process, come first; then groups, several per part.
     """
     small = rows_of(store, entries) if store.placement.processes.is_first else []
     parts: list[_Part] = [((), small)] if small else []

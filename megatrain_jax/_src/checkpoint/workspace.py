@@ -1,16 +1,16 @@
-"""The workspace: a folder for unfinished checkpoints, which belongs to one process at a time.
+"""The workspace: a folder for unfinished checkpoints, owned by one process at a time.
 
-Checkpoints are written there and get their name by a rename; those that go are renamed to there
-before they are deleted. So whatever moment a process dies at, what has a step's name is whole, and
-nothing is ever deleted but what lies in here. A lock on a file in it, which the kernel drops when
-its process dies however that happens, tells whether what lies here is still being written.
+Checkpoints are written there and renamed when complete; old ones are renamed into it before they
+are deleted. So whenever a process dies, a folder with a step's name is complete, and only files in
+the workspace are ever deleted. A lock on a file in it shows whether its contents are still being
+written; the kernel releases the lock when the process dies in any way.
 
-A worked example, a run's folder while step 8 is saved and step 5 is the oldest of those to keep:
+Example: a run's folder while step 8 is saved and step 5 is about to be removed::
 
     megatrain-unfinished/lock            locked by the run
-    megatrain-unfinished/checkpoint      step 8, until it is whole; its name is 8 then
-    megatrain-unfinished/5.deleting-0    step 5, on its way out once 8 has its name
-    6, 7                                 whole
+    megatrain-unfinished/checkpoint      step 8, until it is complete and renamed to 8
+    megatrain-unfinished/5.deleting-0    step 5, being deleted after 8 has its name
+    6, 7                                 complete
 """
 
 import errno
@@ -32,17 +32,17 @@ from megatrain_jax._src.state.processes import Processes
 NAME = "megatrain-unfinished"
 _LOCK = "lock"
 
-# The workspaces that this process holds, by their real path; locks are a process's, too.
+# The workspaces that this process holds, by real path; locks belong to a process too.
 _held: dict[str, "Workspace"] = {}
 _changed = threading.Condition()
 
 
 class Guest:
-    """A workspace that this process leaves alone: the first process of a run holds it, or nobody.
+    """A workspace that this process must not use: the run's first process holds it, or nobody.
 
     Attributes:
         path: The folder.
-        unwritable: The reason for which nobody can write there; None if the first process holds it.
+        unwritable: The reason why nobody can write there; None if the first process holds it.
     """
 
     def __init__(self, path: Path, unwritable: str | None = None):
@@ -50,7 +50,7 @@ class Guest:
         self.path, self.unwritable = path, unwritable
 
     def share(self) -> None:
-        """Does nothing: the process that holds the folder does it."""
+        """Does nothing, because the process that holds the folder acts."""
 
     def release(self, *, run: bool) -> None:
         """See `share`."""
@@ -67,21 +67,21 @@ class Workspace:
     """
 
     def __init__(self, path: Path, what: Path):
-        """Takes the folder, makes it if need be, and empties it.
+        """Takes the folder, creates it if necessary, and empties it.
 
-        A thread of this process that still writes there after its run has ended is waited for.
+        If a thread of this process still writes there after its run has ended, this waits for it.
 
         Args:
-            path: The folder; its parents are made, too.
-            what: The path that messages name: that of the run's folder, or of one checkpoint.
+            path: The folder; its parents are created too.
+            what: The path for messages: the run's folder, or one checkpoint.
 
         Raises:
-            CheckpointError: If somebody else has it, or it can't be written, or it is not of this
-                library.
+            CheckpointError: If it is in use, can't be written, or is not of this library.
         """
         self.path = path
         self._real = os.path.realpath(path)
-        # Held by the run, and by the thread of each checkpoint being written, which may outlive it.
+        # Held by the run, and by the thread of each checkpoint being written, which may outlive the
+        # run.
         self._is_run, self._num_holders = True, 1
         with _changed:
             while (other := _held.get(self._real)) is not None:
@@ -112,17 +112,17 @@ class Workspace:
             self._num_holders += 1
 
     def release(self, *, run: bool) -> None:
-        """Lets go of the folder, which is removed if nothing is in it.
+        """Releases the folder; it is removed if it is empty.
 
         Args:
-            run: Whether the run lets go, not a thread that shares the folder.
+            run: Whether the run releases it, not a thread that shares the folder.
         """
         with _changed:
             if _held.get(self._real) is not self:
-                return  # in a fork, which has forgotten what its parent holds
+                return  # in a forked child, which no longer holds its parent's workspaces
             self._num_holders -= 1
             self._is_run = self._is_run and not run
-            # The last one to let go: a thread may still be writing when its run is over.
+            # The last release counts: a thread may still be writing when its run is over.
             if not self._num_holders:
                 self._leave()
                 del _held[self._real]
@@ -137,15 +137,15 @@ class Workspace:
         return here
 
     def discard(self, path: Path) -> None:
-        """Deletes a file or folder, moved into the workspace first.
+        """Deletes a file or folder, after moving it into the workspace.
 
         Raises:
-            OSError: If it can't be deleted; it may have been moved all the same.
+            OSError: If it can't be deleted; it may still have been moved.
         """
         _delete(self.take(path))
 
     def clear(self) -> None:
-        """Deletes all but the lock's file; warns of what can't be deleted."""
+        """Deletes everything but the lock file; warns of anything that can't be deleted."""
         for entry in self.path.iterdir():
             if entry.name != _LOCK:
                 try:
@@ -158,13 +158,13 @@ class Workspace:
 
     def _leave(self) -> None:
         try:
-            # While the lock is held: whoever locks the file afterwards finds that it has lost its
-            # name, and begins anew.
+            # While the lock is held: a process that locks the file afterwards finds that its name
+            # is gone, and starts over.
             if os.listdir(self.path) == [_LOCK]:
                 os.unlink(self.path / _LOCK)
                 os.rmdir(self.path)
         except OSError:
-            pass  # somebody waits for it already, or it is gone
+            pass  # another process waits for it already, or it is gone
         if self._lock is not None:
             os.close(self._lock)
 
@@ -172,13 +172,14 @@ class Workspace:
 def claimed(
     path: Path, what: Path, processes: Processes, *, only_read: bool = False
 ) -> "Workspace | Guest":
-    """The workspace of a run, which its first process takes for all of them.
+    """The workspace of a run; its first process takes it for all of them.
 
     Args:
         path: See `Workspace`.
         what: See `Workspace`.
         processes: The processes that share the run.
-        only_read: Whether all may be done, so that a folder which can't be written does as well.
+        only_read: Whether the run may only need to read, so that a folder that can't be written is
+            allowed.
 
     Raises:
         CheckpointError: See `Workspace`; also if a process doesn't see the folder.
@@ -209,7 +210,7 @@ def claimed(
 
 
 def _take(path: Path, what: Path) -> int | None:
-    """Makes and locks a folder; None where the file system knows no locks."""
+    """Creates and locks a folder; returns None if the file system has no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
@@ -218,7 +219,8 @@ def _take(path: Path, what: Path) -> int | None:
             if path.is_symlink() or not path.is_dir():
                 raise
         names = os.listdir(path)
-        # Everything in here gets deleted, so a folder of that name that is not ours is left alone.
+        # Everything in here gets deleted, so a folder with this name that is not ours is left
+        # alone.
         if names and _LOCK not in names:
             raise CheckpointError(
                 f"{path} was not made by megatrain_jax, which would delete what is in it: move it"
@@ -241,7 +243,7 @@ def _take(path: Path, what: Path) -> int | None:
             )
             return None
         # Between opening and locking, the last holder may have removed the file; a lock on that
-        # would keep nobody out.
+        # file would protect nothing.
         if _is_still(path / _LOCK, lock):
             os.ftruncate(lock, 0)
             since = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -252,7 +254,7 @@ def _take(path: Path, what: Path) -> int | None:
 
 
 def _is_still(path: Path, lock: int) -> bool:
-    """Whether a file that was opened is the one that has its name."""
+    """Whether an opened file is still the one with its name."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(lock))
     except FileNotFoundError:
@@ -281,7 +283,7 @@ def _delete(path: Path) -> None:
 
 
 def _forget() -> None:
-    """Closes a forked child's copies of locks, which would hold them when its parent is gone."""
+    """Closes a forked child's copies of locks, which would outlive its parent's."""
     global _changed
     for workspace in _held.values():
         if workspace._lock is not None:

@@ -1,13 +1,13 @@
-"""One process's part of a checkpoint: the chunks of its arrays that the process's devices have.
+"""Writes one process's part of a checkpoint: the chunks of arrays on its devices.
 
-A chunk of which several processes have a part, as of a small leaf, is written by the first one, for
-whom the others leave their pieces in a file.
+If several processes have a part of one chunk, for example of a small leaf, the first process writes
+it, and the rest leave their pieces in files.
 
-A worked example, entry 12 of a checkpoint, a bias of 5 elements in one chunk, over two processes::
+Example: entry 12 of a checkpoint, a bias with 5 elements in one chunk, over two processes::
 
     process 0    has elements 0 to 2: keeps them as "12-0-0" in pieces-0.npz
     process 1    has elements 3 and 4: keeps them as "12-0-3" in pieces-1.npz
-    process 0    once both are done, reads the two files and writes chunk 0 of entry 12
+    process 0    when both are done, reads the two files and writes chunk 0 of entry 12
 """
 
 import json
@@ -32,7 +32,7 @@ from megatrain_jax._src.checkpoint.contents import PARAMS, ArrayEntry, Row, Tree
 from megatrain_jax._src.checkpoint.folder import sync_tree
 from megatrain_jax._src.state.host_leaves import Run, cut, joined_run
 
-# Files in the workspace by which a process hands on what only the first one can finish.
+# Files in the workspace that a process leaves for the first process to finish.
 _PIECES, _CHECKSUMS = "pieces-{}.npz", "checksums-{}.json"
 
 
@@ -49,7 +49,7 @@ class Writer:
         finite: bool,
         frozen: frozenset[int],
     ):
-        """Makes a writer that has written nothing.
+        """Makes a writer that has written nothing yet.
 
         Args:
             workspace: The workspace's folder.
@@ -57,7 +57,7 @@ class Writer:
             process: Number of this process.
             entries: Entries of the checkpoint's arrays.
             grids: The chunks of each array.
-            finite: Whether trained parameters have to be finite.
+            finite: Whether trained parameters must be finite.
             frozen: Numbers of the groups that are not trained.
         """
         self._workspace, self._name, self._process = workspace, name, process
@@ -70,10 +70,10 @@ class Writer:
         self._sums: dict[TreePath, dict[int, str]] = defaultdict(dict)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Writes what this process has of some slices, and waits until it is in files."""
+        """Writes this process's part of some slices, and waits until it is in files."""
         chunks = []
         for entry, index, read in rows:
-            # Views of the store's arrays, which steps replace and never change.
+            # Views of the store's arrays; steps replace these and never modify them.
             runs = read()
             for cell in self._grids[entry.path].cells(index):
                 if (chunk := joined_run(runs, cell.start, cell.stop)) is not None:
@@ -83,22 +83,22 @@ class Writer:
         self._write(chunks)
 
     def finish(self) -> None:
-        """Brings all that was written to the disk, and hands on what the first process needs."""
+        """Syncs everything written to disk, and leaves the files that the first process needs."""
         pieces, sums = self._file(_PIECES, self._process), self._file(_CHECKSUMS, self._process)
         with pieces.open("wb") as file:
             np.savez(file, allow_pickle=False, **self._pieces)  # pyright: ignore[reportArgumentType]
         by_pointer = {pointer(path): found for path, found in self._sums.items()}
         sums.write_text(json.dumps(by_pointer), encoding="utf-8")
-        # Where all of its chunks have parts of others, it has written no file.
+        # If all of its chunks are shared with other processes, it has written no file.
         own = orbax.folder_of(self._workspace / self._name, self._process)
         if own.exists():
             sync_tree(own)
 
     def join(self, num_processes: int) -> dict[str, Any]:
-        """Joins what all processes have written to one checkpoint, in the first process.
+        """Merges the parts of all processes to one checkpoint; runs in the first process.
 
         Returns:
-            What the manifest has of its arrays.
+            The manifest's facts about its arrays.
         """
         found = {pointer(entry.path): {} for entry in self._entries}
         parts: dict[str, list[Run]] = defaultdict(list)
@@ -112,8 +112,8 @@ class Writer:
                 self._file(left, process).unlink()
             for name, sums in own.items():
                 found[name] |= {int(number): text for number, text in sums.items()}
-        # Its own are among those read from files; from here on it has those of what it puts
-        # together.
+        # Its own checksums are among those read from files; from here on it collects those of the
+        # chunks it assembles.
         self._sums.clear()
         self._write([self._put_together(key, rows) for key, rows in parts.items()])
         for path, sums in self._sums.items():
@@ -125,7 +125,7 @@ class Writer:
         }
 
     def _write(self, chunks: Sequence[tuple[ArrayEntry, Cell, np.ndarray]]) -> None:
-        """Writes chunks, all at once, and waits for them."""
+        """Writes chunks in parallel, and waits for them."""
         opening = {}
         for entry, _, _ in chunks:
             if entry.path not in self._arrays and entry.path not in opening:
@@ -140,31 +140,30 @@ class Writer:
             for entry, cell, chunk in chunks:
                 target = self._arrays[entry.path][cell.box]
                 shaped = chunk.reshape(target.shape)
-                # By reference: nobody writes to an array at rest, so that no copy of it has to be
-                # made.
+                # By reference: arrays at rest are never modified, so no copy is needed.
                 futures.append(target.write(shaped, can_reference_source_data_indefinitely=True))
                 futures.append(beside.submit(self._inspect, entry, cell.number, chunk))
             _wait(futures)
 
     def _inspect(self, entry: ArrayEntry, number: int, chunk: np.ndarray) -> None:
-        """Notes a chunk's checksum; a run's trained parameters have to be finite."""
+        """Records a chunk's checksum; a run's trained parameters must be finite."""
         if self._finite and entry.path[0] == PARAMS and not entry.groups & self._frozen:
             check_finite(entry.name, chunk)
         self._sums[entry.path][number] = checksum(chunk)
 
     def _keep(self, entry: ArrayEntry, cell: Cell, pieces: Sequence[Run]) -> None:
-        """Keeps pieces of a chunk that other processes have the rest of; as bytes, for the file."""
+        """Keeps pieces of a chunk shared with other processes, as bytes for the file."""
         for start, piece in pieces:
             key = f"{self._numbers[entry.path]}-{cell.number}-{start}"
-            # A copy: a view would keep all of the group's old arrays, for which the host has no
-            # room.
+            # A copy, because a view would keep all of the group's old arrays, for which the host
+            # has no space.
             self._pieces[key] = np.array(piece).view(np.uint8)
 
     def _put_together(self, key: str, rows: Sequence[Run]) -> tuple[ArrayEntry, Cell, np.ndarray]:
-        """A chunk of which each process had a piece."""
+        """A chunk assembled from the pieces of all processes."""
         entry_number, number = map(int, key.split("-"))
         entry = self._entries[entry_number]
-        # By their first elements: what processes have of a chunk lies end to end.
+        # Sorted by first element, because the pieces of a chunk are contiguous.
         whole = np.concatenate([piece for _, piece in sorted(rows, key=lambda row: row[0])])
         cell = self._grids[entry.path].cell(number)
         chunk = whole.view(jnp.dtype(entry.dtype))
@@ -176,7 +175,7 @@ class Writer:
 
 
 def _wait(futures: Sequence[Future | Any]) -> None:
-    """Waits for all of some futures, then raises the first error."""
+    """Waits for all futures, then raises the first error."""
     errors = []
     for future in futures:
         try:
@@ -188,6 +187,6 @@ def _wait(futures: Sequence[Future | Any]) -> None:
 
 
 def _give_way() -> None:
-    """Lets all other threads go first: the disk has to be fed, checksums only be there in time."""
+    """Lowers this thread's priority: writing to disk comes first, checksums need only keep up."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

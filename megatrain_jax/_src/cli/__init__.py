@@ -1,1 +1,1 @@
-"""The command line: plans and fine-tuning, on the library's public names."""
+"""The command line: plans, fine-tuning and pre-training, built on the library's public names."""

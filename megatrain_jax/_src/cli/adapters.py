@@ -1,4 +1,4 @@
-"""Adapters as settings ask for them, the same in a plan and in a run."""
+"""Adapters made from settings, shared by plans and runs."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,12 @@ from megatrain_jax._src.cli.choices import Frozen
 
 
 class Adapted(NamedTuple):
-    """A model with adapters, and the parameters of it that are trained.
+    """A model with adapters, and its trained parameters.
 
     Attributes:
         model: Function that builds the model.
-        params: Parameters to start from, if some were given.
-        trainable: Pattern of the adapters, and of what is trained beside them.
+        params: Parameters to start from, if any.
+        trainable: Pattern of the adapters and of further trained parameters.
     """
 
     model: Any
@@ -21,15 +21,15 @@ class Adapted(NamedTuple):
 
 
 def with_adapters(model: Any, trainable: str | None, **options: Any) -> Adapted:
-    """Gives a model adapters.
+    """Adds adapters to a model.
 
     Args:
         model: Function that builds the model.
         trainable: Pattern of further parameters to train; None for none.
-        **options: Those of `models.lora`.
+        **options: Options of `models.lora`.
 
     Raises:
-        ValueError: If they can't be given any.
+        ValueError: If the model can't have such adapters.
     """
     adapted = models.lora(model, **options)
     pattern = "|".join([adapted.trainable, *([trainable] if trainable else [])])
@@ -37,11 +37,11 @@ def with_adapters(model: Any, trainable: str | None, **options: Any) -> Adapted:
 
 
 def frozen_of(given: Frozen | None, lora_rank: int | None, saved: str | None) -> Frozen | None:
-    """The form of frozen parameters: below adapters that of the checkpoint, if it is bfloat16.
+    """The form of frozen parameters: with adapters, the checkpoint's dtype if it is bfloat16.
 
     Args:
-        given: What the settings say; None for nothing.
+        given: The setting; None if it is not set.
         lora_rank: Rank of adapters; None for none.
-        saved: dtype of the checkpoint; None if it is unknown.
+        saved: dtype of the checkpoint; None if unknown.
     """
     return "bfloat16" if given is None and lora_rank and saved == "bfloat16" else given

@@ -1,4 +1,4 @@
-"""Advice on a plan that doesn't fit: the memory that lacks, and options with which it would fit."""
+"""Advice for a plan that doesn't fit: the missing memory, and options that would make it fit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,34 +8,35 @@ import megatrain_jax as mt
 from megatrain_jax._src.cli.largest import fits
 from megatrain_jax._src.cli.plan_settings import PlanSettings
 
-# Of adapters, where none are asked for.
+# Rank of the suggested adapters.
 _RANK = 16
 
 
 def advice(
     plan: mt.Plan, settings: PlanSettings, plan_with: Callable[[PlanSettings], mt.Plan]
 ) -> str:
-    """The memory that lacks, and the options with which the run fits.
+    """The missing memory, and the options with which the run fits.
 
-    Each option is planned before it is advised; where none is enough by itself, all are planned
-    together, one after the other, until they are.
+    Each option is planned before it is suggested; if no single one is enough, options are added one
+    by one until the plan fits.
 
     Args:
         plan: A plan that doesn't fit the host, the device or both.
-        settings: Its settings; what they say already is not advised.
+        settings: Its settings; options that they already have are not suggested.
+        plan_with: Function that plans the same run with changed settings.
         plan_with: Function that plans the same with other settings.
     """
     lacking = ["host memory"] if plan.fits_host is False else []
     lacking += [] if plan.fits_device else ["GPU memory"]
     options = list(_options(settings, *lacking))
     enough = [name for name, changes in options if fits(plan_with(replace(settings, **changes)))]
-    text = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} what lacks."
+    text = f"not enough {' and '.join(lacking)}."
     if enough:
         return f"{text} It fits with {' or '.join(enough)}. docs/fitting.md has more."
     together = settings
     for number, (_, changes) in enumerate(options, 1):
         together = replace(together, **changes)
-        # One alone has been tried.
+        # Single options have already been tried.
         if number > 1 and fits(plan_with(together)):
             names = [name for name, _ in options[:number]]
             return f"{text} It fits with {', '.join(names)} together. docs/fitting.md has more."
@@ -45,11 +46,11 @@ def advice(
 
 
 def _options(settings: PlanSettings, *lacking: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The options that need less of the memory that lacks, with what they change."""
+    """The options that need less of the missing memory, with the settings they change."""
     if "GPU memory" in lacking:
         if settings.device_budget != "least":
             yield "--device-budget least", {"device_budget": "least"}
-        if settings.tokens is not None:
+        if settings.tokens is not None and settings.microbatches != "auto":
             rows = settings.tokens // settings.length
             if (parts := rows // settings.gpus) > settings.microbatches:
                 yield f"--microbatches {parts}", {"microbatches": parts}

@@ -1,9 +1,9 @@
-"""Sizes of popular open-weights models, so that a plan needs no checkpoint: a line each.
+"""Sizes of popular open-weights models, one line each, so that a plan needs no checkpoint.
 
-Sizes are those of the `config.json` beside the weights. Fields that change neither parameters nor
-the work of a step, such as the base of rotary embeddings, are left out. `num_parameters` is the
-published number of the decoder, counting a tied embedding once; a test compares it with the model
-that the sizes make.
+Sizes come from the `config.json` beside the weights. Fields that affect neither parameters nor a
+step's work, such as the base of rotary embeddings, are left out. `num_parameters` is the decoder's
+published number, counting a tied embedding once; a test compares it with the model built from these
+sizes.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class KnownModel:
         kv_heads: Heads of keys and values.
         head_dim: Width of a head.
         vocab: Rows of the embedding.
-        tied: Whether the embedding is the head, too.
+        tied: Whether the embedding is also the head.
         more: Further fields of its `config.json`.
     """
 
@@ -42,7 +42,7 @@ class KnownModel:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> dict[str, Any]:
-        """Returns the sizes as a `config.json` has them."""
+        """Returns the sizes in the form of a `config.json`."""
         return {
             "model_type": self.family,
             "hidden_size": self.hidden,
@@ -58,10 +58,10 @@ class KnownModel:
 
 
 def known_model(name: str) -> KnownModel | None:
-    """The model of a name; None for a name that isn't known.
+    """The model with a name; None for an unknown name.
 
     Args:
-        name: A name of the table in any capitals, also with its publisher: "Qwen/Qwen3-8B".
+        name: A name in the table, in any capitals, also with its publisher: "Qwen/Qwen3-8B".
     """
     short = name.rpartition("/")[2].lower()
     return {known.lower(): model for known, model in KNOWN_MODELS.items()}.get(short)

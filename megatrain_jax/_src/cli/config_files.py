@@ -1,4 +1,4 @@
-"""The `config.json` of a model, from a file or the table of known ones."""
+"""Reads the `config.json` of a model, from a file or the table of known models."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,7 +22,7 @@ def config_values(model: str) -> dict[str, Any]:
     """
     path = Path(model).expanduser()
     if path.exists():
-        # A configuration may have any name, as one that was copied from elsewhere.
+        # A configuration may have any name, for example if it was copied from elsewhere.
         folder, name = (path, "config.json") if path.is_dir() else (path.parent, path.name)
         if (file := regular_file(folder, name)) is None:
             raise FileNotFoundError(f"there is no config.json in {path}")

@@ -1,4 +1,4 @@
-"""A run in numbers, for its report: rates, losses, peaks and the seconds of its parts."""
+"""A run in numbers, for its report: rates, losses, peaks, and the seconds of its parts."""
 
 import resource
 import statistics
@@ -48,9 +48,9 @@ def figures(
 
 
 def steady(history: Sequence[Mapping[str, Any]], began: Collection[int]) -> list[Mapping[str, Any]]:
-    """The records whose seconds are those of a step alone.
+    """The records whose seconds cover only a regular step.
 
-    The first steps of a process compile; the last ones wait for what is in flight.
+    The first steps of a process compile; the last ones wait for steps in flight.
 
     Args:
         history: All records of a run.

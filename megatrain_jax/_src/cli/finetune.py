@@ -1,4 +1,4 @@
-"""`megatrain-jax finetune`: from a checkpoint and files to a checkpoint or adapters."""
+"""`megatrain-jax finetune`: from a checkpoint and data files to a new checkpoint or adapters."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from megatrain_jax._src.cli.run_data import common_options, summarised
 from megatrain_jax._src.cli.shapes import batch_shapes
 from megatrain_jax._src.cli.tokenizers import Asking, load_tokenizer
 
-# Pairs of answers of a row that a plan counts on before the data is read. Nothing large has them.
+# Pairs of answers per row assumed in a plan, before the data is read. No large array depends on it.
 _PAIRS = 8
 
 
@@ -25,7 +25,7 @@ def run(settings: FinetuneSettings) -> int:
 
 
 def prepare(settings: FinetuneSettings) -> Job:
-    """Opens the checkpoint, and gives it adapters if it should have some.
+    """Opens the checkpoint, and adds adapters if the settings ask for them.
 
     Raises:
         ValueError: If the checkpoint, or a setting for it, can't be used.
@@ -90,7 +90,7 @@ def dataset(
 
 
 def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
-    """The tokenizer, and prompts as they are in plain text, or as questions in conversations."""
+    """The tokenizer, and a function that formats prompts as plain text or as questions."""
     tokenizer = load_tokenizer("model", settings.model)
     if settings.format == "text":
         return tokenizer, str
@@ -100,7 +100,7 @@ def _prompting(settings: FinetuneSettings) -> tuple[Any, Callable[[str], Any]]:
 
 
 def _template(given: str | None) -> str | None:
-    """A chat template that may be in a file; the text of a template is no path."""
+    """A chat template, read from a file if it is a path; a template's text is not a path."""
     if given is None or "{" in given or not Path(given).is_file():
         return given
     return Path(given).read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def _export(
 ) -> Path:
     if name == "adapter":
         return models.save_lora(trainer, folder, dtype=settings.export_dtype or "float32")
-    # Without one of the user's own, the tokenizer's is copied as it is.
+    # Without a template from the user, the tokenizer's own is copied unchanged.
     template = template if settings.chat_template else None
     return models.save_pretrained(
         trainer, folder, dtype=settings.export_dtype, chat_template=template

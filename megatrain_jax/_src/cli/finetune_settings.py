@@ -1,4 +1,4 @@
-"""The settings of `megatrain-jax finetune` beside those of all training."""
+"""The settings of `megatrain-jax finetune`, in addition to those of all training."""
 
 import re
 from dataclasses import dataclass
@@ -12,32 +12,32 @@ from megatrain_jax._src.common import checks
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(TrainingSettings):
-    """Fine-tunes a checkpoint and exports it for Transformers; the same command goes on or is done.
+    """Fine-tunes a checkpoint and exports it for Transformers; the same command resumes the run.
 
     Attributes:
-        model: Folder of the checkpoint, in the format of Hugging Face, with its tokenizer.
-        ignore: Fields of its config.json that are known not to matter.
-        objective: What is learned, the next token (sft), or which of two answers is preferred
+        model: Folder of the checkpoint, in Hugging Face format, with its tokenizer.
+        ignore: Fields of its config.json to ignore, because they are known not to matter.
+        objective: The training objective: the next token (sft), or preferences between two answers
             (dpo).
-        beta: How much dpo holds the model to what it was before.
+        beta: How strongly dpo keeps the model close to its initial state.
         format: Whether rows are conversations (chat) or plain text; preferences with dpo.
         train_on: Tokens that the loss counts in conversations.
-        chat_template: A Jinja template, its file or the name of one; the tokenizer's without it.
+        chat_template: A Jinja template, its file or the name of one; default: the tokenizer's.
         template_variables: Further variables of the template, such as {enable_thinking: false}.
-        merge: Text to put between consecutive turns of one role, which are invalid without it.
-        leading: Treatment of turns of the assistant before the first of the user.
-        trainable: Regular expression on paths of the parameters that are trained, all without it;
-            with adapters, those that are trained beside them.
-        frozen: Form of the other parameters at rest; without it the masters', or with adapters
+        merge: Text to put between consecutive turns of one role; without it, such rows are invalid.
+        leading: Treatment of assistant turns before the first user turn.
+        trainable: Regular expression on paths of the trained parameters; default: all. With
+            adapters, parameters to train beside them.
+        frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
             bfloat16 if the checkpoint is.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
-        lora_alpha: Adapters are multiplied with this divided by the rank.
-        lora_dropout: Part of a module's inputs that its adapter doesn't see.
-        lora_rslora: Whether they are divided by the square root of the rank instead.
+        lora_alpha: Scale of adapters, divided by the rank.
+        lora_dropout: Fraction of a module's inputs hidden from its adapter.
+        lora_rslora: Whether to divide by the square root of the rank instead.
         lora_targets: Regular expression on paths of the matrices that have adapters.
-        export_as: What is exported of a run with adapters, a folder for PEFT (adapter), the model
-            with them merged, or both; without it, the adapter, and without adapters the model.
+        export_as: Export of a run with adapters: a folder for PEFT (adapter), the merged model
+            (model), or both; default: adapter. Without adapters, model.
     """
 
     model: str
@@ -60,10 +60,10 @@ class FinetuneSettings(TrainingSettings):
     export_as: Literal["model", "adapter", "both"] | None = None
 
     def __post_init__(self) -> None:
-        """Checks what types don't say.
+        """Checks constraints beyond types.
 
         Raises:
-            ValueError: If an option is out of its range, or some contradict each other.
+            ValueError: If an option is out of range, or some contradict each other.
         """
         super().__post_init__()
         checks.path("model", self.model)
@@ -127,12 +127,12 @@ class FinetuneSettings(TrainingSettings):
 
     @property
     def stores_reference(self) -> bool:
-        """Whether preferences are compared with numbers that are computed before training."""
+        """Whether preferences are compared with numbers computed before training."""
         return self.objective == "dpo" and self.lora_rank is None
 
     @property
     def exports(self) -> tuple[str, ...]:
-        """The subfolders of `out` that are exported."""
+        """The subfolders of `out` to export."""
         default = "model" if self.lora_rank is None else "adapter"
         kind = self.export_as or default
         return ("adapter", "model") if kind == "both" else (kind,)

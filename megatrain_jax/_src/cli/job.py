@@ -1,4 +1,4 @@
-"""The part of a run in which `finetune` and `pretrain` differ: what is trained, read, exported."""
+"""The parts of a run that differ between `finetune` and `pretrain`: model, data and export."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from megatrain_jax._src.cli.choices import Frozen
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model to train, its loss, how its data is read and how it is exported.
+    """A model to train, its loss, and functions to read its data and to export it.
 
     Attributes:
         model: Function that builds the model.
         params: Parameters to start from; None for those that the model is built with.
-        trainable: Pattern of the parameters that are trained; None for all.
-        frozen: Form of the other parameters at rest.
-        loss_fn: The loss. One of its metrics is `tokens`, the tokens of a step without padding.
+        trainable: Pattern of the trained parameters; None for all.
+        frozen: Form of frozen parameters at rest.
+        loss_fn: The loss. One of its metrics is `tokens`, the step's tokens without padding.
         shapes: Shapes of a batch.
-        reference: Folder of the checkpoint by which a reference's numbers are computed before
-            training; None where the loss needs none.
-        prompting: Function that gives the tokenizer by which prompts are continued, and turns a
-            prompt into what it continues.
-        dataset: Function from files, and how often they are seen, to their batches.
-        export: Function that writes a trained model: the trainer, the name of one of the settings'
-            `exports`, the folder to write and the chat template of the data.
+        reference: Folder of the checkpoint that serves as reference model before training; None if
+            the loss needs none.
+        prompting: Function that returns the tokenizer for samples, and a function that formats a
+            prompt.
+        dataset: Function from files and the number of epochs to their batches.
+        export: Function that writes a trained model, given the trainer, the name of one of the
+            settings' `exports`, the folder to write and the chat template of the data.
     """
 
     model: Callable[[], models.Decoder]

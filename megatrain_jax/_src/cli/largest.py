@@ -1,9 +1,9 @@
-"""The largest batch, context and model that fit a machine, found with few plans.
+"""Finds the largest batch, context and model that fit a machine, with few plans.
 
-A plan of a deep model takes seconds, and nearly all of that is its depth. What the device needs in
-the least budget hardly depends on it, so that is searched with a few layers, by how much of the
-device each size needs. The plan of the whole model then confirms what was found, or the search goes
-on below that.
+A plan of a deep model takes seconds, almost all because of its depth. The device memory needed with
+the minimum budget hardly depends on depth, so it is searched with a few layers, guided by the
+fraction of device memory that each size needs. The plan of the whole model then confirms the
+result, or the search continues downwards.
 """
 
 import functools
@@ -19,19 +19,20 @@ from megatrain_jax._src.cli.planner import Planner, config_of
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax.models import DecoderConfig
 
-# A first layer, a last one, and two between them, which are scheduled in different ways.
+# A first layer, a last one, and two between them, because these are scheduled differently.
 _LAYERS = 4
-# More than the longest period of layers that differ in what only their family knows.
+# More than the longest period of layers with differences that only their family knows.
 _UNKNOWN_LAYERS = 7
-# A search begins with so many tokens that each takes about so many bytes of the device for each
-# number of its queries: where functions are in small tiles, what attention mixes is left whole.
+# A search starts with the number of tokens at which each token takes about this many bytes for each
+# dimension of its queries: with functions in small tiles, only attention's inputs and outputs are
+# left whole.
 _BYTES = 36
-# Of what is tried next: what a step takes beside its tokens is there once, and functions that don't
-# fit are computed in tiles, so that of half of the room four times as much fits.
+# Used for the next guess: a step's fixed memory exists once, and functions that don't fit are
+# tiled, so at half of the memory about four times as much fits.
 _POWER, _LEAST_SHARE, _LEAST_EXCESS = 2, 0.4, 1.1
-# Places by which a search goes on at the least, before the first doubling.
+# Minimum step of the search, as a number of places, before the first doubling.
 _STRIDE = 0.25
-# A model's state may take so much less of the host for each parameter than that of a small one.
+# A model's state may take this factor less of the host per parameter than a small model's.
 _SLACK = 1.02
 # Contexts are multiples of this.
 _TOKENS = 1024
@@ -39,10 +40,10 @@ _TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A size that fits, and the plan that says so.
+    """A size that fits, and its plan.
 
     Attributes:
-        what: The word for what is as large as it can be: "batch", "context" or "model".
+        what: The quantity that is maximal: "batch", "context" or "model".
         model: Name of the model.
         rows: Rows of a batch.
         length: Tokens of a row.
@@ -74,12 +75,13 @@ def largest_size(
 
     Args:
         planner: The planner.
-        what: "batch", of rows of the settings' length; "context", of the fewest rows; or "model",
-            with the fewest rows of the settings' length.
-        name: Name of the model whose batch or context it is.
+        what: "batch", with rows of the settings' length; "context", with the fewest rows; or
+            "model", with the fewest rows of the settings' length.
+        name: Name of the model, for a batch or context.
         config: Sizes of that model.
 
     Returns:
+        The size; None if nothing fits.
         The size; None if nothing fits.
     """
     rows, length = planner.settings.least_rows, planner.settings.length
@@ -111,7 +113,7 @@ def _largest_of(
     def planned(config: DecoderConfig, n: int, *, least: bool) -> Plan | None:
         try:
             return planner.plan(config, *shape(n), least=least)
-        except ValueError:  # a refusal, such as of more elements than a kernel counts
+        except ValueError:  # for example, too many elements for a kernel
             return None
 
     def share(n: int) -> float:
@@ -124,23 +126,23 @@ def _largest_of(
 
 
 def _state_fills_host(planner: Planner, config: DecoderConfig) -> bool:
-    """Whether a model's state alone is more than the host has, so that no batch of it fits."""
+    """Whether a model's state alone exceeds the host, so that no batch fits."""
     host, few = planner.host_bytes or math.inf, shallow(config)
     try:
-        # The whole model takes seconds: a few layers tell whether it may be too much. Each with its
-        # share of the model's ends, they rather tell too much.
+        # The whole model takes seconds to plan; a few layers tell whether it may be too large. Each
+        # layer counts a part of the model's ends too, so this overestimates.
         most = planner.smallest(few).host_bytes * config.num_layers / few.num_layers
         return most > host and planner.smallest(config).host_bytes > host
-    except ValueError:  # a refusal, which the search meets as well
+    except ValueError:  # an error that the search meets as well
         return False
 
 
 def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan] | None:
     """The largest known model that fits, with its plan.
 
-    The search begins with the largest one whose state alone the host holds. A larger model takes
-    more of the host, so that few plans tell which the host holds; what the device needs goes by a
-    model's widest layer, so that all smaller ones are tried until one fits.
+    The search starts with the largest model whose state alone fits the host. Larger models take
+    more of the host, so few plans find the limit. Device memory depends on a model's widest layer,
+    so all smaller models are tried until one fits.
     """
     few = shallow(config_of("Llama-3.2-1B"), least=_UNKNOWN_LAYERS)
     small = planner.plan(few, rows, 128, least=True)
@@ -154,7 +156,7 @@ def _largest_model(planner: Planner, rows: int, length: int) -> tuple[str, Plan]
         return planner.plan(config_of(by_size[size]), rows, length)
 
     def share(size: int) -> float:
-        # Steps take what the host has, so that of a plan nothing but whether it fits is of use.
+        # Steps adapt to the host's memory, so only the fact whether a plan fits is useful here.
         return 1.5 if planned(size).fits_host is False else 0.5
 
     place = largest(share, sizes[-1], sizes) if sizes else None
@@ -168,7 +170,7 @@ def fits(plan: Plan) -> bool:
 
 
 def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
-    """The configuration with only a few layers, at least so many, of each kind that it has."""
+    """The configuration with only a few layers, at least this many, covering each kind it has."""
     experts = config.experts
     sparse = () if experts is None else experts.layers
 
@@ -193,9 +195,10 @@ def shallow(config: DecoderConfig, least: int = _LAYERS) -> DecoderConfig:
 
 
 def round_number(place: int) -> int:
-    """The number at a place of 1, 2, 3 and then 4, 5, 6 and 7 times each power of two.
+    """The number at a place in the series 1, 2, 3 and then 4, 5, 6 and 7 times each power of two.
 
-    Functions that don't fit are computed in equal tiles, for which other numbers have few divisors.
+    Functions that don't fit are computed in equal tiles, and numbers outside this series have few
+    divisors.
 
     Examples:
         >>> [round_number(place) for place in range(14)]
@@ -210,12 +213,12 @@ def largest(
 ) -> int | None:
     """The place of the largest number that fits; None if the first one doesn't.
 
-    An example, where a number n takes n / 300 of what there is: 16 takes 0.05 of it, so that 96 is
-    tried, which takes 0.32, then 512, which takes 1.7 and is too much; in a straight line between
-    the two 256 is the largest, which fits; 320, the next one, doesn't.
+    Example: a number n takes n / 300 of the capacity. 16 takes 0.05, so 96 is tried, which takes
+    0.32, then 512, which takes 1.7 and is too much. By linear interpolation 256 is next, which
+    fits; 320, the number after it, doesn't.
 
     Args:
-        share: Part of the room that a number takes, more for larger ones; expensive. Up to 1 fits.
+        share: Fraction of the capacity that a number takes, increasing; expensive. Up to 1 fits.
         first: Number to try first.
         numbers: The numbers, ascending; None for round ones.
     """
@@ -229,7 +232,7 @@ def largest(
             return None if low[0] < 0 else low[0]
         guess = _place_of(_guess(low, high, numbers), numbers)
         place = min(max(guess, low[0] + 1), high[0] - 1)
-        # Where the share says little, as all of it is there once, strides double.
+        # If fixed memory dominates, the fraction says little, so strides double.
         stride *= 2
         if math.isinf(high[1]):
             place = min(max(place, low[0] + int(stride)), high[0] - 1)
@@ -238,16 +241,16 @@ def largest(
 
 
 def _place_of(number: float, numbers: Sequence[int]) -> int:
-    """The place of the largest of the numbers up to one."""
+    """The place of the largest of the numbers up to the given one."""
     return max(bisect_right(numbers, number) - 1, 0)
 
 
 def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[int]) -> float:
-    """The number that may just fit, by the shares of one that does and of one that doesn't.
+    """The number that may just fit, from the fractions of one that fits and one that doesn't.
 
     Args:
-        low: Place and share of the former; place -1 for none.
-        high: Place and share of the latter; an infinite share for none.
+        low: Place and fraction of a number that fits; place -1 for none.
+        high: Place and fraction of a number that doesn't; an infinite fraction for none.
         numbers: The numbers.
     """
     fits = numbers[low[0]] if low[0] >= 0 else 0
@@ -261,7 +264,7 @@ def _guess(low: tuple[int, float], high: tuple[int, float], numbers: Sequence[in
 def confirmed(
     planned: Callable[[int], Plan | None], place: int | None, numbers: Sequence[int] | None = None
 ) -> tuple[int, Plan] | None:
-    """The largest number up to the one at a place whose plan fits; None for none.
+    """The largest number with a plan that fits, at most the one at `place`; None for none.
 
     Args:
         planned: The plan of a number; None if it is refused.
@@ -269,7 +272,7 @@ def confirmed(
         numbers: See `largest`.
     """
     numbers = numbers or _NUMBERS
-    # Downwards: all layers take more than a few, of the host above all.
+    # Downwards, because the whole model takes more than a few layers, mostly of the host.
     for at in range(-1 if place is None else place, -1, -1):
         plan = planned(numbers[at])
         if plan is not None and fits(plan):
@@ -277,5 +280,5 @@ def confirmed(
     return None
 
 
-# Up to far above any batch, and any context in units of `_TOKENS`.
+# Far beyond any batch, and any context in units of `_TOKENS`.
 _NUMBERS = tuple(map(round_number, range(3 + 4 * 20)))

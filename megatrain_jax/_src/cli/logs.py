@@ -1,4 +1,4 @@
-"""The callbacks of a run by the names that settings have for them."""
+"""Makes a run's logging callbacks from their names in the settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,16 @@ from megatrain_jax._src.cli.training_settings import TrainingSettings
 def make_logs(
     settings: TrainingSettings, folder: RunFolder, identity: str
 ) -> list[callbacks.Callback]:
-    """Makes the logs that the settings name; nothing is written yet.
+    """Makes the logs named in the settings; nothing is written yet.
 
     Args:
         settings: The settings.
         folder: The folder of the run.
-        identity: Name of the run that stays the same in all its processes.
+        identity: Name of the run, the same in all its processes.
 
     Raises:
-        ImportError: If the package of one is not installed.
-        TypeError: If an argument for one is unknown.
+        ImportError: If a log's package is not installed.
+        TypeError: If a log's argument is unknown.
     """
     makers: dict[str, Callable[[], callbacks.Callback]] = {
         "csv": lambda: callbacks.CSVLog(folder.path / "log.csv"),
@@ -34,10 +34,10 @@ def make_logs(
 
 
 def make_samples(settings: TrainingSettings, job: Job) -> list[callbacks.Callback]:
-    """Makes the callback that continues the prompts of the settings, before the logs that show it.
+    """Makes the callback that continues the settings' prompts; it runs before the logs.
 
     Raises:
-        ValueError: If there is no tokenizer, or its template can't make a question of a prompt.
+        ValueError: If there is no tokenizer, or its template can't render a prompt as a question.
     """
     if settings.samples is None:
         return []
@@ -58,14 +58,14 @@ def _wandb(folder: RunFolder, identity: str, given: dict[str, Any]) -> callbacks
 
 
 class _MLflow(callbacks.MLflow):
-    """A log of MLflow that goes on with the run that the folder knows of."""
+    """A log to MLflow that continues the run recorded in the folder."""
 
     def __init__(self, folder: RunFolder, given: dict[str, Any]):
         super().__init__(**{"run_id": folder.note("mlflow"), **given})
         self._folder = folder
 
     def begin(self, trainer: Trainer) -> None:
-        """Opens the log, and has the folder remember its run."""
+        """Opens the log, and records its run in the folder."""
         super().begin(trainer)
         if self.run_id is not None:
             self._folder.take_note("mlflow", self.run_id)

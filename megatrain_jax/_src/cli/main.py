@@ -12,13 +12,13 @@ from megatrain_jax._src.cli.errors import AskedWronglyError, checking, told
 _USAGE = """usage: megatrain-jax COMMAND [options]
 
 commands:
-  plan      say what training a model needs on a machine, or what is the most that fits it
+  plan      show what training a model needs on a machine, or the largest runs that fit it
   finetune  train a checkpoint, or adapters for it, on conversations, preferences or texts
   pretrain  train a model of given sizes on texts, from random weights
 
 `megatrain-jax COMMAND --help` lists the options of a command."""
-# Exit statuses: training failed; asked wrongly, as by argparse; and 128 with the number of SIGINT,
-# as by a shell.
+# Exit statuses: training failed; invalid request, as in argparse; and 128 plus the number of
+# SIGINT, as in a shell.
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The command and its arguments; None for those of the process.
 
     Returns:
-        The exit status: 0 if the command has done what it was asked for, 2 if that was wrong.
+        The exit status: 0 on success, 2 if the request was invalid.
     """
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"plan": _plan, "finetune": _finetune, "pretrain": _pretrain}
     if name not in commands:
         known = "plan, finetune and pretrain"
-        return _told(f"megatrain-jax: error: there is no command {name!r}, but {known}")
+        return _told(f"megatrain-jax: error: unknown command {name!r}; commands are {known}")
     try:
         with _short_warnings():
             return commands[name](arguments)
@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(f"megatrain-jax {name}: error: {error}")
     except (FloatingPointError, MemoryError) as error:
         return _failed(name, error)
-    except SystemExit as end:  # of the parser, which has said why, or after SIGTERM
+    except SystemExit as end:  # from the parser, which has printed the reason, or after SIGTERM
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
-# Each command imports what only it needs, which takes seconds or is not installed for the other:
-# most of it once its options are known to be right.
+# Each command imports only what it needs: imports take seconds or may not be installed. Most of
+# them come after its options have been checked.
 
 
 def _plan(arguments: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ def _told(error: str) -> int:
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Has warnings told in a line, without the place in this library's code."""
+    """Prints warnings in one line, without their place in this library's code."""
 
     def tell(message: Warning | str, *_: Any) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Options that count only with another one, which are refused without it."""
+"""Checks of options that have an effect only with another option, and are refused without it."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -6,16 +6,16 @@ from typing import Any
 
 
 def check_needed(settings: Any, names: Sequence[str], *, is_there: bool, needed: str) -> None:
-    """Checks that options which would count for nothing are what they are by default.
+    """Checks that options without an effect have their default values.
 
     Args:
         settings: A dataclass of settings.
-        names: Options of it that count only with others.
-        is_there: Whether the settings have what they count with.
-        needed: What they count with, in words, and how to ask for it.
+        names: Options that have an effect only with another one.
+        is_there: Whether the settings have that other option.
+        needed: The needed option, in words, and how to set it.
 
     Raises:
-        ValueError: If one was given, but not what it counts with.
+        ValueError: If an option was given without the option that it needs.
     """
     if is_there:
         return

@@ -1,7 +1,7 @@
-"""The losses of the commands, with the number of tokens of a step as a metric.
+"""The losses of the commands, with the number of a step's tokens as a metric.
 
-Padding is not counted. A step's metric is the mean over its microbatches, so each of them gives its
-own tokens times their number.
+Padding is not counted. A step's metric is the mean over its microbatches, so each of them returns
+its own tokens times the number of microbatches.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Loss = Callable[[models.Decoder, Mapping[str, Any]], tuple[Array, dict[str, Arra
 
 
 def next_token(microbatches: int) -> Loss:
-    """`models.next_token_loss`, of packed batches that are cut into so many parts."""
+    """`models.next_token_loss` for packed batches, cut into this many microbatches."""
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
         loss, metrics = models.next_token_loss(model, batch)
@@ -28,14 +28,14 @@ def next_token(microbatches: int) -> Loss:
 def preferred(beta: float, microbatches: int, *, is_stored: bool) -> Loss:
     """The loss of direct preference optimisation.
 
-    A metric `accuracy` says of how many pairs the chosen answer has become more likely than the
-    rejected one, compared with the reference.
+    The metric `accuracy` is the fraction of pairs in which the chosen answer has gained more
+    probability than the rejected one, compared with the reference.
 
     Args:
         beta: See `losses.dpo`.
         microbatches: Parts that a batch is cut into.
-        is_stored: Whether the batch has the reference's logarithms, as `reference`; if not, it is
-            the model without its adapters.
+        is_stored: Whether the batch contains the reference's log-probabilities, as `reference`; if
+            not, the reference is the model without its adapters.
     """
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
@@ -51,7 +51,7 @@ def preferred(beta: float, microbatches: int, *, is_stored: bool) -> Loss:
         loss = losses.dpo(*columns, beta=beta, mask=pairs, count=count)
         gained = ours - reference
         right = (gained[:, 0::2] > gained[:, 1::2]) & pairs
-        # A microbatch may have less than one pair on average; without any, none is right.
+        # A microbatch may have less than one pair on average; without any pair, accuracy is 0.
         accuracy = right.sum() / jnp.where(count > 0, count, 1)
         tokens = _num_tokens(batch, microbatches)
         return loss, {"weight": count, "accuracy": accuracy, "tokens": tokens}
@@ -60,13 +60,13 @@ def preferred(beta: float, microbatches: int, *, is_stored: bool) -> Loss:
 
 
 def answers_as_metrics(rows: int, pairs: int) -> Loss:
-    """A loss for evaluations whose metrics are the logarithms of all answers of a batch.
+    """A loss for evaluations whose metrics are the log-probabilities of all answers in a batch.
 
-    The one in column i of row r is `f"{r} {i}"`, and 0 in the parts of the batch without the row.
+    The metric for column i of row r is `f"{r} {i}"`, and 0 in parts of the batch without the row.
 
     Args:
-        rows: Rows of the batch, whose numbers are `row`.
-        pairs: The most pairs of a row.
+        rows: Rows of the batch; their numbers are in `row`.
+        pairs: The maximum number of pairs in a row.
     """
 
     def loss_fn(model: models.Decoder, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
@@ -82,7 +82,7 @@ def answers_as_metrics(rows: int, pairs: int) -> Loss:
 
 
 def _answers(model: models.Decoder, batch: Mapping[str, Any]) -> Array:
-    """The logarithm of each answer's probability: chosen, rejected, chosen, ... of each row."""
+    """The log-probability of each answer: chosen, rejected, chosen, ... of each row."""
     hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segments"])
     logs = losses.log_probabilities(
         hidden, model.head_weight(), batch["labels"], softcap=model.config.final_softcap

@@ -1,4 +1,4 @@
-"""Options from the command line and from a YAML file, checked by the types of a dataclass."""
+"""Reads options from the command line and from a YAML file, checked by a dataclass's types."""
 
 import re
 import sys
@@ -19,15 +19,15 @@ _TRUTHS = ("true", "false", "yes", "no")
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """A parser whose errors are one line, and which ends with status 2 after one."""
+    """A parser that reports errors in one line and then exits with status 2."""
 
     def format_help(self) -> str:
-        """Returns the help with options as they are usually spelled."""
+        """Returns the help with hyphens in option names."""
         return re.sub(r"--\w+", lambda m: m[0].replace("_", "-"), super().format_help())
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Says what is wrong, in the words of the command line."""
-        # jsonargparse names an option by its key, as a configuration file has it.
+        """Reports an error, with option names as on the command line."""
+        # jsonargparse names an option by its key in a configuration file.
         text = re.sub(r'Parser key "(\w+)":', lambda m: f"{_option(m[1])}:", message)
         print(f"{self.prog}: error: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(2)
@@ -40,10 +40,11 @@ def parsed(command: str, kind: type[_Settings], arguments: Sequence[str], first:
         command: Name of the command.
         kind: Dataclass of the settings. Its docstring describes the command and each option.
         arguments: The arguments behind the command's name.
-        first: Option that an argument without one is for.
+        arguments: The arguments after the command's name.
+        first: Option that takes an argument without a name.
 
     Raises:
-        SystemExit: With status 2 if they are wrong, 0 after `--help` and `--print-config`.
+        SystemExit: With status 2 if they are invalid, 0 after `--help` and `--print-config`.
     """
     usage = f"megatrain-jax {command} [{first.upper()}] [options]"
     parser = _Parser(prog=f"megatrain-jax {command}", usage=usage)
@@ -66,13 +67,13 @@ def _option(name: str) -> str:
 
 
 def _spelled(arguments: Sequence[str], first: str, flags: Collection[str]) -> list[str]:
-    """The arguments as the parser knows them.
+    """The arguments in the parser's form.
 
-    The one without an option gets its own, wherever it is; options have underscores; and a flag
-    without a value is true.
+    An argument without a name gets its option's name, options get underscores, and a flag without a
+    value is true.
 
     Raises:
-        ValueError: If there are two arguments without an option.
+        ValueError: If there are two arguments without a name.
 
     Examples:
         >>> _spelled(["--gpu-name", "H100", "--quiet", "Qwen3-8B"], "model", {"quiet"})

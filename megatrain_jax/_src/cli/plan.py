@@ -1,4 +1,4 @@
-"""`megatrain-jax plan`: what a run needs on a machine, or the largest runs that fit it."""
+"""`megatrain-jax plan`: the needs of a run on a machine, or the largest runs that fit it."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from megatrain_jax._src.common.remembering import remembering
 
 
 def run(settings: PlanSettings) -> int:
-    """Prints a plan, or the largest sizes that fit; returns 1 if nothing does, and else 0."""
+    """Prints a plan, or the largest sizes that fit; returns 1 if nothing fits, else 0."""
     with _many_plans():
         if settings.model is None or settings.tokens is None:
             return _print_largest(settings)
@@ -49,17 +49,17 @@ def _print_plan(settings: PlanSettings, model: str, tokens: int) -> int:
 def _print_largest(settings: PlanSettings) -> int:
     planner = Planner(settings)
     if settings.model is not None:
-        config_of(settings.model)  # which is refused here, in a line
+        config_of(settings.model)  # reports a bad model here, in one line
     print(f"The largest on {planner.where}; rates are estimates.\n", flush=True)
     found = []
-    # Each size is printed as soon as it and those before it are found.
+    # Each size is printed as soon as it and the earlier ones are found.
     for line in _lines(settings, planner):
         found.append(line is not None)
         if line is not None:
             print(line, flush=True)
     if not any(found):
         print(f"Nothing fits: {_advice(planner)}")
-    elif settings.model is not None and not any(found[:-1]):  # the last one is of any model
+    elif settings.model is not None and not any(found[:-1]):  # the last one is for any model
         print(f"{settings.model} doesn't fit: {_advice(planner)}")
     else:
         return 0
@@ -67,7 +67,7 @@ def _print_largest(settings: PlanSettings) -> int:
 
 
 def _advice(planner: Planner) -> str:
-    """The advice on the fewest rows of the settings' model, or of the smallest one."""
+    """The advice for the fewest rows of the settings' model, or of the smallest known one."""
     smallest = min(KNOWN_MODELS, key=lambda name: KNOWN_MODELS[name].num_parameters)
     config = config_of(planner.settings.model or smallest)
 
@@ -78,17 +78,17 @@ def _advice(planner: Planner) -> str:
 
 
 def _lines(settings: PlanSettings, planner: Planner) -> Iterator[str | None]:
-    """The lines of all sizes; searches take seconds of Python: where they can, in processes."""
+    """The lines of all sizes; searches take seconds, so they run in processes if they can."""
     line = partial(_line, settings, planner.machine)
     kinds = ["model"] if settings.model is None else ["batch", "context", "model"]
     others = min(len(kinds), len(os.sched_getaffinity(0))) - 1
-    # Those that stay here share what doesn't depend on the batch.
+    # Searches in this process share the results that don't depend on the batch.
     here, elsewhere = kinds[: len(kinds) - others], kinds[len(kinds) - others :]
     with ExitStack() as stack:
         found: Iterator[str | None] = iter(())
         if elsewhere:
-            # Not forked: JAX has threads. And no plan needs the GPU, which one process may have for
-            # itself.
+            # Not forked, because JAX has threads. And no plan needs the GPU, which this process may
+            # hold exclusively.
             context = get_context("spawn")
             pool = ProcessPoolExecutor(others, mp_context=context, initializer=_use_cpu)
             found = stack.enter_context(pool).map(line, elsewhere)
@@ -114,9 +114,9 @@ def _found(planner: Planner, kind: str) -> str | None:
 
 @contextmanager
 def _many_plans() -> Iterator[None]:
-    """Has plans share what they have in common, and leaves cyclic garbage.
+    """Lets plans share common results, and pauses cyclic garbage collection.
 
-    That is half a GiB at most, and to look for it takes a sixth of the time.
+    The garbage is half a GiB at most, and collecting it would take a sixth of the time.
     """
     with leaving_garbage(), remembering():
         yield

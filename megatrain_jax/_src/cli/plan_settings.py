@@ -2,35 +2,35 @@
 
 from dataclasses import dataclass
 
-from megatrain_jax._src.cli.choices import Frozen, Master, OptimizerName, State
+from megatrain_jax._src.cli.choices import Frozen, Master, Microbatches, OptimizerName, State
 from megatrain_jax._src.cli.needs import check_needed
 from megatrain_jax._src.common import checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """Plans a training run, on any machine; without --tokens, the largest one that fits.
+    """Plans a training run on any machine; without --tokens, finds the largest run that fits.
 
     Attributes:
         model: A checkpoint's folder, its config.json, or the name of a known model.
-        gpu: Name of the GPU, such as H100; without it, this machine's.
+        gpu: Name of the GPU, such as H100; default: this machine's.
         gpus: Number of GPUs, which share the state and the batch.
-        host: Host memory, such as 512GiB; without it, this machine's or a typical host's.
-        tokens: Tokens of a step, of all GPUs together; without it, the largest sizes that fit.
-        length: Tokens of a row.
-        microbatches: Equal parts that each batch is cut into.
+        host: Host memory, such as 512GiB; default: this machine's or a typical host's.
+        tokens: Tokens per step, over all GPUs; without it, the largest sizes that fit.
+        length: Tokens per row.
+        microbatches: Equal parts that each batch is cut into; auto lets the plan choose.
         state: Form of optimizer state; compact is int8 beside masters in bfloat16.
-        master: Form of the masters at rest; without it float32, or what compact says.
+        master: Form of the masters at rest; default: float32, or bfloat16 with compact.
         optimizer: Name of the optimizer.
-        clip: Largest global norm of the gradients; null for no clipping.
-        trainable: Regular expression on paths of the parameters that are trained; all without it.
-        frozen: Form of the other parameters at rest; without it the masters', or with adapters
+        clip: Maximum global norm of the gradients; null for no clipping.
+        trainable: Regular expression on paths of the trained parameters; default: all.
+        frozen: Form of frozen parameters at rest; default: the masters' form, or with adapters
             bfloat16, unless the model's config.json has another dtype.
         lora_rank: Rank of adapters (LoRA), which are trained instead of all parameters; null for
             none.
         lora_targets: Regular expression on paths of the matrices that have adapters.
         device_budget: GPU memory for state and activations, in bytes, or least.
-        host_budget: Host memory that the process may take in all; without it, what the host has.
+        host_budget: Maximum host memory of the process; default: all that the host has.
     """
 
     model: str | None = None
@@ -39,7 +39,7 @@ class PlanSettings:
     host: str | None = None
     tokens: int | None = None
     length: int = 4096
-    microbatches: int = 1
+    microbatches: Microbatches = 1
     state: State = "float32"
     master: Master | None = None
     optimizer: OptimizerName = "adamw"
@@ -55,10 +55,14 @@ class PlanSettings:
         """Checks the sizes.
 
         Raises:
-            ValueError: If one is out of its range, or they don't fit together.
+            ValueError: If one is out of range, or they are inconsistent.
         """
-        for name in ("gpus", "length", "microbatches"):
+        for name in ("gpus", "length"):
             checks.integer(name, getattr(self, name))
+        if self.microbatches != "auto":
+            checks.integer("microbatches", self.microbatches)
+        elif self.tokens is None:
+            raise ValueError("`microbatches`=auto needs `tokens`: cut small enough, any batch fits")
         if self.clip is not None:
             checks.number("clip", self.clip, above=0)
         check_needed(
@@ -92,13 +96,14 @@ class PlanSettings:
     @property
     def least_rows(self) -> int:
         """Rows of the smallest batch that GPUs and microbatches can share."""
-        return self.gpus * self.microbatches
+        return self.gpus * (1 if isinstance(self.microbatches, str) else self.microbatches)
 
     @property
     def batch(self) -> str:
         """The batch in words."""
         assert self.tokens is not None
-        parts = "" if self.microbatches == 1 else f" in {self.microbatches} microbatches"
+        is_whole = self.microbatches in (1, "auto")
+        parts = "" if is_whole else f" in {self.microbatches} microbatches"
         return f"{rows_of(self.tokens // self.length, self.length)} a step{parts}"
 
 

@@ -1,4 +1,4 @@
-"""Plans of decoders by the settings of the command line."""
+"""Plans decoders with the settings of the command line."""
 
 import json
 from dataclasses import replace
@@ -19,16 +19,16 @@ from megatrain_jax._src.common import checks
 from megatrain_jax._src.common.remembering import Same, remembered
 from megatrain_jax._src.common.sizes import bytes_of, sized
 
-# No host with a GPU has less; a number without a unit is bytes.
+# No host with a GPU has less; a number without a unit means bytes.
 _LEAST_HOST = 2**30
 
 
 class Planner:
-    """Plans of decoders on one machine, all with the same settings.
+    """Plans decoders on one machine, all with the same settings.
 
     Attributes:
         settings: The settings.
-        machine: The machine, with the host memory that the settings say.
+        machine: The machine, with the host memory given in the settings.
     """
 
     def __init__(self, settings: PlanSettings, machine: mt.Hardware | None = None):
@@ -36,10 +36,10 @@ class Planner:
 
         Args:
             settings: The settings.
-            machine: The machine, if another planner has found it.
+            machine: The machine, if another planner has found it already.
 
         Raises:
-            ValueError: If the GPU isn't known, or there is none here and none is named.
+            ValueError: If the GPU isn't known, or none is here and none is named.
         """
         self.settings = settings
         self.machine = machine or _machine(settings)
@@ -50,22 +50,22 @@ class Planner:
             "device_budget": checks.num_bytes("device_budget", settings.device_budget, "least"),
             "host_budget": checks.num_bytes("host_budget", settings.host_budget),
         }
-        # No plan depends on the rate.
+        # No plan depends on the learning rate.
         self._optimizer = optimizer_of(settings.optimizer, 1e-5, clip=settings.clip)
 
     def plan(
         self, config: models.DecoderConfig, rows: int, length: int, *, least: bool = False
     ) -> mt.Plan:
-        """Plans steps on so many rows.
+        """Plans steps on this many rows.
 
         Args:
             config: Sizes of the model.
-            rows: Rows of a batch, of all GPUs together.
+            rows: Rows of a batch, over all GPUs.
             length: Tokens of a row.
-            least: Whether to plan the least budget where the settings leave it open.
+            least: Whether to plan the minimum budget if the settings leave it open.
         """
         options = dict(self._options)
-        # Whether a size fits at all is decided by the least budget; a plan of it takes less time.
+        # The minimum budget decides whether a size fits at all, and its plan takes less time.
         if least and options["device_budget"] is None:
             options["device_budget"] = "least"
         model, trainable = self._model(config)
@@ -82,7 +82,7 @@ class Planner:
         )
 
     def _model(self, config: models.DecoderConfig) -> tuple[Any, str | None]:
-        """The function that builds a model, and the pattern of what is trained."""
+        """The function that builds a model, and the pattern of the trained parameters."""
         rank, targets, trainable = (
             self.settings.lora_rank, self.settings.lora_targets, self.settings.trainable
         )  # fmt: skip
@@ -97,7 +97,7 @@ class Planner:
         return remembered("build", lambda: (config, rank, targets, trainable), make)
 
     def smallest(self, config: models.DecoderConfig) -> mt.Plan:
-        """Plans steps on the fewest rows of the settings' length, in the least budget."""
+        """Plans steps on the fewest rows of the settings' length, with the minimum budget."""
         rows, length = self.settings.least_rows, self.settings.length
         key = Same(self), config
         return remembered(
@@ -136,7 +136,7 @@ def _build(config: models.DecoderConfig) -> models.Decoder:
 
 
 def _saved_dtype(config: models.DecoderConfig) -> str:
-    """The dtype of a model's checkpoint: of released ones bfloat16, unless they say another."""
+    """The dtype of a model's checkpoint: bfloat16, unless its configuration names another."""
     values = json.loads(config.original or "{}")
     return values.get("dtype") or values.get("torch_dtype") or "bfloat16"
 

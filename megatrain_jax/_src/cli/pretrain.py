@@ -1,4 +1,4 @@
-"""`megatrain-jax pretrain`: from sizes, a tokenizer and text to a checkpoint."""
+"""`megatrain-jax pretrain`: from model sizes, a tokenizer and text to a checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def prepare(settings: PretrainSettings) -> Job:
     """Reads the sizes, and compares them with the tokenizer.
 
     Raises:
-        ValueError: If either, or both together, can't be used.
+        ValueError: If either is invalid, or they don't match.
     """
     config = sizes_of(settings)
     return Job(
@@ -45,7 +45,7 @@ def sizes_of(settings: PretrainSettings) -> models.DecoderConfig:
 
     Raises:
         FileNotFoundError: If there is no such model or tokenizer.
-        ValueError: If the sizes aren't of a decoder alone, or the tokenizer gives ids beyond them.
+        ValueError: If the sizes are not only a decoder's, or the tokenizer has ids beyond them.
     """
     values = {**config_values(settings.model), **(settings.sizes or {})}
     if "text_config" in values:
@@ -80,7 +80,7 @@ def dataset(
 def _export(
     settings: PretrainSettings, trainer: mt.Trainer, name: str, folder: Path, template: str | None
 ) -> Path:
-    del name, template  # there is the model alone, and the tokenizer's own template
+    del name, template  # there is only the model, with the tokenizer's own template
     return models.save_pretrained(
         trainer,
         folder,

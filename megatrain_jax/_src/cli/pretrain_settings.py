@@ -1,4 +1,4 @@
-"""The settings of `megatrain-jax pretrain` beside those of all training."""
+"""The settings of `megatrain-jax pretrain`, in addition to those of all training."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,11 @@ from megatrain_jax._src.common import checks
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainSettings(TrainingSettings):
-    """Trains a model from random weights on text; the same command goes on or is done.
+    """Trains a model from random weights on text; the same command resumes the run.
 
     Attributes:
-        model: Sizes of the model, a config.json or its folder, or the name of a known model.
-        tokenizer: Folder of the tokenizer, which the exported model gets, too.
+        model: Sizes of the model: a config.json or its folder, or the name of a known model.
+        tokenizer: Folder of the tokenizer, which is copied to the exported model too.
         sizes: Fields of config.json to set, such as {num_hidden_layers: 8, vocab_size: 32000}.
     """
 
@@ -26,10 +26,10 @@ class PretrainSettings(TrainingSettings):
     held_out: float = 0.005
 
     def __post_init__(self) -> None:
-        """Checks what types don't say.
+        """Checks constraints beyond types.
 
         Raises:
-            ValueError: If an option is out of its range, or some contradict each other.
+            ValueError: If an option is out of range, or some contradict each other.
         """
         super().__post_init__()
         for name in ("model", "tokenizer"):

@@ -1,4 +1,4 @@
-"""The lines that a run prints while it trains, a record of `fit` each."""
+"""The lines that a run prints during training, one per record of `fit`."""
 
 import sys
 from collections import deque
@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 
 import megatrain_jax as mt
 
-# Steps whose mean time is the rate, and says how long the rest will take.
+# Steps in the mean time that gives the rate and the time left.
 _RECENT = 20
-# The first steps of a process, which compile, are none of them.
+# The first steps of a process compile, so they are not included.
 _COMPILING = 2
 
 
@@ -22,13 +22,13 @@ _COMPILING = 2
 class Lines:
     """A callback of `fit` that prints loss, learning rate, gradient norm, rate and time left.
 
-    It puts the learning rate into the record, for the callbacks after it.
+    It adds the learning rate to the record, for later callbacks.
 
     Attributes:
         steps: Number of steps of the run.
         schedule: Learning rate of a step, counted from 0.
-        every: Print a line after each step whose number this divides.
-        tell_start: Function that is told the first step of this process.
+        every: Print a line after each multiple of this number of steps.
+        tell_start: Function called with the first step of this process.
     """
 
     steps: int
@@ -39,7 +39,7 @@ class Lines:
     _seen: int = 0
 
     def __call__(self, trainer: mt.Trainer, record: dict[str, Any]) -> None:
-        """Prints the line of a record, if it is due or has an evaluation in it."""
+        """Prints the line of a record, if it is due or contains an evaluation."""
         record["learning_rate"] = np.asarray(self.schedule(record["step"] - 1)).item()
         if not self._seen:
             self.tell_start(record["step"])
@@ -53,9 +53,9 @@ class Lines:
             _print(self.line(record))
 
     def line(self, record: dict[str, Any]) -> str:
-        """Returns the line of a record; padding is not counted among its tokens.
+        """Returns the line of a record; padding is not counted as tokens.
 
-        Before there are steps that don't compile, it has neither a rate nor the time left.
+        Until enough steps without compilation have run, it has neither a rate nor the time left.
         """
         step = record["step"]
         parts = [
@@ -69,7 +69,7 @@ class Lines:
         if self._recent:
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
         if "eval_loss" in record:
-            parts.append(f"loss on what is held out {record['eval_loss']:.4g}")
+            parts.append(f"eval loss {record['eval_loss']:.4g}")
         if "eval_accuracy" in record:
             parts.append(f"accuracy there {record['eval_accuracy']:.1%}")
         if self._recent:

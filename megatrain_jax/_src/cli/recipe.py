@@ -1,4 +1,4 @@
-"""The parts of a training recipe that are made from names: precision, schedule, optimizer."""
+"""Makes the parts of a training recipe from names: precision, schedule, optimizer."""
 
 import math
 
@@ -19,8 +19,8 @@ def precision_of(
     Args:
         state: Form of optimizer state; "compact" is "int8" beside masters in bfloat16.
         master: Form of the masters; None for bfloat16 if `state` is "compact", else for fp32.
-        frozen: Form of parameters that aren't trained; None for the masters'.
-        compute: dtype that parameters are cast to before the model sees them.
+        frozen: Form of frozen parameters; None for the masters' form.
+        compute: dtype that parameters are cast to for the model's computation.
 
     Examples:
         >>> precision_of("compact", None, None, jnp.bfloat16) == mt.Precision.compact()
@@ -40,18 +40,18 @@ def schedule_of(
 ) -> optax.Schedule:
     """The learning rate over the steps of a run: linear warm-up, then a decay to the last step.
 
-    With n steps of warm-up, the first step has 1 / (n + 1) of the highest rate: at a rate of 0 it
-    would learn nothing.
+    With n warm-up steps, the first step has 1 / (n + 1) of the highest rate, because a step with
+    rate 0 would learn nothing.
 
     Args:
         learning_rate: The highest rate.
         steps: Number of steps.
-        warmup: Share of them in which the rate rises, rounded up to whole steps.
-        decay: The way it falls afterwards.
-        final: Share of the highest rate that the last step ends with; a constant one stays.
+        warmup: Fraction of steps in which the rate rises, rounded up to whole steps.
+        decay: How it falls afterwards.
+        final: Fraction of the highest rate at the last step; ignored by a constant schedule.
 
     Raises:
-        ValueError: If the first step has a rate of 0, as float32 has it.
+        ValueError: If the first step's rate is 0 in float32.
 
     Examples:
         >>> rates = schedule_of(1.0, 10, 0.2, "linear", 0.0)
@@ -59,7 +59,7 @@ def schedule_of(
         [0.33, 0.67, 1.0, 0.5, 0.0]
     """
     rising = math.ceil(warmup * steps)
-    # Optax refuses a decay over no steps, which a run of warm-up alone has.
+    # Optax refuses a decay over no steps, which occurs if a run is all warm-up.
     falling = max(1, steps - rising)
     after = {
         "cosine": optax.cosine_decay_schedule(learning_rate, falling, alpha=final),
@@ -88,15 +88,15 @@ def optimizer_of(
     weight_decay: float = 0.0,
     clip: float | None = 1.0,
 ) -> optax.GradientTransformation:
-    """An optimizer by name, behind clipping by the global norm.
+    """An optimizer by name, after clipping by the global norm.
 
     Args:
         name: "adamw" or "lion".
         schedule: Learning rate.
         b1: Decay of the mean of gradients.
-        b2: Decay of the mean of their squares; with Lion, of what is kept for the next step.
-        weight_decay: Decay of weights, multiplied with the learning rate.
-        clip: Largest global norm of the gradients; None for no clipping.
+        b2: Decay of the mean of their squares; for Lion, decay of its stored momentum.
+        weight_decay: Weight decay, multiplied by the learning rate.
+        clip: Maximum global norm of the gradients; None for no clipping.
     """
     make = {"adamw": optax.adamw, "lion": optax.lion}[name]
     update = make(schedule, b1=b1, b2=b2, weight_decay=weight_decay)

@@ -1,9 +1,9 @@
-"""The reference of preferences where all parameters are trained: its numbers, computed once.
+"""The reference model of preference learning with all parameters trained: its log-probabilities.
 
-The model before training is gone after the first step, so the logarithms of all answers'
-probabilities are computed by it before that, and stored in the run's folder. Each is found again by
-the answer itself, its tokens and which of them count, in whatever row of whatever epoch it comes;
-and all belong to one checkpoint, by its content, and one arithmetic.
+The initial model is gone after the first training step, so it computes the log-probabilities of all
+answers before that, and they are stored in the run's folder. Each is looked up by the answer
+itself, its tokens and its mask, in any row of any epoch. All belong to one checkpoint, by its
+content, and one precision.
 """
 
 import gc
@@ -35,12 +35,12 @@ _Batch = Mapping[str, np.ndarray]
 
 @dataclass
 class Reference:
-    """The logarithms of answers' probabilities by the model before training.
+    """The log-probabilities of answers under the initial model.
 
     Attributes:
-        path: File of a run that has them.
-        key: The checkpoint and the arithmetic that they belong to.
-        values: The logarithm of each answer, by its digest.
+        path: The run's file with the log-probabilities.
+        key: The checkpoint and the precision that they belong to.
+        values: The log-probability of each answer, by its digest.
     """
 
     path: Path
@@ -48,17 +48,17 @@ class Reference:
     values: dict[bytes, float] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Takes what the file has, if it is of the same checkpoint and undamaged."""
+        """Loads the file, if it belongs to the same checkpoint and is intact."""
         try:
             with np.load(self.path) as file:
                 key, digests, values = str(file["key"]), file["digests"], file["values"]
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return  # missing or damaged: all is computed again
+            return  # missing or damaged: everything is recomputed
         if key == self.key:
             self.values = dict(zip(map(bytes, digests), map(float, values), strict=True))
 
     def save(self) -> None:
-        """Writes the file, or leaves the one that is there as it was."""
+        """Writes the file atomically."""
         unfinished = self.path.with_suffix(".unfinished")
         digests = np.frombuffer(b"".join(self.values), np.uint8).reshape(-1, _SIZE)
         values = np.array(list(self.values.values()), np.float32)
@@ -71,11 +71,11 @@ class Reference:
         return any(digest not in self.values for _, _, digest in answers_of(batch))
 
     def take(self, batch: _Batch, found: np.ndarray) -> None:
-        """Takes the logarithms of a batch's answers, (rows, twice the pairs)."""
+        """Stores the log-probabilities of a batch's answers, (rows, twice the pairs)."""
         self.values |= {digest: float(found[r, i]) for r, i, digest in answers_of(batch)}
 
     def joined(self, batch: _Batch) -> dict[str, np.ndarray]:
-        """A batch with its answers' logarithms, `reference`, 0 where a row has no such pair."""
+        """A batch with its answers' log-probabilities, `reference`, 0 if a row has no such pair."""
         rows, pairs = batch["pairs"].shape
         reference = np.zeros((rows, 2 * pairs), np.float32)
         for r, i, digest in answers_of(batch):
@@ -86,7 +86,7 @@ class Reference:
 def answers_of(batch: _Batch) -> Iterator[tuple[int, int, bytes]]:
     """The answers of a batch: row, column (chosen, rejected, chosen, ...) and digest of each."""
     for r, segments in enumerate(batch["segments"]):
-        # From 1 on, one behind the other, and 0 for what is left of the row.
+        # Segments count from 1, contiguously; 0 is padding.
         ends = [*np.flatnonzero(np.diff(segments)) + 1, len(segments)]
         start = 0
         for i in range(2 * int(batch["pairs"][r].sum())):
@@ -97,11 +97,11 @@ def answers_of(batch: _Batch) -> Iterator[tuple[int, int, bytes]]:
 
 @dataclass(frozen=True)
 class Joined:
-    """Batches with their answers' logarithms, iterated over as the dataset is.
+    """Batches with their answers' log-probabilities, iterated like the dataset.
 
     Attributes:
         batches: The dataset.
-        reference: The logarithms of all its answers.
+        reference: The log-probabilities of all its answers.
     """
 
     batches: data.Dataset | data.Mixture
@@ -113,25 +113,25 @@ class Joined:
 
 
 class _JoinedIterator(Iterator[dict[str, np.ndarray]]):
-    """An iterator of such batches, whose state is that of the dataset's."""
+    """An iterator over such batches; its state is that of the dataset's iterator."""
 
     def __init__(self, iterator: Any, reference: Reference):
         self._iterator, self._reference = iterator, reference
         self.get_state, self.set_state = iterator.get_state, iterator.set_state
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Gives the next batch."""
+        """Returns the next batch."""
         return self._reference.joined(next(self._iterator))
 
 
 def find_reference(
     folder: RunFolder, datasets: Sequence[data.Dataset], job: Job, options: Mapping[str, Any]
 ) -> Reference | None:
-    """Finds the logarithms of all answers, in the run's folder or by computing what it lacks.
+    """Loads the log-probabilities of all answers from the run's folder, or computes missing ones.
 
     Args:
         folder: The folder of the run.
-        datasets: The datasets that have the answers.
+        datasets: The datasets with the answers.
         job: The model, its parameters and the loss.
         options: Options of the run.
 
@@ -139,7 +139,7 @@ def find_reference(
         The reference; None if the loss needs none.
 
     Raises:
-        ValueError: If the run has made steps with another checkpoint as reference.
+        ValueError: If the run has made steps with a different checkpoint as reference.
     """
     if job.reference is None:
         return None
@@ -158,7 +158,7 @@ def find_reference(
         try:
             for batch, found in _computed(itertools.chain([first], lacking), first, job, options):
                 reference.take(batch, found)
-        finally:  # also what an interrupted process has computed
+        finally:  # saves partial results of an interrupted process too
             reference.save()
         print(f"reference: {len(reference.values):,} answers, {reference.path}", flush=True)
     folder.take_note("reference", reference.key)
@@ -166,16 +166,16 @@ def find_reference(
 
 
 def _epoch(dataset: data.Dataset) -> Iterable[_Batch]:
-    """The batches that have each document of a dataset."""
+    """Batches that cover each document of a dataset."""
     return itertools.islice(dataset, -(-dataset.num_rows // dataset.options.batch_size))
 
 
 def _computed(
     batches: Iterable[_Batch], sample: _Batch, job: Job, options: Mapping[str, Any]
 ) -> Iterator[tuple[_Batch, np.ndarray]]:
-    """Batches with the logarithms of their answers, by the model as it is before training."""
+    """Batches with the log-probabilities of their answers, under the initial model."""
     nothing = Reference(Path(), "", _Zeros())
-    # An optimizer without state: the model is evaluated alone.
+    # An optimizer without state, because the model is only evaluated.
     trainer = mt.Trainer(
         job.model,
         job.loss_fn,
@@ -192,16 +192,16 @@ def _computed(
             loss_fn = losses.setdefault(shape, objectives.answers_as_metrics(*shape))
             rows = np.arange(shape[0], dtype=np.int32)
             means = trainer.evaluate([{**batch, "row": rows}], loss_fn)
-            # Each row is in one part of the batch, and counts 0 in the others.
+            # Each row is in one part of the batch, and 0 in all remaining parts.
             found = [means[f"{r} {i}"] for r in rows for i in range(2 * shape[1])]
             yield batch, np.reshape(found, (shape[0], -1)) * means["weight"]
     finally:
         del trainer
-        gc.collect()  # its host memory is for the run
+        gc.collect()  # frees its host memory for the run
 
 
 class _Zeros(dict[bytes, float]):
-    """Logarithms of which none is known."""
+    """Log-probabilities that are all unknown, taken as 0."""
 
     def __missing__(self, digest: bytes) -> float:
         return 0.0
@@ -212,7 +212,7 @@ def _has_bar() -> bool:
 
 
 def _digest(model: str) -> str:
-    """A hash of a checkpoint's content: every number of it counts."""
+    """A hash of a checkpoint's full content."""
     folder = Path(model).expanduser()
     names = sorted(path.name for path in (*folder.glob("*.safetensors"), folder / "config.json"))
     files = [file for name in names if (file := regular_file(folder, name)) is not None]

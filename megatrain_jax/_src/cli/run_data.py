@@ -1,4 +1,4 @@
-"""The data of a run: read, mixed, held out, and compared with the steps that are asked for."""
+"""Reads the data of a run: mixes it, splits off an evaluation set, and checks its size."""
 
 import glob
 import math
@@ -21,8 +21,8 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        train: Batches to train on.
-        held_out: Batches to evaluate on; None for none.
+        train: Training batches.
+        held_out: Evaluation batches; None for none.
         steps: Number of steps.
     """
 
@@ -32,13 +32,13 @@ class RunData:
 
     @property
     def datasets(self) -> list[data.Dataset]:
-        """All datasets, those held out last."""
+        """All datasets, evaluation sets last."""
         held = [] if self.held_out is None else _parts(self.held_out)
         return [*_parts(self.train), *held]
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what is trained on, in its order."""
+        """A hash of the training data, in its order."""
         return self.train.fingerprint
 
     @property
@@ -48,17 +48,17 @@ class RunData:
 
     @property
     def num_held_out(self) -> int | None:
-        """Number of tokens that are held out."""
+        """Number of tokens in the evaluation set."""
         if self.held_out is None:
             return None
         return sum(part.num_tokens for part in _parts(self.held_out))
 
 
 def check_files(settings: TrainingSettings) -> None:
-    """Checks that there are the files that the settings name, before they are read.
+    """Checks that the files named in the settings exist, before they are read.
 
     Raises:
-        FileNotFoundError: If a file or folder does not exist, or a pattern finds none.
+        FileNotFoundError: If a file or folder does not exist, or a pattern has no match.
     """
     evaluated = settings.eval_data or []
     evaluated = [evaluated] if isinstance(evaluated, str) else evaluated
@@ -77,14 +77,14 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
 
     Args:
         settings: The settings.
-        dataset: Function from files, and how often they are seen, to their batches.
+        dataset: Function from files and the number of epochs to their batches.
 
     Raises:
         ValueError: If there are fewer batches than steps, or the data can't be used.
-        AskedWronglyError: If files can't be.
+        AskedWronglyError: If the files can't be used.
     """
     sources = [settings.data] if settings.weights is None else settings.sources
-    # Steps that are given are made: without `epochs`, they see the data as often as they need.
+    # A given number of steps is always made: without `epochs`, the data repeats as needed.
     epochs = 1 if settings.steps is None and settings.epochs is None else settings.epochs
     with _called("data"):
         parts = [dataset(source, epochs) for source in sources]
@@ -117,7 +117,7 @@ def read(settings: TrainingSettings, dataset: Read) -> RunData:
 
 
 def _usage(used: float, rows: int) -> str:
-    """The use of a training set, in words."""
+    """The fraction of a training set that is used, in words."""
     if used < rows:
         return f"{used:,} of {rows:,} rows are used, and {rows - used:,} are left"
     times = "once" if used == rows else f"{used / rows:.1f} times"
@@ -125,12 +125,12 @@ def _usage(used: float, rows: int) -> str:
 
 
 def common_options(settings: TrainingSettings, epochs: int | None, too_long: str) -> dict[str, Any]:
-    """The options that all functions of `megatrain_jax.data` have.
+    """The options that all functions of `megatrain_jax.data` share.
 
     Args:
         settings: The settings.
-        epochs: The number of times that all documents are seen; None for ever.
-        too_long: Treatment of documents that are too long, where the settings leave it open.
+        epochs: How often all documents are seen; None for ever.
+        too_long: Treatment of documents that are too long, if the settings leave it open.
     """
     return {
         "length": settings.length,
@@ -145,7 +145,7 @@ def common_options(settings: TrainingSettings, epochs: int | None, too_long: str
 
 
 def summarised(dataset: data.Dataset) -> data.Dataset:
-    """The same dataset, after a summary of what was read where no progress bar has printed it."""
+    """Prints a summary of the dataset if no progress bar has printed it; returns the dataset."""
     if not _has_bar():
         print(dataset.summary, file=sys.stderr, flush=True)
     return dataset
@@ -153,7 +153,7 @@ def summarised(dataset: data.Dataset) -> data.Dataset:
 
 @contextmanager
 def _called(option: str) -> Iterator[None]:
-    """Has errors call the argument `source` of `megatrain_jax.data` as the user knows it."""
+    """Makes errors name the argument `source` of `megatrain_jax.data` as the user's option."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:

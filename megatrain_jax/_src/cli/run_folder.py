@@ -1,4 +1,4 @@
-"""The folder of a training run: which settings it belongs to, and whether the run is done."""
+"""The folder of a training run: its settings, and whether the run is done."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from typing import Any
 from megatrain_jax._src.cli.training_settings import FREE, TrainingSettings
 from megatrain_jax._src.common.settings import changes
 
-# The settings it was begun with; how training ended; what has to be known again in another process;
-# and the report, which comes last.
+# The initial settings; how training ended; notes for later processes; and the report, which comes
+# last.
 _SETTINGS, _ENDED, _NOTES, _REPORT = "settings.json", "ended.json", "notes.json", "report.json"
 
 
@@ -38,19 +38,19 @@ class RunFolder:
 
     @property
     def reference(self) -> Path:
-        """The file of the numbers of a reference."""
+        """The file with the reference's log-probabilities."""
         return self.path / "reference.npz"
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there is a step to go on from."""
+        """Whether there is a step to continue from."""
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
     def check(self, settings: TrainingSettings) -> None:
-        """Checks that the folder is new or of a run with these settings.
+        """Checks that the folder is new or belongs to a run with these settings.
 
         Raises:
-            ValueError: If it is neither.
+            ValueError: If it does not.
         """
         if not self.path.exists():
             return
@@ -73,7 +73,7 @@ class RunFolder:
             )
 
     def _going_on(self, settings: Mapping[str, Any]) -> str:
-        """The way to train what a run with these settings has learned further, in words."""
+        """Instructions to continue training from this run's result, in words."""
         exported = self.path / "model"
         text = "" if "format" in settings else " and `format`=text"
         missing = ""
@@ -86,18 +86,18 @@ class RunFolder:
         )
 
     def is_done(self, settings: TrainingSettings) -> bool:
-        """Whether the run has finished, and all is exported that should be."""
+        """Whether the run has finished, and everything is exported."""
         exported = all((self.path / name).exists() for name in settings.exports)
         return self.report is not None and (settings.export == "never" or exported)
 
     def check_data(self, fingerprint: str) -> None:
-        """Checks that a run that goes on has the data that it began with.
+        """Checks that a continued run has the data that it started with.
 
         Args:
             fingerprint: A hash of the data and of the order of its batches.
 
         Raises:
-            ValueError: If it has other data.
+            ValueError: If the data has changed.
         """
         before = self.note("data")
         if self.has_checkpoints and before not in (None, fingerprint):
@@ -107,36 +107,36 @@ class RunFolder:
             )
 
     def begin(self, settings: TrainingSettings) -> None:
-        """Makes the folder and writes down whose it is."""
+        """Creates the folder and saves the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write(_SETTINGS, _as_json(settings))
         if self.best.exists() and not self.has_checkpoints:
-            shutil.rmtree(self.best)  # of a process that ended before its first own checkpoint
+            shutil.rmtree(self.best)  # left by a process that ended before its first checkpoint
 
     def end(self, how: Mapping[str, Any]) -> None:
-        """Writes down that training has ended, and how."""
+        """Records that training has ended, and how."""
         self._write(_ENDED, how)
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Writes the report, which says that the run has finished."""
+        """Writes the report, which marks the run as finished."""
         self._write(_REPORT, report)
 
     @property
     def ended(self) -> dict[str, Any] | None:
-        """The end of training, and its reason; None if it goes on."""
+        """The end of training, and its reason; None if it has not ended."""
         return self._read(_ENDED)
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """The report of a run that has finished; None before."""
+        """The report of a finished run; None before."""
         return self._read(_REPORT)
 
     def note(self, name: str) -> str | None:
-        """The note that an earlier process took under a name; None for none."""
+        """The value that an earlier process saved under a name; None for none."""
         return (self._read(_NOTES) or {}).get(name)
 
     def take_note(self, name: str, value: str) -> None:
-        """Takes a note for later processes."""
+        """Saves a value for later processes."""
         self._write(_NOTES, {**(self._read(_NOTES) or {}), name: value})
 
     @property
@@ -145,7 +145,7 @@ class RunFolder:
         return [int(step) for step in (self.note("began") or "").split()]
 
     def begin_at(self, step: int) -> None:
-        """Writes down the first step of a process."""
+        """Records the first step of a process."""
         self.take_note("began", " ".join(map(str, sorted({*self.began, step}))))
 
     def _read(self, name: str) -> dict[str, Any] | None:
@@ -154,7 +154,7 @@ class RunFolder:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         unfinished = self.path / f"{name}.unfinished"
-        # Whole or not there, whenever the process dies.
+        # Complete or absent, whenever the process dies.
         unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, self.path / name)
 

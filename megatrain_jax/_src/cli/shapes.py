@@ -1,4 +1,4 @@
-"""The shapes of a batch before there is one."""
+"""The shapes of a batch, before any batch exists."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 def batch_shapes(
     rows: int, length: int, pairs: int = 0, *, has_reference: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a packed batch of `megatrain_jax.data`: rows of so many tokens.
+    """The shapes of a packed batch of `megatrain_jax.data`.
 
     Args:
         rows: Number of rows.
         length: Tokens of a row.
-        pairs: Pairs of answers that a row has at most, of preferences; 0 for other data.
-        has_reference: Whether the logarithms of a reference come with them.
+        pairs: Maximum pairs of answers per row, for preferences; 0 for all remaining data.
+        has_reference: Whether the batch includes a reference's log-probabilities.
     """
     kinds = dict.fromkeys(("tokens", "labels", "segments", "positions"), jnp.int32)
     shapes: dict[str, jax.ShapeDtypeStruct] = {

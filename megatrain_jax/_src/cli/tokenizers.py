@@ -1,4 +1,4 @@
-"""The tokenizer in a folder, and prompts in its own chat template."""
+"""Loads the tokenizer in a folder, and renders prompts with a chat template."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +26,14 @@ def load_tokenizer(option: str, given: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # what Transformers raises for damaged files has no common type
+    except Exception as error:  # Transformers' errors for damaged files have no common type
         why = " ".join(str(error).split())[:500]
         raise ValueError(f"`{option}` = {given}: Transformers can't load it: {why}") from error
 
 
 @dataclass(frozen=True)
 class Asking:
-    """A tokenizer that asks in the template of the settings, with its variables.
+    """A tokenizer that renders questions with the settings' template and variables.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -50,7 +50,7 @@ class Asking:
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """The text for ids."""
         return self.tokenizer.decode(ids)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
@@ -62,7 +62,7 @@ class Asking:
         given = {"chat_template": self.template, **self.variables, **options}
         try:
             return self.tokenizer.apply_chat_template(messages, **given)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any error
             why = " ".join(str(error).split())[:500]
             raise ValueError(f"the chat template makes no question of `samples`: {why}") from error
 

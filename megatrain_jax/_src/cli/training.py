@@ -1,6 +1,6 @@
-"""The recipe that `finetune` and `pretrain` share, in one idempotent call.
+"""The recipe shared by `finetune` and `pretrain`, as one idempotent call.
 
-It plans, reads, trains, exports and reports, or does what is left of that.
+It plans, reads, trains, exports and reports; steps that are already done are skipped.
 """
 
 import sys
@@ -25,23 +25,22 @@ from megatrain_jax._src.cli.run_data import RunData, check_files, read
 from megatrain_jax._src.cli.run_folder import RunFolder
 from megatrain_jax._src.cli.training_settings import TrainingSettings
 
-# As a shell has it: 128 and the number of SIGINT.
+# As in a shell: 128 plus the number of SIGINT.
 _INTERRUPTED = 130
 
 
 def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
-    """Does a run, or what is left of it.
+    """Does a run, or the rest of it.
 
     Args:
         settings: The settings.
-        prepare: Function that checks what its command alone has to check, and returns what to
-            train.
+        prepare: Function that does its command's own checks and returns the job.
 
     Returns:
         The exit status: 0 if the run has finished, now or before; 130 if it was interrupted.
 
     Raises:
-        AskedWronglyError: If something is wrong, before anything is trained.
+        AskedWronglyError: If the request is invalid; raised before training begins.
     """
     folder = RunFolder(Path(settings.out).expanduser())
     laps = Laps()
@@ -57,11 +56,11 @@ def run(settings: TrainingSettings, prepare: Callable[[], Job]) -> int:
         options = _options(settings, job)
         print(_plan(settings, job, options), flush=True)
         laps.lap("plan")
-        # After the plan, which takes seconds where reading and tokenising may take an hour.
+        # After the plan, which takes seconds, whereas reading and tokenising may take an hour.
         batches = read(settings, job.dataset)
         folder.check_data(batches.fingerprint)
         folder.begin(settings)
-        # For logs elsewhere: a run that goes on in another process is the same one there.
+        # External logs identify a run that continues in a second process by this.
         folder.take_note("identity", identity)
         folder.take_note("data", batches.fingerprint)
     laps.lap("data")
@@ -103,7 +102,7 @@ def _how(ending: Mapping[str, Any]) -> str:
 
 
 def _options(settings: TrainingSettings, job: Job) -> dict[str, Any]:
-    """The options that a plan and a run have in common."""
+    """The options that a plan and a run share."""
     here = mt.this_machine()
     compute = settings.compute or ("float32" if here is None else "bfloat16")
     return {
@@ -165,7 +164,7 @@ def _train(
             "checkpoint_every": settings.checkpoint_every,
             "keep": settings.keep,
         }
-    # Of a run that was stopped early there is nothing left to train, but perhaps to export.
+    # A run that was stopped early has nothing left to train, but may have to be exported.
     ended = folder.ended if settings.checkpoints else None
     return mt.fit(
         job.model,
@@ -184,14 +183,14 @@ def _train(
 
 
 def _with(reference: Reference | None, batches: Any) -> Any:
-    """Batches with the numbers of the reference, if there is one."""
+    """Batches with the log-probabilities of the reference, if there is one."""
     return batches if reference is None or batches is None else Joined(batches, reference)
 
 
 def _callbacks(
     settings: TrainingSettings, folder: RunFolder, lines: Lines, logs: list[callbacks.Callback]
 ) -> list[Any]:
-    """The callbacks in their order: what is logged comes before logs, what stops them last."""
+    """The callbacks in order: callbacks that add values before logs, callbacks that stop last."""
     judged: dict[str, Any] = {
         "metric": settings.metric,
         "mode": settings.metric_mode,
@@ -208,7 +207,7 @@ def _callbacks(
 def _export_finished(
     settings: TrainingSettings, job: Job, trainer: mt.Trainer, batches: RunData, folder: RunFolder
 ) -> int:
-    """Exports what a run that has finished has learned; returns the step that it is of."""
+    """Exports the result of a finished run; returns its step."""
     best = callbacks.KeepBest(folder.best).path if settings.keep_best else None
     if best is not None:
         if int(best.name) != trainer.num_steps:

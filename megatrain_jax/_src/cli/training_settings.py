@@ -1,4 +1,4 @@
-"""The settings that `finetune` and `pretrain` share: every option, its default and its check."""
+"""The settings shared by `finetune` and `pretrain`: options, defaults and checks."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from megatrain_jax._src.common import checks
 
 LogName = Literal["csv", "jsonl", "tensorboard", "wandb", "mlflow"]
 
-# Options that may be changed while a run goes on: no batch and no update follows from them.
+# Options that may change while a run continues, because they affect neither batches nor updates.
 FREE = frozenset(
     "checkpoint_every checkpoints device_budget eval_data eval_every export export_as export_dtype "
     "host_budget keep log_every logs mlflow sample_temperatures sample_tokens samples wandb "
@@ -23,62 +23,63 @@ _SHARES = ("warmup", "final_rate", "held_out", "b1", "b2")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Trains and exports; the same command goes on or is done.
+    """Trains and exports; the same command resumes the run.
 
     Attributes:
         data: Files, folders and patterns such as chats/*.jsonl.gz, one or a list.
-        weights: Shares of the rows that each of several entries of data gives; without it all give
-            all of theirs.
+        weights: Proportion of the rows from each of several entries of data; default: all rows of
+            all entries.
         out: Folder of the run, for checkpoints, exports, logs and the report.
-        invalid: Treatment of rows that can't be used.
-        too_long: Treatment of longer documents; without it split for text and error for others.
+        invalid: Treatment of unusable rows.
+        too_long: Treatment of longer documents; default: split for text, else error.
         workers: Threads that build batches ahead.
-        held_out: Share of the documents that is held out to evaluate on; 0 for none.
-        eval_data: Files to evaluate on in place of documents held out.
+        held_out: Fraction of the documents in the evaluation set; 0 for none.
+        eval_data: Files to evaluate on, instead of documents split off from data.
         length: Tokens of a row, into which documents are packed.
-        batch: Rows of a step.
+        batch: Rows per step.
         microbatches: Equal parts that each batch is cut into.
-        epochs: How often all documents are seen; without it once, or as often as --steps needs.
-        steps: Number of steps, for which documents are seen again where --epochs is not given;
-            without it, all epochs.
+        epochs: How often all documents are seen; default: once, or as often as --steps needs.
+        steps: Number of steps; documents repeat as needed unless --epochs is given; default: all
+            epochs.
         optimizer: Name of the optimizer.
         learning_rate: Highest learning rate.
-        warmup: Share of the steps in which the learning rate rises, from above 0.
+        warmup: Fraction of the steps in which the learning rate rises, from above 0.
         decay: How the learning rate falls afterwards.
-        final_rate: Share of the highest learning rate that the decay ends with.
-        weight_decay: Decay of weights, multiplied with the learning rate.
+        final_rate: Fraction of the highest learning rate at the end of the decay.
+        weight_decay: Weight decay, multiplied by the learning rate.
         b1: Decay of the mean of gradients.
         b2: Decay of the mean of their squares.
-        clip: Largest global norm of the gradients; null for no clipping.
+        clip: Maximum global norm of the gradients; null for no clipping.
         state: Form of optimizer state at rest; compact is int8 beside masters in bfloat16.
-        master: Form of the masters at rest; without it float32, or what compact says.
-        compute: dtype of arithmetic; without it bfloat16 on a GPU and float32 elsewhere.
+        master: Form of the masters at rest; default: float32, or bfloat16 with compact.
+        compute: dtype of the computation; default: bfloat16 on a GPU and float32 elsewhere.
         device_budget: GPU memory for state and activations, in bytes, or least.
-        host_budget: Host memory that the process may take in all, such as 200GiB; without it, what
-            is available.
+        host_budget: Maximum host memory of the process, such as 200GiB; default: all that is
+            available.
         on_nonfinite: Whether a loss or gradient that is not finite ends the run or skips the step.
-        eval_every: Evaluate after each step whose number this divides, and at the end.
-        metric: Metric of evaluations that says which of them is the best.
-        metric_mode: Whether less of the metric is better, or more.
-        min_delta: By how much the metric has to be better to count.
-        stop_after: Stop when so many evaluations in a row were no better; null never stops early.
-        keep_best: Whether the checkpoint of the best evaluation is kept, and exported.
-        checkpoints: Whether to save checkpoints, from which the same command goes on.
-        checkpoint_every: Save after each step whose number this divides, and at the end.
+        eval_every: Evaluate after each multiple of this number of steps, and at the end.
+        metric: Evaluation metric that determines the best evaluation.
+        metric_mode: Whether a smaller metric is better (min), or a larger one (max).
+        min_delta: Minimum improvement of the metric that counts.
+        stop_after: Stop after this many evaluations in a row without improvement; null never stops
+            early.
+        keep_best: Whether to keep the checkpoint of the best evaluation, and to export it.
+        checkpoints: Whether to save checkpoints, from which the same command resumes.
+        checkpoint_every: Save after each multiple of this number of steps, and at the end.
         keep: Number of checkpoints to keep.
-        export: Whether to export when the run has finished, also when interrupted, or never.
-        export_dtype: dtype of the exported model; without it, that of the checkpoint.
-        logs: Where records go beside the terminal, one or several.
+        export: When to export: when the run has finished, also when interrupted, or never.
+        export_dtype: dtype of the exported model; default: the checkpoint's.
+        logs: Where to log records besides the terminal, one or several.
         wandb: Arguments of wandb.init, such as {project: mine, mode: offline}.
         mlflow: Arguments of the callback MLflow, such as {experiment: mine}.
         samples: Prompts that are continued at each evaluation, one or several, for the terminal,
             the logs and the report.
-        sample_tokens: Number of tokens at which a continuation ends; each costs a pass through
-            the model.
+        sample_tokens: Maximum number of tokens of a continuation; each costs a pass through the
+            model.
         sample_temperatures: Temperatures at which each prompt is continued; 0 takes the most likely
             token.
-        log_every: Print a line after each step whose number this divides.
-        seed: Seed of the order of documents, of what is held out, of rounding and of fresh
+        log_every: Print a line after each multiple of this number of steps.
+        seed: Seed of the order of documents, of the evaluation split, of rounding and of fresh
             parameters.
     """
 
@@ -131,10 +132,10 @@ class TrainingSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks what types don't say.
+        """Checks constraints beyond types.
 
         Raises:
-            ValueError: If an option is out of its range, or some contradict each other.
+            ValueError: If an option is out of range, or some contradict each other.
         """
         checks.path("out", self.out)
         for name in _POSITIVE:
@@ -201,7 +202,7 @@ class TrainingSettings:
             is_there=self.decay != "constant",
             needed="a rate that falls, but `decay` is constant",
         )
-        # None held out is what `eval_data` says by itself.
+        # `eval_data` already implies that no documents are held out.
         check_needed(
             self,
             ("held_out",),
@@ -240,7 +241,7 @@ class TrainingSettings:
 
     @property
     def exports(self) -> tuple[str, ...]:
-        """The subfolders of `out` that are exported."""
+        """The subfolders of `out` to export."""
         return ("model",)
 
     @property

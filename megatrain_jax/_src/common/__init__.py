@@ -1,1 +1,1 @@
-"""The tools of every room: checks of arguments, differences of trees, names in files."""
+"""Utilities used everywhere: argument checks, tree differences, names and sizes."""

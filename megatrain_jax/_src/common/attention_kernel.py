@@ -1,13 +1,13 @@
-"""Attention as a kernel of a GPU that isn't here: a stand-in for plans, which is never computed.
+"""Stand-ins for cuDNN attention, traced by plans made on a machine without that GPU.
 
-Without a GPU there is no cuDNN to call. A plan for a GPU traces calls of these names in its place:
-they have the kernel's operands and results, and so what it keeps for backward, and need nothing of
-the shape of scores. Who counts operations and bytes knows them by name.
+Without a GPU there is no cuDNN to call, so a plan traces a call with a known name instead. The
+stand-in has the kernel's operands and results, saves the same arrays for backward, and needs no
+array of the scores' shape. Flop and byte counts recognise it by name. It is never computed.
 
-A worked example, 4 queries in 2 heads of width 8, whose gradient is asked for::
+Example: 4 queries, 2 heads of width 8, traced for their gradient::
 
     with planned_for(128):
-        out = attend(q, k, v, None)    # bf16[1, 4, 2, 8] and statistics, fp32[1, 2, 4], are kept
+        out = attend(q, k, v, None)    # saves bf16[1, 4, 2, 8] and statistics, fp32[1, 2, 4]
 """
 
 from contextlib import AbstractContextManager
@@ -18,28 +18,29 @@ import numpy as np
 
 FORWARD, BACKWARD = "planned_attention_fwd", "planned_attention_bwd"
 
-# As a context of JAX's, a part of what its caches of traces go by: no later run finds a stand-in.
+# A context of JAX's own, so it is part of the key of JAX's trace caches: no later run gets a
+# stand-in from a cached trace.
 _widest_heads = jax.make_user_context(None)
 
 
 def planned_for(widest_heads: int | None) -> AbstractContextManager[None]:
-    """Traces the body for a GPU with a kernel for heads up to this wide; None for no such GPU."""
+    """Traces the body for a GPU with an attention kernel up to this head width, or None."""
     return _widest_heads(widest_heads)
 
 
 def planned_width() -> int | None:
-    """The width of the widest heads for which the GPU that is planned for has a kernel, if any."""
+    """The largest head width of the planned GPU's attention kernel, or None."""
     return _widest_heads.value
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """The stand-in of causal attention, to be traced only.
+    """Causal attention that can be traced but not computed.
 
     Args:
         q: Queries, (rows, length, heads, width).
         k: Keys, (rows, length, kv_heads, width).
         v: Values, as `k`.
-        window: Number of tokens that one attends to, with itself; None for all before it.
+        window: Number of tokens each token attends to, itself included; None for all earlier ones.
 
     Returns:
         The shape and dtype of `q`.
@@ -63,7 +64,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _call(name, results, window, *operands):
-    # Never lowered, so that no such function needs to be registered.
+    # Never lowered, so no such function has to be registered with XLA.
     call = jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
     return call(*operands, window=np.int64(window or 0))
 

@@ -1,7 +1,7 @@
-"""Checks of single arguments. An error gives the argument's name, what was given and what may be.
+"""Checks of single arguments. Errors give the argument's name, its value and the allowed values.
 
-NumPy's integers are integers and its Booleans are Booleans. A Boolean is no integer, a float is
-none even if it is whole, and a number is finite.
+NumPy integers and Booleans count as integers and Booleans. A Boolean is not an integer, a whole
+float is not an integer, and numbers must be finite.
 """
 
 import inspect
@@ -17,14 +17,14 @@ import numpy as np
 
 from megatrain_jax._src.common.sizes import bytes_of
 
-# Integers to Python, but never meant as numbers of steps or bytes.
+# Python treats Booleans as integers, but nobody means one as a number of steps or bytes.
 _BOOLEANS = (bool, np.bool_)
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 60
 
 
 def refused(name: str, allowed: str, value: Any, hint: str = "") -> str:
-    """The message of an error about an argument.
+    """The error message for a bad argument.
 
     Args:
         name: The argument.
@@ -46,10 +46,10 @@ def integer(
         value: The value given.
         least: The least allowed.
         most: The most allowed; None for no bound.
-        other: Other things that the argument may be, for the message.
+        other: Further values that the argument accepts, for the message.
 
     Raises:
-        TypeError: If it is no integer.
+        TypeError: If it is not an integer.
         ValueError: If it is out of bounds.
     """
     bounds = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -67,16 +67,16 @@ def integer(
 
 
 def num_bytes(name: str, value: Any, *words: str) -> int | str | None:
-    """Returns a number of bytes, one of some words, or None.
+    """Returns a number of bytes, one of the given words, or None.
 
     Args:
         name: The argument.
         value: The value given: an integer, text such as "22 GiB", a word, or None.
-        words: The words that are allowed besides.
+        words: Words that are allowed too.
 
     Raises:
         TypeError: If it is neither an integer nor text.
-        ValueError: If it is below 1, or text that is no number of bytes.
+        ValueError: If it is below 1, or text that gives no number of bytes.
     """
     if value is None or (isinstance(value, str) and value in words):
         return value
@@ -98,11 +98,11 @@ def number(
     Args:
         name: The argument.
         value: The value given; an array without axes is a number.
-        above: A bound that it has to be greater than.
-        least: The least allowed.
+        above: A bound that it must exceed.
+        least: The minimum allowed.
 
     Raises:
-        TypeError: If it is no real number.
+        TypeError: If it is not a real number.
         ValueError: If it is not finite, or out of bounds.
     """
     bound = f" above {above:g}" if above is not None else ""
@@ -111,7 +111,7 @@ def number(
     is_other = isinstance(value, (*_BOOLEANS, str, bytes)) or getattr(value, "shape", ())
     try:
         result = None if is_other else float(value)
-    except (TypeError, ValueError, OverflowError):  # a value that JAX traces is none yet
+    except (TypeError, ValueError, OverflowError):  # a value that JAX traces has no number yet
         result = None
     if result is None:
         raise TypeError(refused(name, allowed, value))
@@ -125,7 +125,7 @@ def boolean(name: str, value: Any) -> bool:
     """Returns a Boolean as Python's own.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a Boolean.
     """
     if not isinstance(value, _BOOLEANS):
         raise TypeError(refused(name, "True or False", value))
@@ -136,7 +136,7 @@ def ascending(name: str, value: Any) -> tuple[int, ...]:
     """Returns a tuple of integers from 0, each larger than the one before.
 
     Raises:
-        TypeError: If it is no tuple of integers.
+        TypeError: If it is not a tuple of integers.
         ValueError: If one is negative, or they don't ascend.
     """
     if not isinstance(value, tuple):
@@ -154,11 +154,11 @@ def path(name: str, value: Any, other: str = "") -> str:
     Args:
         name: The argument.
         value: The value given.
-        other: Other things that the argument may be, for the message.
+        other: Further values that the argument accepts, for the message.
 
     Raises:
         TypeError: If it is neither a string nor a path object.
-        ValueError: If it is empty or has a null character in it.
+        ValueError: If it is empty or contains a null character.
     """
     allowed = f"a path, as a str or a pathlib.Path{other}"
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
@@ -170,7 +170,7 @@ def path(name: str, value: Any, other: str = "") -> str:
 
 
 def can_be_called(function: Callable[..., Any], num_arguments: int) -> bool:
-    """Tells whether a function can be called with so many arguments, as far as is known."""
+    """Whether a function's signature accepts this many arguments; True if it has no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have none

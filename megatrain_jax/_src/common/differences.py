@@ -1,4 +1,4 @@
-"""Lists, for error messages, of arrays that are not what they should be."""
+"""Lists of wrong arrays, for error messages."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ _MOST_SHOWN = 10
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Lines below each other, the first ones if there are many."""
+    """Joins lines below each other; of more than 10 lines, it shows the first ones and a count."""
     more = len(lines) - _MOST_SHOWN
     shown = [*lines[:_MOST_SHOWN], *([f"and {more} more"] if more > 0 else [])]
     return "\n  " + "\n  ".join(shown)

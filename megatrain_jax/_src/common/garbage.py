@@ -1,7 +1,7 @@
-"""Cyclic garbage that is left lying while objects are made by the hundred thousand.
+"""Pauses Python's cyclic garbage collector while many objects are made.
 
-Python looks for it whenever enough objects were made. A trace makes that many all the time and
-leaves next to none: looking took a fifth to a third of a plan's time, and found a few MiB.
+The collector runs after every so many new objects. Tracing makes hundreds of thousands and leaves
+almost no garbage: collecting took a fifth to a third of a plan's time and freed a few MiB.
 """
 
 import gc
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def leaving_garbage() -> Iterator[None]:
-    """Has Python not look for cyclic garbage within the body, which takes seconds at most.
+    """Pauses cyclic garbage collection within the body, for a few seconds at most.
 
-    Bodies may lie in one another, and in several threads: the one that found the search switched on
-    switches it on again, which another may still be glad of, but nothing relies on.
+    Bodies may be nested or run in several threads. The body that found the collector enabled
+    enables it again, maybe while another body still runs; that body is then slower, not wrong.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
-"""The folder of a Hugging Face checkpoint, which may be anybody's, and the safe reading of it.
+"""Safe reading of a Hugging Face checkpoint's folder, which may come from anybody.
 
-All reading of such a folder goes through this file. Only regular files are opened, be it through
-links; JSON is read up to a size and a depth; a name that a file gives stays within the folder; and
-what is copied out of a folder was in it.
+Every read of such a folder goes through this file. It opens only regular files, also through links.
+JSON is limited in size and depth. A file name found in the folder must stay within it, and only the
+folder's own files are copied out.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 from megatrain_jax._src.common import checks
 
-# Tokenizers of 250,000 tokens have files of about 30 MB.
+# Tokenizers with 250,000 tokens have files of about 30 MB.
 _MAX_JSON_BYTES = 2**28
-# Deeper nesting ends the reader's own recursion, at a depth that depends on Python's version.
+# Deeper nesting could exceed the JSON reader's recursion limit, which depends on Python's version.
 _MAX_LEVELS = 64
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def existing_folder(name: str, given: Any, holds: str) -> Path:
-    """Returns the path of a folder that is there; `~` is the user's home.
+    """Returns the path of an existing folder; `~` is the user's home.
 
     Args:
         name: Name of the argument.
@@ -35,7 +35,7 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
         holds: Description of the files it should hold, for the message.
 
     Raises:
-        TypeError: If it is no path.
+        TypeError: If it is not a path.
         FileNotFoundError: If there is no such folder.
     """
     path = Path(checks.path(name, given)).expanduser()
@@ -49,11 +49,11 @@ def existing_folder(name: str, given: Any, holds: str) -> Path:
 
 
 def regular_file(folder: Path, name: str) -> Path | None:
-    """Returns the path of a regular file, or None if there is nothing of that name.
+    """Returns the path of a regular file, or None if nothing has that name.
 
     Raises:
-        FileNotFoundError: If there is a link that leads nowhere.
-        ValueError: If there is something else, such as a named pipe, which would never end.
+        FileNotFoundError: If it is a dangling link.
+        ValueError: If it is not a regular file: reading a named pipe, for example, would never end.
     """
     path = folder / name
     try:
@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a regular file.
 
     Raises:
-        ValueError: If the file is larger than 256 MiB or holds something else.
+        ValueError: If the file is larger than 256 MiB or is not a JSON object.
     """
     size = path.stat().st_size
     if size > _MAX_JSON_BYTES:
@@ -105,10 +105,10 @@ def too_deep(values: Any) -> bool:
 
 
 def name_within(path: Path, given: str) -> str:
-    """Returns the name of a file below a folder, as a file of that folder gives it.
+    """Checks a file name that is read from a file of the folder, and returns it.
 
     Args:
-        path: The file that gives the name.
+        path: The file that contains the name.
         given: The name.
 
     Raises:
@@ -121,15 +121,15 @@ def name_within(path: Path, given: str) -> str:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Returns the real path of a folder's file, or None if there is nothing of that name.
+    """Returns the real path of a folder's file, or None if nothing has that name.
 
-    A link counts as the folder's own if it ends within the folder or, in the cache of
-    huggingface_hub, among the blobs that the snapshots of a model link to.
+    A link counts as the folder's own if it ends within the folder. In the cache of huggingface_hub,
+    it may also end at the blobs that a model's snapshots link to.
 
     Raises:
         FileNotFoundError: See `regular_file`.
-        ValueError: If it is no regular file, or a link leads elsewhere; or if it is named as JSON
-            and holds no JSON object.
+        ValueError: If it is not a regular file, a link leads outside the folder, or a file named as
+            JSON is not a JSON object.
     """
     path = regular_file(folder, name)
     if path is None:
@@ -146,7 +146,7 @@ def own_file(folder: Path, name: str) -> Path | None:
 
 
 def _places(folder: Path) -> list[Path]:
-    """The folders of a folder's files: `models--*/snapshots/*` links to two kinds of blobs."""
+    """Folders in which a link may end: `models--*/snapshots/*` links to two folders of blobs."""
     model = folder.parent.parent
     if folder.parent.name == "snapshots" and model.name.startswith("models--"):
         return [folder, model / "blobs", model.parent / "blobs"]

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint by its name on the Hugging Face Hub: downloaded, or in the cache."""
+"""Folders of Hugging Face Hub checkpoints by name, from the cache or downloaded."""
 
 import importlib
 import re
@@ -13,20 +13,20 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def folder_or_download(name: str, given: Any, holds: str, files: Sequence[str]) -> Path:
-    """Returns the path of a folder on disk, or of the snapshot of a model of the Hub.
+    """Returns the path of a folder on disk, or of a downloaded snapshot of a Hub model.
 
-    A folder that is there always goes first. ``Qwen/Qwen3-0.6B`` is a model of the Hub if there is
-    neither such a folder nor a folder ``Qwen``. What the cache has is not fetched again.
+    An existing folder always has precedence. ``Qwen/Qwen3-0.6B`` names a Hub model only if neither
+    that folder nor a folder ``Qwen`` exists. Cached files are not downloaded again.
 
     Args:
         name: Name of the argument.
         given: Value of the argument.
         holds: Description of the files the folder should hold, for the message.
-        files: Patterns of the files to download; a model's code is never among them.
+        files: Patterns of the files to download; they never include a model's code.
 
     Raises:
-        TypeError: If it is no path.
-        FileNotFoundError: If there is no such folder, and it can't be downloaded.
+        TypeError: If it is not a path.
+        FileNotFoundError: If there is no such folder and the download fails.
     """
     text = checks.path(name, given)
     if not isinstance(given, str) or not _is_name(text):
@@ -34,7 +34,7 @@ def folder_or_download(name: str, given: Any, holds: str, files: Sequence[str]) 
     advice = f"`hf download {text} --local-dir FOLDER` downloads one of the Hub"
     missing = f"`{name}` must be a folder on disk that holds {holds}, but there is no folder {text}"
     try:
-        # What only strangers' checkpoints need is no part of the core.
+        # An optional dependency: only Hub checkpoints need it.
         hub = importlib.import_module("huggingface_hub")
     except ImportError as caught:
         raise FileNotFoundError(
@@ -43,7 +43,7 @@ def folder_or_download(name: str, given: Any, holds: str, files: Sequence[str]) 
         ) from caught
     try:
         return Path(hub.snapshot_download(text, allow_patterns=list(files)))
-    except Exception as caught:  # errors of HTTP, the cache and the disk have no common type
+    except Exception as caught:  # HTTP, cache and disk errors have no common type
         why = " ".join(str(caught).split())[:300]
         raise FileNotFoundError(
             f"{missing}, and it can't be downloaded from the Hugging Face Hub: "

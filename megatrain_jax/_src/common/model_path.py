@@ -1,4 +1,4 @@
-"""Paths in a user's model: where a parameter or a variable lives, as `("layers", 3, "kernel")`."""
+"""Paths of parameters and variables in a user's model, such as `("layers", 3, "kernel")`."""
 
 ModelPath = tuple[str | int, ...]
 

@@ -1,4 +1,4 @@
-"""Records: dicts of a step's numbers, among which callbacks may have put anything."""
+"""Records: dicts with a step's numbers, to which callbacks may add anything."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import numpy as np
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a record is a number; a boolean is none."""
+    """Whether a value of a record is a number; Booleans are not."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)

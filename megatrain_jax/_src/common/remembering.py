@@ -1,4 +1,4 @@
-"""Parts that several plans have in common, made once: each plan asks for them again."""
+"""A cache of results that several plans share, valid within one `remembering` block."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 _Made = TypeVar("_Made")
 _memory: ContextVar[dict[str, dict[Hashable, Any]] | None] = ContextVar("memory", default=None)
 
-# Traces of large models take tens of MiB: of each kind only the last few are held.
+# Traces of large models take tens of MiB, so only the last few results of each kind are kept.
 _MOST = 8
 
 
 class Same:
-    """A key for an object as such: equal to no other object's, and holding it, so it stays so."""
+    """A key that compares by the object's identity; it holds the object, so the id stays unique."""
 
     def __init__(self, of: object):
         """Makes the key of an object, which need not be hashable."""
@@ -27,21 +27,22 @@ class Same:
 
 
 def remembered(kind: str, key: Callable[[], Hashable], make: Callable[[], _Made]) -> _Made:
-    """Something that was made for an equal key within the same `remembering`, or is made now.
+    """Returns the result made for an equal key in this `remembering` block, or makes it now.
 
     Args:
-        kind: Name of what is made.
-        key: Function that names all that it depends on; asked for where anything is remembered.
-        make: Function that makes it.
+        kind: Name of the kind of result.
+        key: Function that returns everything the result depends on; called only within
+            `remembering`.
+        make: Function that makes the result.
     """
     if (memory := _memory.get()) is None:
         return make()
     known, name = memory.setdefault(kind, {}), key()
     try:
         hash(name)
-    except TypeError:  # of a part that the user's own code made
+    except TypeError:  # the key contains a user's unhashable object
         return make()
-    # A dict is in the order in which its keys came, so that the first is the one used least lately.
+    # Reinserting a key moves it to the dict's end, so the first key is the least recently used.
     known[name] = known.pop(name) if name in known else make()
     if len(known) > _MOST:
         del known[next(iter(known))]
@@ -50,9 +51,10 @@ def remembered(kind: str, key: Callable[[], Hashable], make: Callable[[], _Made]
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Has the body remember what is made within it.
+    """Makes `remembered` cache its results within the body.
 
-    It must not outlive a call that was given the objects: functions may read other globals later.
+    The body must not outlast the call that received the user's objects: functions may read changed
+    globals later.
     """
     token = _memory.set({})
     try:

@@ -1,26 +1,26 @@
-"""The settings of a run, compared with the settings that the same folder was begun with.
+"""Comparison of a run's settings with the settings that its folder was started with.
 
-Both are JSON. A value may be the fingerprint of a function, as `program/fingerprint.py` makes it.
+Both are JSON. A value may be a function's fingerprint, as made by `program/fingerprint.py`.
 """
 
 from collections import Counter
 from collections.abc import Container, Mapping
 from typing import Any
 
-# Messages name the numbers that differ, as long as they are few.
+# Messages name the numbers that differ if there are at most this many.
 _MOST_NUMBERS = 8
 
 
 def changes(
     before: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()
 ) -> dict[str, str]:
-    """The settings that differ, by name, each as a clause that names both values.
+    """The settings that differ, by name, each as a clause with both values.
 
-    A setting that only one side has is passed over: the other side was written by a version of this
-    library that did not know it.
+    A setting that only one side has is ignored: a version of this library that did not know it
+    wrote the other side.
 
     Args:
-        before: The settings that the folder was begun with.
+        before: The settings that the folder was started with.
         now: The settings of this call.
         free: Names of settings that may differ.
 

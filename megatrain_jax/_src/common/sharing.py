@@ -1,26 +1,26 @@
-"""The number of devices that share the work of a loss, for the library's own functions in it.
+"""The number of devices that share a loss, for this library's own functions inside it.
 
-XLA divides a loss over its examples by itself. Only a loop over chunks of tokens is not to be left
-to it: a loop's steps are computed one after another, each by all devices, which would have to
-exchange what they have.
+XLA divides a loss over its examples by itself. It must not divide a loop over chunks of tokens,
+though: the loop's steps run one after another, each on all devices, so the devices would have to
+exchange their data.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# A context variable, since each thread may trace a run of its own.
+# A context variable, because each thread may trace its own run.
 _num_devices: ContextVar[int] = ContextVar("num_devices", default=1)
 
 
 def num_sharing() -> int:
-    """The number of devices that are to share the function being traced."""
+    """The number of devices that will share the function being traced."""
     return _num_devices.get()
 
 
 @contextmanager
 def shared_by(num_devices: int) -> Iterator[None]:
-    """Traces the body for so many devices."""
+    """Traces the body for this many devices."""
     token = _num_devices.set(num_devices)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read and write them."""
+"""Numbers of bytes as text, written and read."""
 
 import re
 
@@ -9,15 +9,17 @@ _WRITTEN = {"": 1} | {
     for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)")
+# A number of bytes without a unit is at least this; less was meant in another unit.
+_LEAST_PLAIN = 2**20
 
 
 def sized(num_bytes: int, largest: int = 0) -> str:
-    """A number of bytes as users read it: `1023 B`, `1.50 KiB`, `5.00 MiB`.
+    """Formats a number of bytes: `1023 B`, `1.50 KiB`, `5.00 MiB`.
 
     Args:
         num_bytes: The number.
-        largest: The largest number of the same table, whose unit this one has, too, where two
-            decimals still show a hundredth: 512 MiB beside 3 GiB are `0.50 GiB`.
+        largest: The largest number of the same table. This number uses its unit too if two decimals
+            can show it: 512 MiB beside 3 GiB are `0.50 GiB`.
     """
     common = next((scale for _, scale in _UNITS if largest >= scale), None)
     for unit, scale in _UNITS:
@@ -31,10 +33,11 @@ def bytes_of(name: str, given: str) -> int:
 
     Args:
         name: Name of the argument, for the error.
-        given: A number with or without a unit; GiB and G are 2^30 bytes, GB are 10^9.
+        given: A number with a unit, of which GiB and G are 2^30 bytes and GB 10^9; or one of bytes
+            without a unit, from 2^20 on.
 
     Raises:
-        ValueError: If it is none, or below 1.
+        ValueError: If it is not a number of bytes, below 1, or a small number without a unit.
 
     Examples:
         >>> bytes_of("host", "1.5GiB"), bytes_of("host", "2 GB")
@@ -44,4 +47,6 @@ def bytes_of(name: str, given: str) -> int:
     size = int(float(found[1]) * _WRITTEN[found[2]]) if found and found[2] in _WRITTEN else 0
     if size < 1:
         raise ValueError(f"`{name}` must be bytes such as 512GiB, 24G or 80GB, but is {given!r}")
+    if found and not found[2] and size < _LEAST_PLAIN:
+        raise ValueError(f'`{name}`={given!r} would be {size} bytes: add a unit, "{found[1]} GiB"')
     return size

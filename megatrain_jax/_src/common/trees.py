@@ -9,10 +9,10 @@ def leaves(name: str, tree: Any) -> list[tuple[Any, Any]]:
     """Returns the leaves of a pytree with their paths, as JAX does.
 
     Raises:
-        TypeError: If JAX can't take it apart: keys of a dict that can't be ordered, a list that
-            contains itself.
+        TypeError: If JAX can't flatten it: a dict's keys can't be sorted, or a list contains
+            itself.
     """
     try:
         return jax.tree_util.tree_leaves_with_path(tree)
-    except Exception as error:  # a SystemError where it is too deep
+    except Exception as error:  # a SystemError if it is too deep
         raise TypeError(f"`{name}` is no pytree that JAX can take apart: {error}") from error

@@ -1,1 +1,1 @@
-"""Conversations and plain text as packed batches."""
+"""Datasets: conversations, preferences and plain text as packed batches."""

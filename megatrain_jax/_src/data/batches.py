@@ -1,6 +1,6 @@
-"""The batches of one or several corpora by number: any batch can be asked for, in any order.
+"""Batches of one or several corpora, with random access by number.
 
-Of several, each row of a batch is one's, and rows are dealt out in exact proportions.
+With several corpora, each row belongs to one of them, and rows are dealt out in exact proportions.
 """
 
 import sys
@@ -26,7 +26,7 @@ from megatrain_jax._src.data.packing import (
     with_counts,
 )
 
-# The least and the most of each option; beyond them a batch fits no machine.
+# The minimum and maximum of each option; larger values would fit no machine.
 _BOUNDS = {
     "length": (2, 2**22),
     "batch_size": (1, 2**20),
@@ -34,7 +34,7 @@ _BOUNDS = {
     "workers": (0, 2**10),
     "seed": (0, None),
 }
-# The epoch at hand, and the next one where a batch or a thread reaches into it.
+# The current epoch, and the next one if a batch or a thread reaches into it.
 _EPOCHS_KEPT = 2
 
 
@@ -46,9 +46,9 @@ class DatasetOptions:
         length: Tokens of a row.
         batch_size: Rows of a batch.
         seed: The seed of the order.
-        shuffle: Whether the order is drawn, anew every epoch.
-        epochs: The number of times that every document is seen; None goes on for ever.
-        workers: Number of threads that build batches ahead; with 0 each is built when asked for.
+        shuffle: Whether the order is drawn at random, anew every epoch.
+        epochs: How often every document is seen; None continues for ever.
+        workers: Number of threads that build batches ahead; with 0 each is built on request.
     """
 
     length: int
@@ -62,8 +62,8 @@ class DatasetOptions:
         """Checks each option.
 
         Raises:
-            TypeError: If one has another type.
-            ValueError: If one is out of its range.
+            TypeError: If one has a wrong type.
+            ValueError: If one is out of range.
         """
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
@@ -73,11 +73,11 @@ class DatasetOptions:
 
 
 class Rows:
-    """The rows of a packed corpus by number, epoch after epoch; any thread may ask.
+    """The rows of a packed corpus by number, epoch after epoch; thread-safe.
 
     Attributes:
         corpus: The tokens.
-        most_units: The most units that a row has.
+        most_units: The maximum number of units in a row.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Rows:
         packing: Packing,
         options: DatasetOptions,
     ):
-        """Makes the rows of some units; an epoch is drawn when it is asked for.
+        """Makes the rows of some units; an epoch is drawn on request.
 
         Args:
             corpus: The tokens.
             chosen: The units of the corpus that are used.
             packing: Packing of the lengths of these units.
-            options: Options by which they become rows.
+            options: Options for making rows from them.
         """
         self.corpus = corpus
         self.most_units = int(np.diff(packing.offsets).max())
@@ -121,7 +121,7 @@ class Rows:
                 lengths = self.corpus.unit_lengths[self._chosen]
                 seed = self._options.seed if self._options.shuffle else None
                 self._epochs[number] = draw_epoch(self._packing, lengths, seed, number)
-                # Threads may reach back as well as ahead: the one just drawn is kept in any case.
+                # Threads may reach back as well as ahead, so the epoch just drawn is always kept.
                 for old in sorted(self._epochs)[:-_EPOCHS_KEPT]:
                     if old != number:
                         del self._epochs[old]
@@ -132,15 +132,15 @@ class Rows:
         return {**self.__dict__, "_lock": None, "_epochs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of `__getstate__`, with a lock of its own."""
+        """Takes the state of `__getstate__`, with a new lock."""
         self.__dict__.update(state, _lock=threading.Lock())
 
 
 class Batches:
-    """All batches by number, as Grain reads them.
+    """All batches by number, in the form that Grain reads.
 
-    A batch takes the next rows, be it from two epochs; only the last one may have too few. All
-    ends where one corpus has no row left for its turn.
+    A batch takes the next rows, even across epochs; only the last one may have too few. The batches
+    end when a corpus has no row left for its turn.
 
     Attributes:
         size: Rows of a batch.
@@ -150,24 +150,24 @@ class Batches:
     def __init__(
         self, parts: Sequence[Rows], proportions: Sequence[int], length: int, batch_size: int
     ):
-        """Makes the batches of some corpora; each is built when it is asked for.
+        """Makes the batches of some corpora; each is built on request.
 
         Args:
             parts: The rows of each corpus.
-            proportions: Rows that each gives of as many as all proportions together.
+            proportions: For each corpus, its number of rows per sum of all proportions.
             length: Tokens of a row.
             batch_size: Rows of a batch.
         """
         self._parts = tuple(parts)
         self._proportions = tuple(proportions)
         self._length, self.size = length, batch_size
-        # Units are numbered through all corpora: a row's units say whose it is.
+        # Units are numbered across all corpora, so a unit's number identifies its corpus.
         self._first = np.cumsum([0, *(len(part.corpus.unit_starts) for part in parts)])
         self._num_pairs = max(part.most_units for part in parts)
         self.num_rows = self._count()
 
     def __len__(self) -> int:
-        """The number of batches; the largest integer that `len` may return if they never end."""
+        """The number of batches; the largest integer that `len` can return if they never end."""
         return sys.maxsize if self.num_rows is None else -(-self.num_rows // self.size)
 
     def __getitem__(self, index: int) -> Batch:
@@ -177,14 +177,14 @@ class Batches:
             stop = min(stop, self.num_rows)
         rows, before = [], counts(index * self.size, self._proportions)
         for number in range(index * self.size + 1, stop + 1):
-            # From one number to the next, exactly one corpus's count grows: the row is its.
+            # From one number to the next, exactly one corpus's count grows; the row belongs to it.
             after = counts(number, self._proportions)
             (turn,) = (
                 i for i, pair in enumerate(zip(before, after, strict=True)) if len({*pair}) > 1
             )
             rows.append(self._parts[turn][before[turn]] + self._first[turn])
             before = after
-        # Counted over the whole batch, before each process takes its rows of it.
+        # Counted over the whole batch, before each process takes its own rows.
         whole = with_counts(self._arrays(spread(rows, self.size)))
         return {name: array[own_rows(self.size)] for name, array in whole.items()}
 
@@ -199,7 +199,8 @@ class Batches:
             if not any(len(row) for row in own):
                 continue
             for name, array in batch(part.corpus, own, self._length, self._num_pairs).items():
-                # Made by the first corpus that has rows; those of the others are of the same kinds.
+                # Allocated for the first corpus that has rows; all corpora have the same kinds of
+                # arrays.
                 if name not in whole:
                     whole[name] = np.zeros((len(rows), *array.shape[1:]), array.dtype)
                 whole[name][here] = array
@@ -210,8 +211,7 @@ class Batches:
         ends = []
         for turn, part in enumerate(self._parts):
             if part.count is not None:
-                # Counts only grow, so the first row that this corpus could not give is found by
-                # halving.
+                # Counts only grow, so bisection finds the first row that this corpus can't give.
                 numbers = range((part.count + 2) * sum(self._proportions))
                 ends.append(
                     bisect_left(
@@ -225,15 +225,15 @@ class Batches:
 
 
 def counts(number: int, proportions: Sequence[int]) -> list[int]:
-    """The rows that each corpus gives to the first `number` rows of a mixture.
+    """The number of rows from each corpus among the first `number` rows of a mixture.
 
-    For example, with proportions 1 and 2 the first four rows are of corpora 0, 1, 1 and 0: the
-    counts after them are [1, 0], [1, 1], [1, 2] and [2, 2]. Whenever all have had their turns, the
-    counts are exactly in proportion; in between, each row goes to one corpus.
+    For example, with proportions 1 and 2 the first four rows come from corpora 0, 1, 1 and 0: the
+    counts after them are [1, 0], [1, 1], [1, 2] and [2, 2]. After each complete round the counts
+    are exactly proportional; in between, each row goes to one corpus.
 
     Args:
         number: Number of rows.
-        proportions: Rows of each corpus in as many rows as all proportions together.
+        proportions: For each corpus, its number of rows per sum of all proportions.
     """
     result, left, total = [], number, sum(proportions)
     for proportion in proportions:

@@ -1,9 +1,10 @@
-"""Rows of columnar files as they were written: without the nulls that only fill columns.
+"""Restores rows of columnar files by removing the nulls that only fill columns.
 
-Parquet and Arrow give all objects of a column the same fields. An object that lacks a field which
-another one has gets a null there, and nothing tells that null from one that was written. Objects
-that lack a field are common, as tools differ in their arguments; so a field that is null is taken
-for absent. Items of lists, values of maps and JSON are kept as they are: nothing is added to them.
+Parquet and Arrow give all objects of a column the same fields. An object without a field that
+appears in another row gets a null there, indistinguishable from a written null. Objects without
+some fields are common, because tools have different arguments; so a null field is treated as
+absent. Items of lists, values of maps and JSON are kept unchanged, because nothing is added to
+them.
 """
 
 import json
@@ -17,19 +18,19 @@ from megatrain_jax._src.data.report import InvalidRow
 
 
 def restored(value: Any, kind: Any, is_decoded: bool = False) -> Any:
-    """Returns a value of a column as it was before the column gave it further fields.
+    """Returns a column's value as it was before the column added fields to it.
 
-    For example, of the rows ``{"city": "Paris"}`` and ``{"a": 1}`` a column has the values
-    ``{"city": "Paris", "a": None}`` and ``{"city": None, "a": 1}``, which become the rows again.
+    For example, a column stores the rows ``{"city": "Paris"}`` and ``{"a": 1}`` as ``{"city":
+    "Paris", "a": None}`` and ``{"city": None, "a": 1}``; this restores them.
 
     Args:
-        value: The value in Python, as `pyarrow` gives it.
-        kind: Type of the column in Arrow; None if it is unknown. Then a null field of any object
-            is taken for absent.
-        is_decoded: Whether JSON, which a column holds as text, is decoded in `value`.
+        value: The value in Python, as returned by `pyarrow`.
+        kind: Type of the column in Arrow. With None (unknown), null fields of any object are
+            treated as absent.
+        is_decoded: Whether JSON, stored as text in a column, is already decoded in `value`.
 
     Raises:
-        InvalidRow: If a column of JSON has no valid JSON.
+        InvalidRow: If a JSON column has invalid JSON.
     """
     if value is None:
         return None
@@ -53,7 +54,7 @@ def restored(value: Any, kind: Any, is_decoded: bool = False) -> Any:
 
 
 def restored_row(row: Mapping[str, Any], kind: pyarrow.StructType) -> Any:
-    """Returns a row of a file by `restored`, or an `InvalidRow` if it can't be read."""
+    """Returns a file's row, restored, or an `InvalidRow` if it can't be read."""
     try:
         return restored(row, kind)
     except InvalidRow as fault:
@@ -61,13 +62,13 @@ def restored_row(row: Mapping[str, Any], kind: pyarrow.StructType) -> Any:
 
 
 def is_columnar(given: Any) -> bool:
-    """Whether rows are given as a dataset of the library `datasets`, which holds columns."""
-    # Told by its name, since the library may not be installed.
+    """Whether rows are given as a dataset of the library `datasets`, which stores columns."""
+    # Identified by module name, because the library may not be installed.
     return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(given).__mro__)
 
 
 def restored_rows(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """Goes through the rows of a dataset of the library `datasets`, each by `restored`."""
+    """Yields the rows of a dataset of the library `datasets`, restored."""
     features = getattr(dataset, "features", None)
     kind = None if features is None else pyarrow.struct(features.arrow_schema)
     for row in dataset:
@@ -82,7 +83,7 @@ def _decoded(text: str) -> Any:
 
 
 def _field_type(kind: Any, name: str) -> Any:
-    # A dataset may give other fields than its features say.
+    # A dataset may have more fields than its features list.
     if kind is None or not pyarrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
         return None
     return kind.field(name).type

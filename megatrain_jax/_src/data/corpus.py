@@ -1,4 +1,4 @@
-"""All tokens of a dataset, flat, in host memory: five bytes each, and some per document."""
+"""All tokens of a dataset in flat host arrays: five bytes per token, and a few per document."""
 
 import hashlib
 from array import array
@@ -18,20 +18,20 @@ TOO_LONG = ("error", "cut", "split", "drop")
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents, of which those that were too long for a row may have become several pieces.
+    """Documents; a document that is too long for a row may have become several pieces.
 
-    Pieces that have to share a row are a unit: the two of a pair, or else each piece by itself.
+    Pieces that must share a row form a unit: the two of a pair, or else each piece by itself.
 
     Attributes:
         tokens: The documents one after the other, and a zero.
-        learned: Whether the loss counts a token as a label. False for the
-            first of each document, so that ``learned[i + 1]`` is also right at a document's end.
+        learned: Whether the loss counts a token as a label. False for the first token of each
+            document, so that ``learned[i + 1]`` is also right at a document's end.
         starts: The place of each piece's first token in `tokens`.
         lengths: The number of tokens of each piece.
-        goes_on: Whether the token after a piece's last one is of the same document.
+        goes_on: Whether the token after a piece's last one belongs to the same document.
         documents: The number of each piece's document, from 0.
-        digest: A hash of all tokens and of which are learned.
-        pieces_per_unit: 2 where documents are pairs, 1 otherwise.
+        digest: A hash of all tokens and their `learned` flags.
+        pieces_per_unit: 2 if documents are pairs, 1 otherwise.
     """
 
     tokens: Int32[np.ndarray, " tokens+1"]
@@ -50,7 +50,7 @@ class Corpus:
 
     @property
     def unit_starts(self) -> Int64[np.ndarray, " units"]:
-        """The place of each unit's first token in `tokens`; the others follow it."""
+        """The place of each unit's first token in `tokens`; its remaining tokens follow."""
         return self.starts[:: self.pieces_per_unit]
 
     @property
@@ -76,14 +76,15 @@ class Corpus:
 
 
 class CorpusBuilder:
-    """A corpus in the making: collects documents, and decides about those that don't fit a row.
+    """Builds a corpus: collects documents, and handles documents that don't fit a row.
 
-    For example, with rows of 4 tokens a document of 10 is one fault ("error", "drop"), its first 4
-    tokens ("cut"), or pieces of 4, 4 and 2 ("split"), of which those stay that have something to
-    learn. A pair is two parts of one document, whose tokens are counted together; it is never cut.
+    For example, with rows of 4 tokens, a document with 10 tokens is an error or skipped ("error",
+    "drop"), loses all but its first 4 tokens ("cut"), or becomes pieces of 4, 4 and 2 ("split");
+    pieces without a token to learn are dropped. A pair is two parts of one document, with one total
+    length; it is never cut.
 
-    The arrays grow in place: bytearrays are extended by an eighth at a time, by moving pages
-    rather than bytes where the system can, so that tokens are not held twice.
+    The arrays grow in place: bytearrays are extended by an eighth at a time, by remapping pages
+    instead of copying where the system can, so tokens are never stored twice.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class CorpusBuilder:
 
         Args:
             length: Tokens of a row.
-            too_long: Treatment of a document that is longer.
-            errors: Whether it is an error if there is nothing to learn in a document.
-            report: Report that left-out documents are written down in.
-            fault_of: Finds the fault of tokens that can't be used; None if they can.
-            num_parts: Parts of each document: 2 where documents are pairs.
+            too_long: Treatment of longer documents.
+            errors: Whether a document without a token to learn is an error.
+            report: Report in which left-out documents are recorded.
+            fault_of: Returns the fault of unusable tokens, or None.
+            num_parts: Parts of each document: 2 if documents are pairs.
         """
         self._length = length
         self._too_long = too_long
@@ -130,26 +131,17 @@ class CorpusBuilder:
         return len(self._learned)
 
     def extend(self, tokens: Int32[np.ndarray, " n"], learned: Bool[np.ndarray, " n"]) -> None:
-        """Adds tokens to the document at hand.
-
-        Args:
-            tokens: The tokens.
-            learned: Whether the loss counts each as a label.
-        """
+        """Adds tokens to the current document."""
         self._fault = self._fault or self._fault_of(tokens)
         self._tokens += np.ascontiguousarray(tokens, np.int32).tobytes()
         self._learned += np.ascontiguousarray(learned, np.bool_).tobytes()
 
     def end_part(self) -> None:
-        """Ends a part of the document at hand, before the last part."""
+        """Ends a part of the current document; not called for the last part."""
         self._bounds.append(self.num_tokens)
 
     def end(self, origin: RowOrigin) -> None:
-        """Ends the document at hand, and keeps it or writes down why not.
-
-        Args:
-            origin: Origin of the document's row.
-        """
+        """Ends the current document, and keeps it or records why not."""
         begin, size = self._begin, self.num_tokens - self._begin
         self.longest = max(self.longest, size)
         bounds, self._bounds = [begin, *self._bounds], []
@@ -157,7 +149,7 @@ class CorpusBuilder:
         if fault is not None:
             self._leave_out(origin, fault, self._errors)
             return
-        # The first token of each part is nobody's label: nothing comes before it.
+        # The first token of each part is never a label: nothing precedes it.
         for bound in bounds:
             if bound < self.num_tokens:
                 self._learned[bound] = 0
@@ -176,7 +168,7 @@ class CorpusBuilder:
             self._leave_out(origin, fault, self._errors and not too_long)
             return
         self._report.num_cut += too_long and self._too_long == "cut"
-        # Pieces there would be if each had something to learn.
+        # The number of pieces if each had a token to learn.
         every = sum(-(-(end - start) // self._length) for start, end in parts)
         self._report.num_pieces_left_out += every - len(pieces)
         self._report.num_split += too_long and self._too_long == "split"
@@ -190,18 +182,18 @@ class CorpusBuilder:
             self._goes_on.append(goes_on)
             self._documents.append(self._num_documents)
         for flat, width in ((self._tokens, 4), (self._learned, 1)):
-            # A view that is alive would keep the bytearray from growing.
+            # A live view would keep the bytearray from growing.
             with memoryview(flat) as view, view[width * begin :] as new:
                 self._hash.update(new)
-        # Equal tokens in documents cut elsewhere are other data.
+        # Equal tokens with different document boundaries are different data.
         for bound in (*bounds[1:], self.num_tokens):
             self._hash.update(bound.to_bytes(8, "little"))
         self._num_documents += 1
         self._begin = self.num_tokens
 
     def finish(self) -> Corpus:
-        """Hands the arrays over; the builder is of no further use."""
-        # The zero behind the last token is read as its label, and masked.
+        """Returns the corpus; the builder must not be used afterwards."""
+        # The zero after the last token is read as its label, and masked.
         self.extend(np.zeros(1, np.int32), np.zeros(1, np.bool_))
         return Corpus(
             tokens=np.frombuffer(self._tokens, np.int32),
@@ -215,7 +207,7 @@ class CorpusBuilder:
         )
 
     def _pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
-        """The pieces of a part in which there is something to learn, and whether each goes on."""
+        """The pieces of a part that have a token to learn, and whether each continues."""
         pieces = []
         for start in range(begin, end, self._length):
             stop = min(start + self._length, end)

@@ -1,4 +1,4 @@
-"""A dataset: an iterable of packed batches whose iterators can be saved and restored, on Grain."""
+"""`Dataset`: an iterable of packed batches, with Grain iterators that can be saved."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -17,32 +17,32 @@ from megatrain_jax._src.data.report import Summary
 
 
 class Dataset:
-    """Packed batches of documents, as often as one iterates over it.
+    """Packed batches of documents; each iteration starts anew.
 
     A batch is a dict of NumPy arrays of shape (batch_size, length): `tokens`, `labels` (the next
     token), `segments` (the document's number in its row, from 1; 0 is padding) and `positions`
-    (from 0 in each document) are int32, `mask` (where the loss counts the label) is bool. Beside
-    them is `learned_per_row`, float32 (batch_size,): the labels of the batch that count, over its
-    rows. A document never leaves its row, and is cut only where `too_long` said so.
+    (from 0 in each document) are int32; `mask` (whether the loss counts the label) is bool. In
+    addition, `learned_per_row`, float32 (batch_size,), is the batch's number of counted labels
+    divided by its rows. A document never leaves its row, and is cut only if `too_long` allowed it.
 
-    Of `preferences`, a document is a pair: segment 2k + 1 of a row (from k = 0) is the chosen
+    For `preferences`, a document is a pair: segment 2k + 1 of a row (from k = 0) is the chosen
     conversation of its pair k, and segment 2k + 2 the rejected one; `mask` is True on their
-    answers. Beside the arrays above are `pairs`, bool (batch_size, most pairs of a row), True where
-    the row has a pair k, and `pairs_per_row`, float32 (batch_size,): the pairs of the batch, over
+    answers. In addition, `pairs`, bool (batch_size, maximum pairs per row), is True if the row has
+    a pair k, and `pairs_per_row`, float32 (batch_size,), is the batch's number of pairs divided by
     its rows.
 
-    A batch takes rows as they come, be it the last of one epoch and the first of the next. If the
-    last batch of all has too few, their documents are spread over as many rows as it needs.
+    A batch takes rows in order, even the last of one epoch and the first of the next. If the very
+    last batch has too few rows, their documents are spread over the full number of rows.
 
-    Where several processes share a run (`jax.distributed`), each gets its equal part of a batch's
-    rows, so that `batch_size` is still that of the whole batch.
+    If several processes share a run (`jax.distributed`), each gets an equal part of a batch's rows;
+    `batch_size` is still the size of the whole batch.
 
-    Its iterators have Grain's `get_state` and `set_state`, so that `megatrain_jax.fit` resumes a
-    run on the batch it would have come to.
+    Its iterators have Grain's `get_state` and `set_state`, so `megatrain_jax.fit` resumes a run at
+    the right batch.
 
     Attributes:
         summary: Summary of the rows it was made from.
-        options: Options by which its documents become batches.
+        options: Options for making batches from its documents.
         chat_template: The Jinja template that rendered conversations; None for plain text.
     """
 
@@ -54,14 +54,14 @@ class Dataset:
         chat_template: str | None = None,
         documents: Any = None,
     ):
-        """Makes a dataset of a corpus that `chat`, `preferences` or `text` has read.
+        """Makes a dataset from a corpus that `chat`, `preferences` or `text` has read.
 
         Args:
-            corpus: The tokens, which other datasets may share.
+            corpus: The tokens; several datasets may share them.
             summary: Summary of the rows that the whole corpus was made from.
-            options: Options by which it becomes batches.
+            options: Options for making batches.
             chat_template: The Jinja template that rendered conversations.
-            documents: Documents of the corpus that it has; None takes all.
+            documents: Indices of the corpus's documents to use; None for all.
         """
         self.summary = summary
         self.chat_template = chat_template
@@ -75,7 +75,7 @@ class Dataset:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether its documents are pairs of conversations, as `preferences` makes them."""
+        """Whether its documents are pairs of conversations, as made by `preferences`."""
         return self._corpus.pieces_per_unit > 1
 
     @property
@@ -85,25 +85,21 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of an epoch, without padding."""
+        """The number of tokens in an epoch, without padding."""
         return int(self._corpus.unit_lengths[self._chosen].sum(dtype=np.int64))
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of an epoch."""
+        """The number of rows in an epoch."""
         return self._packing.num_rows
 
     @property
     def fill(self) -> float:
-        """The share of an epoch's rows that is tokens rather than padding."""
+        """The fraction of an epoch's rows that is tokens, not padding."""
         return self.num_tokens / (self.num_rows * self.options.length)
 
     def __len__(self) -> int:
-        """The number of batches of all epochs.
-
-        Raises:
-            TypeError: If epochs never end.
-        """
+        """The number of batches in all epochs."""
         if self.options.epochs is None:
             raise TypeError("with `epochs`=None the batches never end")
         return len(self._batches)
@@ -127,25 +123,25 @@ class Dataset:
         return f"Dataset({self})"
 
     def grain(self) -> grain.IterDataset:
-        """The same batches as a `grain.IterDataset`, to which further steps can be added."""
+        """The same batches as a `grain.IterDataset`, to which more steps can be added."""
         return as_grain(self._batches, self.options.workers)
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
-        """Holds some documents out, drawn by a seed.
+        """Splits off an evaluation set, drawn by a seed.
 
-        All pieces of a document go to the same side, and so do documents of the same tokens. Both
+        All pieces of a document go to the same side, and so do documents with equal tokens. Both
         sides share the tokens in memory.
 
         Args:
-            fraction: Share of the documents that is held out; at least one is, and one is not.
+            fraction: Fraction of the documents to hold out; each side gets at least one document.
             seed: Seed of the draw.
 
         Returns:
-            Two datasets. The first is to be trained on. The second is held out, and has each of its
-            documents once, in the order they were read, since an evaluation has no use for another.
+            Two datasets: the training set, and the evaluation set, which has each of its documents
+                once, in the order in which they were read.
 
         Raises:
-            TypeError: If an argument has another type.
+            TypeError: If an argument has a wrong type.
             ValueError: If `fraction` is not between 0 and 1, or there are no two different
                 documents.
         """
@@ -159,7 +155,7 @@ class Dataset:
             )
         order = np.random.default_rng([seed, len(documents)]).permutation(groups.max() + 1)
         sizes = np.cumsum(np.bincount(groups)[order])
-        # Groups in their drawn order until the held-out share is reached; one always stays.
+        # Groups in their drawn order until the fraction is reached; one always stays for training.
         num_groups = 1 + int(np.searchsorted(sizes, fraction * len(documents), "left"))
         held = np.isin(groups, order[: min(num_groups, len(order) - 1)])
         options = replace(self.options, shuffle=False, epochs=1)
@@ -170,7 +166,7 @@ class Dataset:
         )
 
     def _groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """The documents, and a number for each that those of the same tokens share."""
+        """The documents, and for each a group number shared by documents with equal tokens."""
         corpus, chosen = self._corpus, self._chosen
         starts = corpus.unit_starts[chosen]
         stops = starts + corpus.unit_lengths[chosen]
@@ -180,7 +176,7 @@ class Dataset:
             hashlib.blake2b(corpus.tokens[a:b].tobytes(), digest_size=16).digest()
             for a, b in zip(starts[first], stops[last], strict=True)
         ]
-        # Numbered as they first appear.
+        # Numbered in order of first appearance.
         numbers: dict[bytes, int] = {}
         groups = [numbers.setdefault(digest, len(numbers)) for digest in digests]
         return documents, np.array(groups)
@@ -200,10 +196,10 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the tokens and of all that decides on the order of batches."""
+        """A hash of the tokens and of everything that determines the order of batches."""
         options = self.options
-        # What the position in the data means depends on all of this, and on nothing else: neither
-        # the number of workers nor of epochs is in it.
+        # Exactly these determine the meaning of a position in the data; the numbers of workers and
+        # of epochs don't.
         digest = hashlib.blake2b(self._corpus.digest, digest_size=8)
         digest.update(self._chosen.tobytes())
         order = (options.length, options.batch_size, options.seed, options.shuffle)
@@ -212,14 +208,14 @@ class Dataset:
 
 
 def as_grain(batches: Batches, workers: int) -> grain.IterDataset:
-    """The batches as a `grain.IterDataset`, built ahead by so many threads."""
+    """The batches as a `grain.IterDataset`, built ahead by this many threads."""
     source: Any = batches
     read = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     return grain.MapDataset.source(source).to_iter_dataset(read)
 
 
 class DatasetIterator(Iterator[Batch]):
-    """An iterator of a dataset's batches, whose state says which data it belongs to."""
+    """An iterator over a dataset's batches; its state names the data it belongs to."""
 
     def __init__(self, batches: grain.IterDataset, fingerprint: str):
         """Starts with the first batch.
@@ -232,18 +228,18 @@ class DatasetIterator(Iterator[Batch]):
         self.fingerprint = fingerprint
 
     def __next__(self) -> Batch:
-        """Gives the next batch."""
+        """Returns the next batch."""
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the number of the next batch, as JSON can hold it."""
+        """Returns the number of the next batch, as JSON."""
         return {**self._iterator.get_state(), "data": self.fingerprint}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `get_state` was called.
+        """Continues where `get_state` was called.
 
         Raises:
-            ValueError: If that was on other data, or with another order of batches.
+            ValueError: If the state belongs to different data, or a different order of batches.
         """
         state = dict(state)
         if state.pop("data", None) != self.fingerprint:

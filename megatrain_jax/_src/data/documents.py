@@ -1,4 +1,4 @@
-"""The rows of all sources become documents: conversations, pairs of them, or parts of texts."""
+"""Reads documents from the rows of all sources: conversations, pairs of them, or parts of texts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from megatrain_jax._src.data.sources import Given
 from megatrain_jax._src.data.tokenise import TextPart
 from megatrain_jax._src.data.turns import TurnRules
 
-# Texts of rows with more characters are tokenised in blocks of about so many.
+# Texts of rows with more characters are tokenised in blocks of about this size.
 _LONG, _BLOCK = 1 << 20, 1 << 18
 
 T = TypeVar("T")
@@ -19,16 +19,16 @@ T = TypeVar("T")
 def conversations(
     parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[tuple[RowOrigin, Sequence[Conversation]]]:
-    """Reads a conversation of each row.
+    """Reads a conversation from each row.
 
     Args:
         parts: The files and the given rows.
-        rules: What may be changed in the order of turns.
-        report: The report that lists rows that can't be used.
-        errors: Whether those are errors.
+        rules: Allowed changes to the order of turns.
+        report: The report that lists unusable rows.
+        errors: Whether unusable rows are errors.
 
     Yields:
-        The origin of each row, and its conversation, alone in a tuple.
+        The origin of each row, and its conversation in a tuple.
     """
     for origin, one in _read(parts, lambda row: to_conversation(row, rules), report, errors):
         report.ignored.update(one.ignored)
@@ -39,7 +39,7 @@ def conversations(
 def pairs(
     parts: Iterable[str | Given], rules: TurnRules, report: Report, errors: bool
 ) -> Iterator[tuple[RowOrigin, Sequence[Conversation]]]:
-    """Reads two conversations of each row, the preferred one first; see `conversations`."""
+    """Reads two conversations from each row, the preferred one first; see `conversations`."""
     for origin, pair in _read(parts, lambda row: to_pair(row, rules), report, errors):
         report.ignored.update(pair.chosen.ignored | pair.rejected.ignored)
         report.changed.update(pair.chosen.changed | pair.rejected.changed)
@@ -80,13 +80,13 @@ def _read(
 def _divided(text: str) -> Iterable[str]:
     if len(text) <= _LONG:
         return [text]
-    # A tokenizer takes some 300 bytes for each token that it works on: a library in one go would
-    # take all the memory there is.
+    # A tokenizer takes about 300 bytes per token while it works: a whole library at once would take
+    # all memory.
     return blocks_of(text[at : at + _BLOCK] for at in range(0, len(text), _BLOCK))
 
 
 def _parts(origin: RowOrigin, texts: Iterable[str], start: int) -> Iterator[TextPart]:
-    # One part behind, since the last one has to be known as such.
+    # One part behind, because the last part must be marked.
     before: str | None = None
     for text in texts:
         if before is not None:

@@ -1,4 +1,4 @@
-"""The beginning and the end that all calls share: options are checked, the dataset is made."""
+"""Shared by all dataset calls: checks options first, and makes the dataset at the end."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,11 +54,11 @@ def to_options(
     workers: int,
     progress: bool,
 ) -> DatasetOptions:
-    """Checks the options that all calls have.
+    """Checks the options that all calls share.
 
     Raises:
-        TypeError: If one has another type.
-        ValueError: If one is out of its range.
+        TypeError: If one has a wrong type.
+        ValueError: If one is out of range.
     """
     checks.boolean("progress", progress)
     return DatasetOptions(
@@ -75,7 +75,7 @@ def to_rules(merge: Any, leading: Leading) -> TurnRules:
     """Checks the options about turns.
 
     Raises:
-        TypeError: If `merge` is no text.
+        TypeError: If `merge` is not text.
     """
     if not isinstance(merge, str | None):
         allowed = "the text between merged turns, as a str, or None"
@@ -84,13 +84,13 @@ def to_rules(merge: Any, leading: Leading) -> TurnRules:
 
 
 def check_choices(**given: tuple[Any, Sequence[str]]) -> None:
-    """Checks options that are one of some words.
+    """Checks options with a fixed set of words.
 
     Args:
-        **given: The value of each option, and the words.
+        **given: For each option, its value and the allowed words.
 
     Raises:
-        ValueError: If one is another.
+        ValueError: If a value is not allowed.
     """
     for name, (value, known) in given.items():
         if not isinstance(value, str) or value not in known:
@@ -101,7 +101,7 @@ def check_template(chat_template: Any, template_variables: Any) -> None:
     """Checks the options about the chat template.
 
     Raises:
-        TypeError: If one has another type.
+        TypeError: If one has a wrong type.
     """
     if not isinstance(chat_template, str | None):
         allowed = "a Jinja template or the name of one, as a str"
@@ -117,7 +117,7 @@ def check_template(chat_template: Any, template_variables: Any) -> None:
 
 
 def shown(items: Iterable[T], progress: bool) -> Iterable[T]:
-    """The items, with a progress bar if it is asked for."""
+    """The items, with a progress bar if requested."""
     return tqdm(items, "tokenising", unit=" rows", disable=not progress)
 
 
@@ -128,19 +128,19 @@ def finish(
     progress: bool,
     chat_template: str | None = None,
 ) -> Dataset:
-    """Makes the dataset of all documents that were read.
+    """Makes the dataset from all documents that were read.
 
     Args:
         builder: The builder of the corpus.
-        report: The report of what was read.
+        report: The report about reading.
         options: Options of the dataset.
         progress: Whether to print the summary.
-        chat_template: The template that rendered conversations, in Jinja.
+        chat_template: The Jinja template that rendered conversations.
 
     Raises:
         DataError: If there was a fault that the user did not allow, or there is no document.
     """
-    # Of documents of any length, so that the advice names a `length` that will do for all.
+    # Over all documents, even dropped ones, so that the advice names a sufficient `length`.
     longest = builder.longest
     too_long = _ADVICE_TOO_LONG if builder.num_parts == 1 else _ADVICE_TOO_LONG_PAIRS
     report.check(
@@ -152,7 +152,7 @@ def finish(
         }
     )
     corpus = builder.finish()
-    # With faults dropped as the user allowed, nothing may be left: the reasons are shown then.
+    # If allowed drops leave nothing, the reasons are shown.
     if not corpus.num_documents:
         raise DataError("\n".join(["there is nothing to train on:", *report.examples()]))
     summary = Summary(

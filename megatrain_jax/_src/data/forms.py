@@ -1,8 +1,8 @@
-"""Rows of the usual forms become one form: conversations, pairs of them, or a text.
+"""Converts rows of all supported formats to conversations, pairs of them, or text.
 
-Which form a row has is told by its fields: `messages` (OpenAI), `conversations` (ShareGPT), or a
-question with its answer, which are called `instruction` and `output` (Alpaca), `question` and
-`answer`, or `prompt` and `completion`. A row of preferences has `chosen` and `rejected` for answer.
+A row's fields identify its format: `messages` (OpenAI), `conversations` (ShareGPT), or a question
+and its answer, named `instruction` and `output` (Alpaca), `question` and `answer`, or `prompt` and
+`completion`. A row of preferences has `chosen` and `rejected` as answers.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from megatrain_jax._src.data.turns import (
     valid_text,
 )
 
-# The fields that tell a form, and what else each form reads.
+# The fields that identify a format, and the further fields that each format reads.
 _CONVERSATIONS = ("messages", "conversations")
 _ANSWERS = {"instruction": "output", "question": "answer", "prompt": "completion"}
 _FORMS = (*_CONVERSATIONS, *_ANSWERS)
@@ -33,16 +33,15 @@ Row = Mapping[str, Any]
 
 
 class Conversation(NamedTuple):
-    """A conversation from which an assistant learns what to say.
+    """A conversation to train on.
 
     Attributes:
-        messages: Dicts with a role and a content, in an order that `arrange` has checked.
-        learned: For each message, whether the loss may count it; false for messages of the user,
-            for those of the assistant that have a weight of 0 or `train` false, and for those of
-            a prompt.
-        tools: JSON schemas of the tools that the assistant could use, or None.
+        messages: Dicts with a role and a content, in an order checked by `arrange`.
+        learned: For each message, whether the loss may count it: false for user messages, for
+            assistant messages with weight 0 or `train` false, and for messages of a prompt.
+        tools: JSON schemas of the available tools, or None.
         ignored: Fields of the row that nothing reads.
-        changed: Changes that the user's rules made to the turns, in words.
+        changed: Changes made to the turns by the user's rules, in words.
     """
 
     messages: list[Message]
@@ -53,11 +52,11 @@ class Conversation(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two conversations that begin alike, of which the first was preferred.
+    """Two conversations with a common beginning; the first was preferred.
 
     Attributes:
         chosen: The conversation with the preferred answer.
-        rejected: The one with the other answer.
+        rejected: The conversation with the rejected answer.
     """
 
     chosen: Conversation
@@ -79,22 +78,22 @@ class Text(NamedTuple):
 
 
 def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
-    """Turns a row into a conversation.
+    """Converts a row to a conversation.
 
     Args:
         row: ``{"messages": [{"role", "content"}]}``, ``{"conversations": [{"from", "value"}]}``,
             ``{"instruction", "input", "output"}``, ``{"question", "answer"}`` or ``{"prompt",
-            "completion"}``. An instruction and its input become one message of the user, with an
-            empty line between. A prompt and a completion may be lists of messages; then only the
+            "completion"}``. An instruction and its input become one user message, with an empty
+            line between. A prompt and a completion may be lists of messages; then only the
             completion is learned. All may have a "system" and "tools", Alpaca rows a "history" of
-            pairs. A field that is None is taken for absent.
-        rules: What may be changed in the order of turns.
+            pairs. A field with value None is treated as absent.
+        rules: Allowed changes to the order of turns.
 
     Raises:
-        InvalidRow: If it has none of the forms, or is not such a conversation.
+        InvalidRow: If it has none of these formats, or is not a valid conversation.
     """
     row = _present(row)
-    # In the order of `_FORMS`: a row of messages may have a `prompt` beside them, as metadata.
+    # In the order of `_FORMS`: a row of messages may also have a `prompt`, as metadata.
     form = next((name for name in _FORMS if name in row), None)
     if form is None:
         raise _unknown(row)
@@ -115,18 +114,18 @@ def to_conversation(row: Row, rules: TurnRules = _NO_RULES) -> Conversation:
 
 
 def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
-    """Turns a row into two conversations with answers of which one is preferred.
+    """Converts a row to two conversations, one of which is preferred.
 
     Args:
-        row: "chosen" and "rejected" are a text, a message or messages. Before them stands the
-            question of one of the forms of `to_conversation`, or there is none, and both are whole
-            conversations; then the answers begin where they first differ.
+        row: "chosen" and "rejected" are a text, a message or messages. The question before them has
+            one of the formats of `to_conversation`. Without a question, both are whole
+            conversations; the answers then begin where they first differ.
         rules: See `to_conversation`.
 
     Raises:
-        InvalidRow: If it is no such pair, both answers are alike, or they answer other questions:
-            whole conversations have to be the same up to an answer, and a `prompt` beside them, if
-            there is one, has to be in what both begin with.
+        InvalidRow: If it is not such a pair, both answers are equal, or they answer different
+            questions: whole conversations must be the same up to an answer, and a `prompt` beside
+            them must be part of their common beginning.
     """
     row = _present(row)
     missing = [name for name in ("chosen", "rejected") if name not in row]
@@ -165,7 +164,7 @@ def to_pair(row: Row, rules: TurnRules = _NO_RULES) -> Pair:
 
 
 def to_text(row: Row) -> Text:
-    """Returns the text of a row: ``{"text"}``, or ``{"prompt", "completion"}`` put together.
+    """Returns the text of a row: ``{"text"}``, or ``{"prompt", "completion"}`` joined.
 
     Raises:
         InvalidRow: If it has no text, or an empty one.
@@ -195,10 +194,10 @@ def _conversation(row: Row, turns: Turns, read: set[str], rules: TurnRules) -> C
 
 
 def _common_prompt(*both: Conversation) -> int:
-    """The number of messages that both conversations begin with, up to an answer."""
+    """The number of messages that both conversations share before an answer."""
     pairs = list(zip(*(one.messages for one in both), strict=False))
     common = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-    # One begins the other, or both are alike: then they differ where the shorter one ends.
+    # One is the beginning of the other, or both are equal: they differ where the shorter one ends.
     if common is None:
         return len(pairs)
     if {message["role"] for message in pairs[common]} != {"assistant"}:
@@ -211,10 +210,10 @@ def _common_prompt(*both: Conversation) -> int:
 
 
 def _check_prompt(prompt: Any, begin: list[Message], rules: TurnRules) -> None:
-    """Checks a `prompt` beside two conversations, which repeats some of what both begin with.
+    """Checks a `prompt` beside two conversations; it must repeat part of their common beginning.
 
-    A text may be one of the messages, as the last question often is, or hold all of them, as one
-    that a template has made. Messages have to be the last ones before the answers.
+    A text may be one of the messages, often the last question, or contain all of them, as a
+    template renders them. Messages must be the last ones before the answers.
     """
     if isinstance(prompt, str):
         text, said = prompt.strip(), [message.get("content", "").strip() for message in begin]
@@ -235,7 +234,7 @@ def _shown(message: Message) -> str:
 
 
 def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
-    """The conversations, of which only what comes after the messages in common is learned."""
+    """The conversations, with only the messages after the common ones learned."""
     learned = [[i >= common and it for i, it in enumerate(one.learned)] for one in both]
     if not all(map(any, learned)) and both[0].messages != both[1].messages:
         raise InvalidRow("nothing to learn", "one of `chosen` and `rejected` begins the other")
@@ -243,7 +242,7 @@ def _learned_from(common: int, *both: Conversation) -> list[Conversation]:
 
 
 def _question(form: str, row: Row) -> Turns:
-    """The turns before an answer; those of a prompt that is a conversation are not learned."""
+    """The turns before an answer; those in a prompt that is a conversation are not learned."""
     given = row[form]
     if not isinstance(given, str) and form in ("prompt", *_CONVERSATIONS):
         return _unlearned(read_turns(form, given))

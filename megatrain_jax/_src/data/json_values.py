@@ -1,4 +1,4 @@
-"""JSON values of a stream, one after the other, each with its line."""
+"""Reads JSON values one after another from a stream, each with its line number."""
 
 import json
 import re
@@ -10,24 +10,24 @@ from megatrain_jax._src.data.report import DataError, InvalidRow, RowOrigin
 NO_JSON = "no valid JSON"
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-# The characters that `surrogateescape` makes of bytes that are no UTF-8.
+# The characters that `surrogateescape` makes from bytes that are not UTF-8.
 _ESCAPED = re.compile("[\udc80-\udcff]")
 
 
 def invalid_utf8(byte: int) -> InvalidRow:
-    """The fault of a row with a byte that is no UTF-8."""
+    """The fault of a row with a byte that is not UTF-8."""
     return InvalidRow("invalid UTF-8", f"byte 0x{byte:02x}")
 
 
 def checked_utf8(text: str, value: Any) -> Any:
-    """Returns a value, or what is wrong if the text it was read from is no UTF-8."""
+    """Returns a value, or a fault if the text it was read from is not UTF-8."""
     if not text.isascii() and (escaped := _ESCAPED.search(text)):
         return invalid_utf8(ord(escaped[0]) - 0xDC00)
     return value
 
 
 class Scanner:
-    """Reads JSON values from a stream without holding more of it than one value and a chunk."""
+    """Reads JSON values from a stream, holding at most one value and a chunk."""
 
     def __init__(self, path: str, stream: TextIO, chunk: int):
         """Begins at the stream's position.
@@ -73,7 +73,7 @@ class Scanner:
                 continue
             except RecursionError:
                 raise self._broken("it is nested too deeply") from None
-            # A number may go on in the next chunk.
+            # A number may continue in the next chunk.
             if end < len(self._text) or not self._more():
                 break
         text = self._text[self._at : end]
@@ -81,7 +81,7 @@ class Scanner:
         return origin, checked_utf8(text, value)
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """The next character that is not whitespace; empty at the end."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
@@ -101,7 +101,7 @@ class Scanner:
         self._at = to
 
     def _more(self) -> bool:
-        # Growing with what is held, so that a huge value is parsed again a few times only.
+        # The chunk grows with the held text, so that a huge value is parsed only a few times.
         chunk = self._stream.read(max(self._chunk, len(self._text) - self._at))
         self._text = self._text[self._at :] + chunk
         self._at = 0

@@ -1,4 +1,4 @@
-"""The calls that make a dataset: of conversations, of preferences, and of plain text."""
+"""The calls that make a dataset: `chat`, `preferences` and `text`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,54 +45,53 @@ def chat(
 ) -> Dataset:
     """Makes packed batches of conversations.
 
-    Everything is tokenised here, once, and held in host memory: five bytes a token. A row is a
-    conversation in OpenAI's form (``{"messages": [{"role", "content"}]}``), ShareGPT's
-    (``{"conversations": [{"from", "value"}]}``) or Alpaca's (``{"instruction", "input",
-    "output"}``), or ``{"question", "answer"}`` or ``{"prompt", "completion"}``, whatever the other
-    rows have. A prompt and a completion may be lists of messages; only the completion is learned.
+    All tokens are computed here, once, and kept in host memory: five bytes per token. Each row is a
+    conversation in the format of OpenAI (``{"messages": [{"role", "content"}]}``), ShareGPT
+    (``{"conversations": [{"from", "value"}]}``) or Alpaca (``{"instruction", "input", "output"}``),
+    or ``{"question", "answer"}`` or ``{"prompt", "completion"}``; formats may be mixed. A prompt
+    and a completion may be lists of messages; only the completion is learned.
 
     Args:
-        source: A file, a folder, a pattern with ``*``, an iterable of rows that ends, such as a
-            list of dicts, a `datasets.Dataset` or an `IterableDataset`, or a list of these, which
-            are read in order. Files are .json (an array of rows), .jsonl, .ndjson, .csv, .tsv, all
-            of them also with .gz, or .parquet.
-        tokenizer: The folder of the model's tokenizer, its name on the Hugging Face Hub, from where
+        source: A file, a folder, a pattern with ``*``, a finite iterable of rows, such as a list of
+            dicts, a `datasets.Dataset` or an `IterableDataset`, or a list of these, read in order.
+            Files are .json (an array of rows), .jsonl, .ndjson, .csv or .tsv, optionally with .gz,
+            or .parquet.
+        tokenizer: The folder of the model's tokenizer, its name on the Hugging Face Hub, from which
             it is downloaded, or a fast tokenizer of Transformers.
-        length: Tokens of a row; conversations are packed into rows, each into one.
+        length: Tokens of a row; conversations are packed into rows, each within one row.
         batch_size: Rows of a batch.
         seed: Seed of the order of conversations.
-        shuffle: Whether that order is drawn, anew every epoch.
-        epochs: The number of times that every conversation is seen; None goes on for ever.
-        train_on: The tokens that the loss counts: those of the "assistant", which are what it says
-            and the token that ends each of its turns, but no message with a `weight` of 0 or
-            `train` false; or "all".
-        too_long: Treatment of conversations longer than `length`: an "error" that lists them
-            once all are read; "cut" loses their end, "split" has them go on in another row
-            without what came before, "drop" leaves them out.
-        invalid: Treatment of rows that can't be used: an "error" that lists them, or "drop".
-        merge: The text to put between consecutive turns of one role, such as two line ends,
-            which become one turn; with None they make a row invalid.
-        leading: Treatment of turns of the assistant before the first of the user: an "error" makes
-            the row invalid, "keep" learns them, "drop" leaves them out.
-        chat_template: A Jinja template to use instead of the tokenizer's own, or the name of one
-            of its templates.
-        template_variables: Further variables of the template, such as
-            ``{"enable_thinking": False}``.
-        workers: Number of threads that build batches ahead. 0 builds each when asked for, which
+        shuffle: Whether that order is random, drawn anew every epoch.
+        epochs: How often every conversation is seen; None continues for ever.
+        train_on: The tokens that the loss counts: "assistant", the assistant's text and the token
+            that ends each of its turns, except messages with `weight` 0 or `train` false; or "all".
+        too_long: Treatment of conversations longer than `length`: "error" lists them after all are
+            read; "cut" drops their end, "split" continues them in another row without the earlier
+            context, "drop" leaves them out.
+        invalid: Treatment of unusable rows: "error" lists them, "drop" leaves them out.
+        merge: Text between consecutive turns of one role, such as two newlines, that are merged to
+            one turn; with None they make a row invalid.
+        leading: Treatment of assistant turns before the first user turn: "error" makes the row
+            invalid, "keep" learns them, "drop" leaves them out.
+        chat_template: A Jinja template to use instead of the tokenizer's own, or the name of one of
+            its templates.
+        template_variables: Further variables of the template, such as ``{"enable_thinking":
+            False}``.
+        workers: Number of threads that build batches ahead. With 0 each is built on request, which
             takes well below a millisecond.
-        progress: Whether to show a progress bar and print the summary of what was read.
+        progress: Whether to show a progress bar and print a summary.
 
     Raises:
-        DataError: If rows are invalid or too long and that is an error, if there is nothing left,
-            or if the chat template is missing or no Jinja. Names files and lines. Rows are also
-            invalid if the template fails on them, and if they have a token beyond the
-            `vocab_size` of the `config.json` that lies beside the tokenizer.
+        DataError: If rows are invalid or too long and that is an error, if nothing is left, or if
+            the chat template is missing or not valid Jinja. The message names files and lines. Rows
+            are also invalid if the template fails on them, or if they have a token beyond the
+            `vocab_size` of the `config.json` beside the tokenizer.
         FileNotFoundError: If a file does not exist.
-        TypeError: If an argument has another type.
-        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
-    # Mistakes are found in the order of their cost: options, then files by their names, then the
-    # tokenizer, which may be downloaded, and rows last.
+    # Errors are found in order of cost: options, file names, the tokenizer (maybe downloaded),
+    # rows.
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     check_choices(
         train_on=(train_on, TRAIN_ON),
@@ -130,24 +129,25 @@ def preferences(
     workers: int = 0,
     progress: bool = True,
 ) -> Dataset:
-    """Makes packed batches of pairs of conversations, of which one is preferred.
+    """Makes packed batches of pairs of conversations, one of each preferred.
 
     A row has "chosen" and "rejected", each a text, a message or messages, and before them the
-    question in one of the forms of `chat`: ``{"prompt", "chosen", "rejected"}``,
-    ``{"conversations", "chosen", "rejected"}`` and so on. Without a question both are whole
-    conversations that are the same up to an answer; a `prompt` beside them has to agree. The `mask`
-    is True on the answers: on what the assistant says where the two differ. Both conversations of a
-    pair are in one row of a batch, one after the other; see `Dataset` for the arrays.
+    question in one of the formats of `chat`: ``{"prompt", "chosen", "rejected"}``,
+    ``{"conversations", "chosen", "rejected"}`` and so on. Without a question, both are whole
+    conversations that are the same up to an answer; a `prompt` beside them must agree. `mask` is
+    True on the answers: the assistant's text from where the two differ. Both conversations of a
+    pair are in the same row of a batch, one after the other; see `Dataset` for the arrays.
 
     Args:
         source: See `chat`.
         tokenizer: See `chat`.
-        length: Tokens of a row, which has to hold both conversations of a pair.
+        length: Tokens of a row, which must hold both conversations of a pair.
         batch_size: Rows of a batch.
         seed: See `chat`.
         shuffle: See `chat`.
         epochs: See `chat`.
-        too_long: Treatment of pairs longer than `length`: an "error" that lists them, or "drop".
+        too_long: Treatment of pairs longer than `length`: "error" lists them, "drop" leaves them
+            out.
         invalid: See `chat`.
         merge: See `chat`.
         leading: See `chat`.
@@ -157,11 +157,11 @@ def preferences(
         progress: See `chat`.
 
     Raises:
-        DataError: See `chat`; rows are also invalid if both answers are alike, or answer other
+        DataError: See `chat`; rows are also invalid if both answers are equal, or answer different
             questions.
         FileNotFoundError: If a file does not exist.
-        TypeError: If an argument has another type.
-        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     check_choices(
@@ -195,14 +195,14 @@ def text(
     workers: int = 0,
     progress: bool = True,
 ) -> Dataset:
-    """Makes packed batches of plain text, of which every token is learned.
+    """Makes packed batches of plain text in which every token is learned.
 
-    A .txt file is one text, and so is a ``{"text": ...}`` row of the other kinds of files. Each
-    gets the tokenizer's end of text at its end and, if the tokenizer puts one there, its token for
-    the beginning. Special tokens that a text spells out become those tokens. A row of ``{"prompt",
-    "completion"}`` is one text, of which only the completion and its end are learned.
+    A .txt file is one text, and so is a ``{"text": ...}`` row of the remaining kinds of files. Each
+    text gets the tokenizer's end-of-text token and, if the tokenizer adds one, its beginning token.
+    Special tokens spelled out in a text become those tokens. A row of ``{"prompt", "completion"}``
+    is one text, with only the completion and its end learned.
 
-    Texts of any length are read and tokenised in parts that end with a line.
+    Long texts are read and tokenised in parts that end with a line.
 
     Args:
         source: See `chat`; files may also be .txt.
@@ -212,17 +212,17 @@ def text(
         seed: See `chat`.
         shuffle: See `chat`.
         epochs: See `chat`.
-        too_long: See `chat`; the default here splits a text into pieces of `length` tokens, and
-            the last token of a piece has the first of the next as its label.
+        too_long: See `chat`; the default here splits a text into pieces of `length` tokens, and the
+            last token of a piece has the first of the next as its label.
         invalid: See `chat`.
         workers: See `chat`.
         progress: See `chat`.
 
     Raises:
-        DataError: See `chat`; or if the tokenizer has no end of text.
+        DataError: See `chat`; or if the tokenizer has no end-of-text token.
         FileNotFoundError: If a file does not exist.
-        TypeError: If an argument has another type.
-        ValueError: If an option is not one of those above, or the tokenizer can't be loaded.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an option has an unknown value, or the tokenizer can't be loaded.
     """
     options = to_options(length, batch_size, seed, shuffle, epochs, workers, progress)
     check_choices(too_long=(too_long, TOO_LONG), invalid=(invalid, INVALID))

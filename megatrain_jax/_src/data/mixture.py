@@ -1,4 +1,4 @@
-"""Several datasets as one, in proportions of their rows."""
+"""Mixtures of several datasets, in fixed proportions of their rows."""
 
 import hashlib
 import math
@@ -14,15 +14,15 @@ from megatrain_jax._src.data.dataset import Dataset, DatasetIterator, as_grain
 
 
 class Mixture:
-    """Batches whose rows are of several datasets, in exact proportions.
+    """Batches with rows from several datasets, in exact proportions.
 
-    It is iterated over as a `Dataset` is, its batches have the same arrays, and its iterators can
-    be saved and restored alike. A row is of one dataset. Each dataset draws its own order, epoch
-    after epoch; all ends where one has no row left for its turn.
+    It is iterated like a `Dataset`, its batches have the same arrays, and its iterators can be
+    saved and restored in the same way. Each row comes from one dataset. Each dataset draws its own
+    order, epoch after epoch; the mixture ends when a dataset has no row left for its turn.
 
     Attributes:
         datasets: The datasets.
-        proportions: The rows that each gives of as many as all proportions together.
+        proportions: For each dataset, its number of rows per sum of all proportions.
     """
 
     def __init__(self, datasets: Sequence[Dataset], proportions: Sequence[int]):
@@ -45,7 +45,7 @@ class Mixture:
         return DatasetIterator(self.grain(), self.fingerprint)
 
     def __repr__(self) -> str:
-        """Shows each dataset with its share of the rows."""
+        """Shows each dataset with its fraction of the rows."""
         total = sum(self.proportions)
         shares = [
             f"{proportion / total:.1%} from {dataset.num_rows:,} rows"
@@ -54,13 +54,13 @@ class Mixture:
         return f"Mixture({', '.join(shares)})"
 
     def rows_used(self, num_batches: int | None = None) -> list[int]:
-        """Counts the rows that each dataset gives, which may be fewer or more than it has.
+        """Counts the rows taken from each dataset, which may be fewer or more than it has.
 
         Args:
-            num_batches: Number of batches from the first; None for all.
+            num_batches: Number of batches from the start; None for all.
 
         Raises:
-            TypeError: If it has another type, or is None where the batches never end.
+            TypeError: If it has a wrong type, or is None and the batches never end.
             ValueError: If it is negative.
         """
         if num_batches is None:
@@ -71,19 +71,19 @@ class Mixture:
         return counts(num_rows, self.proportions)
 
     def grain(self) -> grain.IterDataset:
-        """The same batches as a `grain.IterDataset`, to which further steps can be added."""
+        """The same batches as a `grain.IterDataset`, to which more steps can be added."""
         return as_grain(self._batches, max(data.options.workers for data in self.datasets))
 
     @cached_property
     def _batches(self) -> Batches:
         options = self.datasets[0].options
-        # Each draws its own epochs; only whose turn it is follows from all.
+        # Each dataset draws its own epochs; the batches only decide whose turn it is.
         rows = [dataset.rows for dataset in self.datasets]
         return Batches(rows, self.proportions, options.length, options.batch_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the proportions, and of the fingerprints of the datasets."""
+        """A hash of the proportions and of the datasets' fingerprints."""
         digest = hashlib.blake2b(repr(self.proportions).encode(), digest_size=8)
         for dataset in self.datasets:
             digest.update(dataset.fingerprint.encode())
@@ -93,22 +93,21 @@ class Mixture:
 def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> Mixture:
     """Mixes datasets, such as conversations with plain text, in proportions of their rows.
 
-    Rows are full of tokens but for a little, so that proportions of rows are those of tokens. They
-    are exact: with weights 0.7 and 0.3, seven of any ten rows from a multiple of ten are the first
-    one's.
+    Rows are almost full of tokens, so proportions of rows are proportions of tokens. They are
+    exact: with weights 0.7 and 0.3, seven of every ten rows come from the first dataset.
 
     Args:
-        datasets: Two or more, of the same `length` and `batch_size`. Their `epochs` say how often
-            each may be gone through.
-        weights: The share of the rows that each gives, in any unit; None for the number of its
-            rows in all epochs, so that all end together, or in one where epochs never end.
+        datasets: Two or more, with equal `length` and `batch_size`. Their `epochs` limit how often
+            each is repeated.
+        weights: The proportion of rows from each, in any unit. None uses the number of its rows in
+            all epochs, so that all end together; if epochs never end, in one epoch.
 
     Returns:
-        The mixture. What is held out is split off before: ``train, held_out = chats.split(0.1)``.
+        The mixture. Split off an evaluation set before: ``train, held_out = chats.split(0.1)``.
 
     Raises:
-        TypeError: If an argument has another type.
-        ValueError: If the datasets don't fit each other, or the weights them.
+        TypeError: If an argument has a wrong type.
+        ValueError: If the datasets don't match each other, or the weights don't match them.
     """
     if isinstance(datasets, Dataset) or not all(isinstance(one, Dataset) for one in datasets):
         raise TypeError(checks.refused("datasets", "a list of datasets of this module", datasets))
@@ -126,14 +125,14 @@ def mix(datasets: Sequence[Dataset], weights: Sequence[float] | None = None) -> 
     if weights is None:
         ends = [dataset.rows.count for dataset in datasets]
         own = [dataset.num_rows for dataset in datasets]
-        # An endless dataset has no end to share with the others.
+        # An endless dataset has no end to share with the rest.
         return Mixture(datasets, own if None in ends else [end for end in ends if end])
     given = [checks.number(f"weights[{i}]", weight, above=0) for i, weight in enumerate(weights)]
     if len(given) != len(datasets):
         raise ValueError(
             f"`weights` must be one for each of the {len(datasets)} datasets, but are {len(given)}"
         )
-    # As they are written: 0.7 is seven tenths, and no binary fraction close to it.
+    # As decimals: 0.7 is seven tenths, not the nearest binary fraction.
     exact = [Fraction(repr(weight)) for weight in given]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     whole = [int(fraction * scale) for fraction in exact]

@@ -1,7 +1,7 @@
-"""Documents packed into rows: which documents share a row, and the arrays of a batch.
+"""Packs documents into rows: which documents share a row, and the arrays of a batch.
 
-Which lengths share a row is found once, by best fit over all lengths; which documents have those
-lengths there is drawn anew every epoch. So every epoch has the same number of rows.
+The lengths that share a row are found once, by best fit; the documents that take these places are
+drawn anew every epoch. So every epoch has the same number of rows.
 """
 
 from bisect import bisect_left, insort
@@ -22,9 +22,8 @@ class Packing:
     """A packing: which lengths share a row.
 
     Attributes:
-        ranks: Row after row, by how many units each is shorter or equal (the longest unit has
-            rank 0).
-        offsets: The place in `ranks` where each row starts, and the end of the last.
+        ranks: Row after row, the rank of each unit by length (the longest unit has rank 0).
+        offsets: The start of each row in `ranks`, and the end of the last.
     """
 
     ranks: Int32[np.ndarray, " units"]
@@ -42,7 +41,7 @@ class Epoch:
 
     Attributes:
         units: The units, row after row.
-        offsets: The place in `units` where each row starts, and the end of the last.
+        offsets: The start of each row in `units`, and the end of the last.
     """
 
     units: Int32[np.ndarray, " units"]
@@ -55,17 +54,17 @@ class Epoch:
 
 
 def pack(lengths: Int32[np.ndarray, " units"], length: int) -> Packing:
-    """Packs by best fit, the longest first: each goes to the fullest row that has room for it.
+    """Packs by best fit, longest first: each unit goes to the fullest row that has space for it.
 
-    For example, lengths 5, 3, 3, 2 and 1 in rows of 8: 5 begins row 0, 3 fills it; the other 3
-    begins row 1, 2 and 1 follow it. So `ranks` are [0, 1, 2, 3, 4] and `offsets` [0, 2, 5].
+    For example, lengths 5, 3, 3, 2 and 1 in rows of 8: 5 begins row 0 and 3 fills it; the second 3
+    begins row 1, followed by 2 and 1. So `ranks` are [0, 1, 2, 3, 4] and `offsets` [0, 2, 5].
 
     Args:
         lengths: The units' lengths, from 1 to `length`, in any order.
         length: Tokens of a row.
     """
     row_of = np.empty(len(lengths), np.int32)
-    # Rows by the room they have left, and the rooms that some row has, in order.
+    # Rows by their free space, and the sorted sizes of free space that some row has.
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     num_rows = 0
@@ -93,23 +92,23 @@ def pack(lengths: Int32[np.ndarray, " units"], length: int) -> Packing:
 def draw_epoch(
     packing: Packing, lengths: Int32[np.ndarray, " units"], seed: int | None, epoch: int
 ) -> Epoch:
-    """Decides which units have the lengths of a packing, and in which order its rows come.
+    """Assigns units to the lengths of a packing, and orders its rows.
 
     Args:
         packing: Packing of `lengths`.
-        lengths: The units' lengths, as `pack` had them.
-        seed: Seed of the order, new in every epoch; None keeps to the order of `lengths`,
-            as far as packing allows.
+        lengths: The units' lengths, as given to `pack`.
+        seed: Seed of the order, new in every epoch; None keeps the order of `lengths`, as far as
+            packing allows.
         epoch: Number of the epoch, from 0.
     """
     rng = np.random.default_rng([seed, epoch]) if seed is not None else None
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
-    # Units of one length in drawn order: a stable sort by length leaves them so.
+    # Units of one length stay in drawn order, because the sort by length is stable.
     by_rank = order[np.argsort(-lengths[order], kind="stable")]
     units = by_rank[packing.ranks]
     starts, counts = packing.offsets[:-1], np.diff(packing.offsets)
     if rng is None:
-        # A row comes when its first unit would.
+        # A row comes where its first unit would.
         rows = np.argsort(np.minimum.reduceat(units, starts), kind="stable")
     else:
         rows = rng.permutation(packing.num_rows)
@@ -119,12 +118,12 @@ def draw_epoch(
 
 
 def spread(rows: list[np.ndarray], wanted: int) -> list[np.ndarray]:
-    """Spreads the units of too few rows over `wanted` rows, so that none is empty if possible.
+    """Spreads the units of too few rows over `wanted` rows, leaving none empty if possible.
 
-    A loss that divides by what it counts is then defined on every part of the last batch.
+    A loss that divides by a count is then defined on every part of the last batch.
     """
     rows = list(rows)
-    # The fullest row is halved again and again: the last batch has fewer documents a row, not fewer
+    # The fullest row is halved repeatedly: the last batch has fewer documents per row, not fewer
     # rows.
     while len(rows) < wanted:
         index = max(range(len(rows)), key=lambda i: len(rows[i]))
@@ -142,14 +141,14 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
         corpus: The tokens.
         rows: The units of each row; together no longer than `length`.
         length: Tokens of a row.
-        num_pairs: The most pairs that a row has, where units are pairs.
+        num_pairs: The maximum number of pairs in a row, if units are pairs.
 
     Returns:
         `tokens`, `labels`, `segments` and `positions`, int32 (rows, length), and `mask`, bool
-        (rows, length). `labels` holds the next token, 0 where the document has none; `mask` is
-        True where the loss counts it. `segments` counts the pieces of a row from 1 and
-        `positions` the tokens of a piece from 0. All these are 0 where a row is not filled. Where
-        units are pairs, `pairs`, bool (rows, num_pairs), says which of them a row has.
+        (rows, length). `labels` is the next token, 0 if the document has none; `mask` is True if
+        the loss counts it. `segments` counts the pieces of a row from 1 and `positions` the tokens
+        of a piece from 0. All are 0 in the padding. If units are pairs, `pairs`, bool (rows,
+        num_pairs), marks the pairs that a row has.
     """
     shape = (len(rows), length)
     counts = [len(row) * corpus.pieces_per_unit for row in rows]
@@ -158,14 +157,14 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
     row_of = np.repeat(np.arange(len(rows)), counts)
     ends = np.cumsum(sizes)
     begins = ends - sizes
-    # The first piece of each row starts its column, whatever came before in the batch.
+    # The first piece of each row starts at column 0, whatever came before in the batch.
     first = np.cumsum([0, *counts])
     before = np.concatenate([begins, ends[-1:]])[first[:-1]]
     columns = begins - np.repeat(before, counts)
     along = np.arange(ends[-1] if len(ends) else 0)
     positions = along - np.repeat(begins, sizes)
     here = np.repeat(row_of * length + columns, sizes) + positions
-    # Where each token comes from in the corpus, and above where it goes in the flat batch.
+    # Each token's place in the corpus; `here` is its place in the flat batch.
     source = np.repeat(corpus.starts[pieces], sizes) + positions
     number = np.arange(len(pieces)) - np.repeat(first[:-1], counts) + 1
     # The next token in the corpus is the label, within a document.
@@ -189,11 +188,11 @@ def batch(corpus: Corpus, rows: list[np.ndarray], length: int, num_pairs: int = 
 
 
 def with_counts(whole: Batch) -> Batch:
-    """Adds what a batch has of all its rows, so that each microbatch knows it.
+    """Adds counts over all rows of a batch, so that each microbatch knows them.
 
     Returns:
         The batch with `learned_per_row` and, if it has pairs, `pairs_per_row`, both float32
-        (rows,): the labels that count, and the pairs, each over the number of rows.
+        (rows,): the counted labels and the pairs, each divided by the number of rows.
     """
     counted = {"mask": "learned_per_row", "pairs": "pairs_per_row"}
     num_rows = len(whole["tokens"])
@@ -206,7 +205,7 @@ def with_counts(whole: Batch) -> Batch:
 
 
 def own_rows(batch_size: int) -> slice:
-    """The rows of a batch that this process passes, if several of JAX's share a run.
+    """The rows of a batch that this process passes, if several JAX processes share a run.
 
     Raises:
         ValueError: If they can't share them evenly.

@@ -1,7 +1,7 @@
-"""Files become rows, one at a time, each with its origin; no file is held as a whole.
+"""Reads rows from files one at a time, each with its origin, without loading whole files.
 
-JSON Lines are read line by line, a JSON array value by value, CSV row by row, Parquet some rows at
-a time. All but Parquet may be compressed by gzip.
+JSON Lines are read line by line, a JSON array value by value, CSV row by row, Parquet a few rows at
+a time. All but Parquet may be compressed with gzip.
 """
 
 import csv
@@ -25,16 +25,16 @@ from megatrain_jax._src.data.report import DataError, InvalidRow, Report, RowOri
 Row = Mapping[str, Any]
 
 _CHUNK = 1 << 18
-# Rows of Parquet at a time: so many, or fewer if they are long.
+# Rows of Parquet read at a time, or fewer if they are long.
 _PARQUET_ROWS = 256
 _PARQUET_BYTES = 1 << 24
-# Cells of CSV may be documents; the most that a C long holds everywhere.
+# Cells of CSV may be documents; the largest C long on every platform.
 _MOST_OF_A_CELL = 2**31 - 1
 _EMPTY = "the file is empty"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """The suffix that tells what a file holds, in small letters and without .gz."""
+    """A file's suffix in lower case, without .gz; it identifies the format."""
     name = Path(path).name.lower()
     return Path(name.removesuffix(".gz")).suffix if not name.endswith(".parquet.gz") else ".gz"
 
@@ -42,7 +42,7 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def given_rows(
     name: str, items: Iterable[Any], report: Report, error: bool
 ) -> Iterator[tuple[RowOrigin, Row]]:
-    """Goes through rows that are given, as `rows` does through those of a file.
+    """Reads given rows, as `rows` does with a file's rows.
 
     Args:
         name: Their name in errors.
@@ -59,8 +59,8 @@ def rows(path: str, report: Report, error: bool) -> Iterator[tuple[RowOrigin, Ro
 
     Args:
         path: The file.
-        report: The report that counts rows and lists the unreadable ones.
-        error: Whether those are errors.
+        report: The report that counts rows and lists unreadable ones.
+        error: Whether unreadable rows are errors.
 
     Yields:
         The origin of each row, and the row.
@@ -88,7 +88,7 @@ def _objects(
         report.num_rows += 1
         if not isinstance(row, InvalidRow) and not isinstance(row, Mapping):
             row = InvalidRow("a row is no object of fields", f"it is of type {type(row).__name__}")
-        # Readers give a fault in the place of its row, so that reading goes on behind it.
+        # Readers yield a fault in place of its row, so that reading continues after it.
         if isinstance(row, InvalidRow):
             report.leave_out(origin, row, error)
         else:
@@ -99,7 +99,7 @@ def _objects(
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Names a file that is no valid gzip."""
+    """Names a file that is not valid gzip."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as caught:
@@ -113,8 +113,8 @@ def _bytes(path: str) -> BinaryIO:
 
 def _characters(path: str) -> TextIO:
     return io.TextIOWrapper(
-        # A mark at the file's beginning goes; bytes that are no UTF-8 stay to be found in their
-        # row; line ends stay as they are, within cells of CSV, too.
+        # A byte-order mark is dropped. Bytes that are not UTF-8 stay, to be reported with their
+        # row; line ends stay unchanged, also within cells of CSV.
         _bytes(path),
         encoding="utf-8-sig",
         errors="surrogateescape",
@@ -125,8 +125,8 @@ def _characters(path: str) -> TextIO:
 def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
     """Reads a plain text file in blocks of about `_CHUNK` characters that end with a line.
 
-    Tokenisers that split words at line ends, as byte-level ones do, give the same tokens for the
-    blocks as for the whole. Nothing is yielded of a file that is empty or no UTF-8.
+    Tokenizers that split words at line ends, such as byte-level ones, give the same tokens for the
+    blocks as for the whole. Nothing is yielded for a file that is empty or not UTF-8.
     """
     with _readable(path):
         fault = _text_fault(path)
@@ -141,7 +141,7 @@ def blocks(path: str, report: Report, error: bool) -> Iterator[str]:
 
 
 def blocks_of(chunks: Iterable[str]) -> Iterator[str]:
-    """Divides a text into blocks that end with a line, as `blocks` does.
+    """Splits a text into blocks that end with a line, like `blocks`.
 
     Args:
         chunks: The text in parts of any length.
@@ -158,10 +158,10 @@ def blocks_of(chunks: Iterable[str]) -> Iterator[str]:
 
 
 def _line_start(text: str) -> int:
-    """The start of the last line that begins with something but space; 0 if none does."""
+    """The start of the last line that does not begin with whitespace; 0 if there is none."""
     end = text.rfind("\n")
     while end >= 0:
-        # Tokenisers may take line ends and the spaces behind them as one token.
+        # Tokenizers may join line ends and the whitespace after them to one token.
         if end + 1 < len(text) and not text[end + 1].isspace():
             return end + 1
         end = text.rfind("\n", 0, end)
@@ -189,7 +189,7 @@ def _json_lines(path: str) -> Iterator[tuple[RowOrigin, Any]]:
 
 
 def _loads(line: str) -> Any:
-    """Returns what a line of JSON says, or what is wrong with it as an `InvalidRow`."""
+    """Returns the value of a line of JSON, or its fault as an `InvalidRow`."""
     try:
         return checked_utf8(line, json.loads(line))
     except json.JSONDecodeError as caught:
@@ -199,14 +199,14 @@ def _loads(line: str) -> Any:
 
 
 def _json(path: str) -> Iterator[tuple[RowOrigin, Any]]:
-    """Reads an array of objects, or objects one after the other (JSON Lines are a case of it)."""
+    """Reads an array of objects, or objects one after the other, such as JSON Lines."""
     with _characters(path) as stream:
         scanner = Scanner(path, stream, _CHUNK)
         if scanner.peek() == "[":
             yield from scanner.array()
             return
     if _is_json(_first_line(path)):
-        # Then one broken line does not make the rest unreadable.
+        # Then a broken line does not make the rest unreadable.
         yield from _json_lines(path)
         return
     with _characters(path) as stream:
@@ -242,7 +242,7 @@ def _parquet(path: str) -> Iterator[tuple[RowOrigin, Any]]:
 
 
 def _rows_at_once(metadata: Any) -> int:
-    # Rows may be documents of megabytes: by the largest mean of a group, a batch stays small.
+    # Rows may be documents of megabytes, so the largest mean row size of a group limits the batch.
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     size = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
     return min(_PARQUET_ROWS, _PARQUET_BYTES // max(1, size) + 1)
@@ -253,7 +253,7 @@ def _pylist(batch: pyarrow.RecordBatch) -> Iterator[Any]:
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:
-        # One row is at fault: the others are read one by one.
+        # Only one row is faulty, so rows are read one by one.
         for index in range(batch.num_rows):
             try:
                 row = batch.slice(index, 1).to_pylist()[0]
@@ -283,7 +283,7 @@ def _delimited(delimiter: str) -> Callable[[str], Iterator[tuple[RowOrigin, Any]
 
 
 def _cells(path: str, reader: Any) -> list[str] | None:
-    """The next cells, of any length: the module's limit, 131,072 characters, is for all readers."""
+    """The next cells; the csv module's limit of 131,072 characters is raised for this read only."""
     before = csv.field_size_limit(_MOST_OF_A_CELL)
     try:
         return next(reader, None)
@@ -312,6 +312,6 @@ _READERS = {
     ".ndjson": _json_lines,
     ".parquet": _parquet,
 }
-# Suffixes of files with rows, and of those that are one text.
+# Suffixes of files with rows, and of files with one text.
 KINDS = tuple(_READERS)
 TEXT_KINDS = (".txt",)

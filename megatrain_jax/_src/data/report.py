@@ -1,6 +1,6 @@
-"""The report of reading: rows read and left out, counted, and shown with file and line.
+"""Reports on reading data: counts of rows read and left out, with file and line.
 
-Nothing in this package drops a row without writing it down here.
+Every row that is dropped is recorded here.
 """
 
 from collections import Counter
@@ -13,15 +13,15 @@ _REASONS_SHOWN = 20
 
 
 class DataError(ValueError):
-    """Data that can't be trained on as it is; the message names files and lines."""
+    """Data that can't be used for training as it is; the message names files and lines."""
 
 
 class InvalidRow(ValueError):
     """One row that can't be used.
 
     Attributes:
-        reason: The fault, in words that all rows with it share.
-        detail: The fault as this row has it.
+        reason: The fault, in words common to all rows with it.
+        detail: The details for this row.
     """
 
     def __init__(self, reason: str, detail: str = ""):
@@ -32,18 +32,18 @@ class InvalidRow(ValueError):
 
 
 class TooLong(InvalidRow):
-    """A row that can't be used because it is longer than `length`."""
+    """A row that is longer than `length`."""
 
 
 class Unclear(InvalidRow):
-    """A conversation of which the chat template doesn't tell what the assistant says."""
+    """A conversation for which the chat template does not reveal the assistant's text."""
 
 
 class RowOrigin(NamedTuple):
     """The origin of a row: its file, and its place there.
 
     Attributes:
-        path: The file, as the user named it, or the argument that gave the row.
+        path: The file, as the user named it, or the argument that contained the row.
         number: Its line or row, counted from 1; 0 stands for the whole file.
         unit: "line" or "row".
     """
@@ -59,19 +59,19 @@ class RowOrigin(NamedTuple):
 
 @dataclass(kw_only=True)
 class Report:
-    """The counts of rows read and left out while files are read.
+    """Counts of rows read and left out while files are read.
 
     Attributes:
-        num_rows: Rows read, those left out included.
+        num_rows: Rows read, including rows left out.
         left_out: The number of rows left out, by reason.
-        file_faults: The number of files that were faulty as a whole (an empty one), by reason.
-        ignored: The number of rows in which a field appeared that nothing reads, by field.
-        not_shown: The number of rows of which the chat template leaves out a field, by field.
-        changed: The number of rows whose turns were merged or dropped, by what was done.
+        file_faults: The number of files that were faulty as a whole (for example empty), by reason.
+        ignored: The number of rows with a field that nothing reads, by field.
+        not_shown: The number of rows with a field that the chat template omits, by field.
+        changed: The number of rows with turns that were merged or dropped, by change.
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
-        num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
-        num_blurred: Assistant turns whose first or last token also holds text of the prompt.
+        num_pieces_left_out: Pieces of split documents without a token to learn.
+        num_blurred: Assistant turns whose first or last token also contains text of the prompt.
         errors: The number of faults that the user did not allow, by their class.
     """
 
@@ -89,20 +89,20 @@ class Report:
     _examples: dict[str, list[str]] = field(default_factory=dict)
 
     def leave_out(self, origin: RowOrigin, fault: InvalidRow, error: bool) -> None:
-        """Writes down a row (or, where `origin` has no number, a file) that is not used.
+        """Records a row (or a file, if `origin` has no number) that is not used.
 
         Args:
             origin: Origin of the row.
             fault: Fault of the row.
-            error: Whether `check` shall raise for it.
+            error: Whether `check` will raise for it.
         """
-        # Number 0 stands for the whole file, which is no row.
+        # Number 0 stands for the whole file, which is not a row.
         counts = self.left_out if origin.number else self.file_faults
         counts[fault.reason] += 1
         if error:
             self.errors[type(fault)] += 1
         examples = self._examples.setdefault(fault.reason, [])
-        # Counted all the same: a file of a million faulty rows takes no memory.
+        # Only counted from then on: a file with a million faulty rows takes no memory.
         if len(examples) < _EXAMPLES_SHOWN:
             examples.append(f"{origin}: {fault}")
 
@@ -120,7 +120,7 @@ class Report:
             raise DataError("\n".join([f"{self._total()}:", *self.examples(), *hints]))
 
     def examples(self) -> list[str]:
-        """Returns the first origins of each reason, the most frequent first, and how many more."""
+        """Returns the first origins by reason, most frequent first, and the rest as a count."""
         lines = []
         counts = self.left_out + self.file_faults
         for reason, count in counts.most_common(_REASONS_SHOWN):
@@ -141,28 +141,28 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The summary of the rows that a dataset was made from; its string is printed.
+    """Summary of the rows that a dataset was made from; its string is printed.
 
     Attributes:
         num_rows: Rows read.
-        num_documents: Rows that are trained on: `num_rows` less those in `left_out`.
-        num_pieces: Pieces of these documents, of which long ones were split.
+        num_documents: Rows used for training: `num_rows` less those in `left_out`.
+        num_pieces: Pieces of these documents; long documents may be split.
         num_tokens: Tokens of all documents.
-        num_learned: Tokens among them that the loss counts.
-        longest: Tokens of the longest document, as it was read, among those of any length.
-        num_bytes: Host memory that holds them.
+        num_learned: Tokens that the loss counts.
+        longest: Tokens of the longest document read, also if it was cut or dropped.
+        num_bytes: Host memory used.
         left_out: The number of rows left out, by reason.
         num_cut: Documents that lost their end.
         num_split: Documents that were split.
-        num_pieces_left_out: Pieces of split documents in which there is nothing to learn.
-        num_blurred: Assistant turns whose first or last token also holds text of the prompt, and
+        num_pieces_left_out: Pieces of split documents without a token to learn.
+        num_blurred: Assistant turns whose first or last token also contains text of the prompt, and
             is not learned.
-        ignored: The number of rows in which a field appeared that nothing reads, by field.
-        not_shown: The number of rows of which the chat template leaves out a field, such as
-            ``reasoning_content of assistant``, of one message at least.
-        changed: The number of rows whose turns were merged or dropped, by what was done.
-        file_faults: The number of files that held nothing to read, by reason.
-        examples: The first origins of what was left out, with the reasons.
+        ignored: The number of rows with a field that nothing reads, by field.
+        not_shown: The number of rows with a message that has a field omitted by the chat template,
+            such as ``reasoning_content of assistant``, by field.
+        changed: The number of rows with turns that were merged or dropped, by change.
+        file_faults: The number of files with nothing to read, by reason.
+        examples: The first origins of left-out rows, with the reasons.
     """
 
     num_rows: int
@@ -184,7 +184,7 @@ class Summary:
     examples: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A few lines: rows, tokens, memory, and all that is not trained on."""
+        """A few lines: rows, tokens, memory, and everything that is not used for training."""
         lines = [
             f"{self.num_documents:,} of {self.num_rows:,} rows: {self.num_tokens:,} tokens, "
             f"{self.num_learned:,} of them learned ({self.num_learned / self.num_tokens:.0%}), "

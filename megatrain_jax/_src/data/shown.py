@@ -1,8 +1,8 @@
-"""The parts of a conversation that a chat template leaves out.
+"""Finds the parts of a conversation that a chat template omits.
 
-A template is a program that reads what it likes. So each conversation is rendered once more with a
-mark in place of every part, and a part whose mark leaves no trace in the text was not shown. To
-look for the part itself would not do: its text may be somewhere else as well.
+A template is a program that reads whatever it likes. So each conversation is rendered once more
+with a mark in place of every part; if a mark leaves no trace in the text, its part was omitted.
+Looking for the part itself is not enough, because its text may appear elsewhere too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 from megatrain_jax._src.data.turns import Message
 
 THOUGHT = "</think>"
-# Gives the text of messages and tools; None where the template refuses them.
+# Renders messages and tools to text; None if the template refuses them.
 _Render = Callable[[list[Message], list[Any] | None], str | None]
 
 
 class _Part(NamedTuple):
-    """A part of a message that a template may leave out, such as its reasoning.
+    """A part of a message that a template may omit, such as its reasoning.
 
     Attributes:
         index: The number of the message.
         name: The part's name in reports.
-        replace: Gives the message with a mark in place of the part.
+        replace: Returns the message with a mark in place of the part.
     """
 
     index: int
@@ -32,36 +32,36 @@ class _Part(NamedTuple):
 def left_out(
     messages: list[Message], tools: list[Any] | None, text: str, render: _Render
 ) -> set[str]:
-    """Names the parts of a conversation that a template does not show.
+    """Names the parts of a conversation that a template omits.
 
-    For example, of an assistant's message with a `reasoning_content` that the template ignores: in
-    place of the reasoning a mark is rendered, it is not in the text, and the text is the same
-    whatever stands there; so "reasoning_content of assistant" is left out.
+    For example, an assistant's message has a `reasoning_content` that the template ignores: with a
+    mark in its place, the text does not contain the mark and does not change. So "reasoning_content
+    of assistant" is omitted.
 
     Args:
         messages: The conversation.
-        tools: The tools that it may use.
-        text: The conversation as the template renders it.
-        render: Function that renders messages by the template.
+        tools: The available tools.
+        text: The conversation as rendered by the template.
+        render: Function that renders messages with the template.
 
     Returns:
-        Names such as ``reasoning_content of assistant``; each is missing of one message at least.
+        Names such as ``reasoning_content of assistant``; each is omitted in at least one message.
     """
-    # Tools are shown in forms of their own: without them the text has to differ.
+    # Templates reformat tools, so this compares with the text rendered without them.
     found = {"tools"} if tools and render(messages, None) == text else set()
     parts = list(_parts(messages))
     marks = [_mark(number) for number in range(len(parts))]
     marked = render(_replaced(messages, parts, marks), tools)
     if marked is not None:
         parts = [p for p, mark in zip(parts, marks, strict=True) if mark not in marked]
-    # A mark that is gone may still have been read: compared, or put in capitals.
+    # A missing mark may still have been read: compared, or converted to capitals.
     if parts and render(_replaced(messages, parts, marks), tools) != text:
         parts = [p for p in parts if render(_replaced(messages, [p], marks), tools) == text]
     return found | {part.name for part in parts}
 
 
 def _mark(number: int) -> str:
-    # Nine letters and digits, which is what templates of Mistral want of the id of a tool call.
+    # Nine letters and digits, the format that Mistral's templates require for a tool call's id.
     return f"zq{number:07d}"
 
 

@@ -1,4 +1,4 @@
-"""The sources that users name become files and iterables of rows, in an order that is kept."""
+"""Resolves the user's sources to files and iterables of rows, in a fixed order."""
 
 import glob
 import itertools
@@ -18,7 +18,7 @@ _ALLOWED = "a path, an iterable of rows, or a list of these"
 
 
 class Given(NamedTuple):
-    """Rows that are given rather than read from a file.
+    """Rows that are passed directly, not read from a file.
 
     Attributes:
         name: Their name in errors.
@@ -32,19 +32,19 @@ class Given(NamedTuple):
 def resolve(source: Source, texts: bool) -> list[str | Given]:
     """Returns the files and the given rows of a source, in order.
 
-    For example, ``["chats", "more/*.jsonl", [{"messages": [...]}]]`` becomes the paths of the files
-    below the folder, sorted; those that the pattern finds, sorted; and rows that errors
-    name `source[2]`.
+    For example, ``["chats", "more/*.jsonl", [{"messages": [...]}]]`` becomes the sorted paths of
+    the files below the folder, the sorted matches of the pattern, and rows named `source[2]` in
+    errors.
 
     Args:
         source: The argument `source`: a file, a folder, a pattern with ``*``, an iterable of rows
             such as a `datasets.Dataset`, or a list of these.
-        texts: Whether plain text files are among the files of a folder.
+        texts: Whether to include a folder's plain text files.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If there is nothing in it, or a file is no regular one or of an unknown kind.
-        FileNotFoundError: If a file does not exist, or a pattern finds none.
+        ValueError: If it is empty, or a file is not regular or of an unknown kind.
+        FileNotFoundError: If a file does not exist, or a pattern has no match.
     """
     if isinstance(source, str | bytes | PathLike):
         return [*_files(source, texts)]
@@ -67,7 +67,7 @@ def resolve(source: Source, texts: bool) -> list[str | Given]:
 
 
 def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
-    """Whether an iterable gives rows, and the iterable with its first item."""
+    """Whether an iterable yields rows, and the iterable including its first item."""
     if isinstance(given, Mapping):
         keys = ", ".join(repr(key) for key in itertools.islice(given, 8))
         raise TypeError(
@@ -76,7 +76,7 @@ def _peek(name: str, given: Any) -> tuple[bool, Iterable[Any]]:
         )
     if not isinstance(given, Iterable):
         raise TypeError(checks.refused(name, _ALLOWED, given))
-    # What starts anew each time can be looked into; of an iterator the first item is put back.
+    # A re-iterable can simply be peeked at; for an iterator the first item is put back.
     if iter(given) is not given:
         is_rows = isinstance(next(iter(given), None), Mapping)
         return is_rows, restored_rows(given) if is_columnar(given) else given
@@ -93,7 +93,7 @@ def _files(given: Any, texts: bool) -> list[str]:
             known = ", ".join(KINDS + TEXT_KINDS * texts)
             raise ValueError(f"the folder {path}, of `source`, has no file of the kinds {known}")
         return found
-    # A file whose name has brackets in it is a file, not a pattern.
+    # A file with brackets in its name is a file, not a pattern.
     if not os.path.exists(path) and glob.has_magic(path):
         found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         if not found:

@@ -1,8 +1,8 @@
-"""A conversation becomes text by the model's own chat template, with the places where it answers.
+"""Renders conversations with the model's chat template, and locates the assistant's text.
 
-Templates are programs. Some mark what the assistant says with ``{% generation %}``; of the others
-it is found by rendering the conversation up to each answer, and checked. A template for which the
-check fails is refused: training on the wrong tokens would go unnoticed.
+Templates are programs. Some mark the assistant's text with ``{% generation %}``. For the rest it is
+found by rendering the conversation up to each answer, and checked. A template that fails the check
+is refused, because training on the wrong tokens would go unnoticed.
 """
 
 import re
@@ -18,11 +18,11 @@ from megatrain_jax._src.data.shown import THOUGHT, left_out
 from megatrain_jax._src.data.turns import Message
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A block of reasoning that a prompt opens at its end, as `<think>`, and may close again.
+# A block of reasoning that a prompt opens at its end, like `<think>`, and may close again.
 _OPENED = re.compile(
     r"(<[^<>\s]*think[^<>\s]*>|\[THINK\])\s*((<[^<>\s]*think[^<>\s]*>|\[/THINK\])\s*)?$", re.I
 )
-# Stands for the content of a message, to find where a template puts it.
+# Replaces a message's content, to find where a template puts it.
 _MARK = "zq0000000"
 
 
@@ -30,8 +30,8 @@ class Rendered(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: All of it, with the special tokens written out.
-        spans: Start and end of each of the assistant's turns to learn in it, in characters.
+        text: All of it, with the special tokens spelled out.
+        spans: Start and end, in characters, of each assistant turn to learn.
     """
 
     text: str
@@ -42,9 +42,9 @@ class Template:
     """The chat template of a tokenizer.
 
     Attributes:
-        source: The template, in Jinja.
+        source: The Jinja template.
         name: The template's name in errors.
-        marked: Whether it marks what the assistant says.
+        marked: Whether it marks the assistant's text.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Template:
 
         Args:
             tokenizer: A tokenizer of Transformers.
-            chat_template: A Jinja template, or the name of one of the tokenizer's; None takes the
+            chat_template: A Jinja template, or the name of one of the tokenizer's; None for the
                 tokenizer's own.
             variables: Further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            DataError: If there is none, or it is no valid Jinja.
+            DataError: If there is none, or it is not valid Jinja.
         """
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if chat_template is None and not tokenizer.chat_template:
@@ -83,9 +83,9 @@ class Template:
         """Renders a conversation.
 
         Raises:
-            InvalidRow: If the template refuses it, or has no place for its tools; an `Unclear` if
-                it can't be told what the assistant says.
-            DataError: If the template is no valid Jinja.
+            InvalidRow: If the template refuses it, or does not support its tools; an `Unclear` if
+                the assistant's text can't be located.
+            DataError: If the template is not valid Jinja.
         """
         if conversation.tools and not self._takes_tools:
             raise InvalidRow(f"{self.name} has no place for tools")
@@ -94,18 +94,18 @@ class Template:
         return self._by_prefixes(conversation)
 
     def left_out(self, conversation: Conversation, text: str) -> set[str]:
-        """Names the fields that the template does not show, of one message at least.
+        """Names the fields that the template omits in at least one message.
 
         Args:
             conversation: The conversation.
-            text: The conversation as `render` has it.
+            text: The conversation as returned by `render`.
         """
         return left_out(conversation.messages, conversation.tools, text, self._attempt)
 
     def _attempt(self, messages: list[Message], tools: list[Any] | None) -> str | None:
         try:
             return self._text(messages, tools)[0]
-        except Exception:  # a program, given what it was not written for
+        except Exception:  # a program, given input it was not written for
             return None
 
     def _by_marks(self, conversation: Conversation) -> Rendered:
@@ -118,7 +118,7 @@ class Template:
         if not spans:
             raise self._unclear("it marks nothing as the assistant's", text)
         if not all(turns):
-            # Only here one has to know which turn a mark belongs to.
+            # Only here the marks must be matched to turns.
             if len(spans) != len(turns):
                 raise self._unclear(
                     f"it has {len(spans)} marked parts for {len(turns)} turns, of which some "
@@ -156,8 +156,8 @@ class Template:
         prompt, _ = self._text(messages[:index], tools, prompt=True)
         if text.startswith(prompt):
             return len(prompt)
-        # Where an answer has no reasoning, the template may leave out the block that its prompt
-        # opens: the prompt ends in "assistant\n<think>\n", the text goes on "assistant\nYes.".
+        # For an answer without reasoning, the template may omit the block that its prompt opens:
+        # the prompt ends in "assistant\n<think>\n", but the text continues "assistant\nYes.".
         if (opened := _OPENED.search(prompt)) and text.startswith(prompt[: opened.start()]):
             return opened.start()
         raise self._unclear(
@@ -169,7 +169,7 @@ class Template:
     def _start_of_leading(
         self, messages: list[Message], tools: list[Any] | None, index: int, text: str
     ) -> int:
-        """The start of an answer before any question, which few templates have a prompt for."""
+        """The start of an answer before any question; few templates have a prompt for it."""
         marked, _ = self._text(
             [*messages[:index], {**messages[index], "content": _MARK}, *messages[index + 1 :]],
             tools,
@@ -185,12 +185,12 @@ class Template:
         """The end in `text` of the answer `index`, which is not the last message."""
         upto, _ = self._text(messages[: index + 1], tools)
         if not text.startswith(upto) and self._eos and upto.endswith(self._eos):
-            # Some templates end every text so, and not every turn.
+            # Some templates end every text with this token, but not every turn.
             upto = upto.removesuffix(self._eos)
         if text.startswith(upto) and len(upto) > start:
             return len(upto)
-        # The template leaves something out of earlier answers, such as reasoning at their
-        # beginning. Then they go on with an end of what they are when they come last.
+        # The template omits part of earlier answers, such as reasoning at their beginning. The text
+        # then continues with some ending of the answer as it is rendered when it comes last.
         alone, rest = upto[start:], text[start:]
         for cut in range(1, len(alone)):
             if alone[cut] == rest[0] and rest.startswith(alone[cut:]):
@@ -222,7 +222,7 @@ class Template:
             raise DataError(f"{self.name} is no valid Jinja: {caught}") from caught
         except jinja2.TemplateError as caught:
             raise InvalidRow(f"{self.name} refuses it", str(caught)) from caught
-        except Exception as caught:  # a program, given what it was not written for
+        except Exception as caught:  # a program, given input it was not written for
             why = f"{type(caught).__name__}: {caught}"
             raise InvalidRow(f"{self.name} fails on it", why) from caught
         texts, spans = rendered
@@ -233,7 +233,7 @@ class Template:
         calls = [call["function"].get("name", "") for call in message.get("tool_calls") or ()]
         if visible not in part or not all(name in part for name in calls):
             return False
-        # A template that knows no prompt may have a header, which the model need not learn.
+        # Without a generation prompt there may be a header, which the model need not learn.
         header = "" if self._has_prompt or calls else part.partition(visible)[0]
         return not header.strip()
 
@@ -245,7 +245,7 @@ class Template:
 
 
 def _visible(message: Message) -> str:
-    """The part of a message that has to be seen: reasoning is left out by some templates."""
+    """The part of a message that must be visible; some templates omit reasoning."""
     return message.get("content", "").rpartition(THOUGHT)[2].strip()
 
 

@@ -1,6 +1,6 @@
-"""Conversations and texts become tokens, and for each token whether it is learned.
+"""Tokenises conversations and texts, and marks the tokens that are learned.
 
-The tokenizer's Rust threads work on many texts at once; what they give is copied into flat arrays,
+The tokenizer's Rust threads work on many texts at once; the results are copied into flat arrays,
 and no text is kept.
 """
 
@@ -20,7 +20,7 @@ from megatrain_jax._src.data.tokens import Tokens
 TrainOn = Literal["assistant", "all"]
 TRAIN_ON = ("assistant", "all")
 _TEXTS_AT_ONCE = 512
-# While it is made, a token takes some 300 bytes.
+# While it is being made, a token takes about 300 bytes.
 _CHARACTERS_AT_ONCE = 1 << 21
 
 T = TypeVar("T")
@@ -51,23 +51,23 @@ def add_conversations(
     builder: CorpusBuilder,
     report: Report,
 ) -> None:
-    """Adds conversations to a builder; once there is an error, only looks for further ones.
+    """Adds conversations to a builder; after an error, only looks for further errors.
 
     Args:
         documents: The conversations of each document, one or a pair, with the document's origin.
         template: Renders them.
         tokens: Tokenises them.
         train_on: Tokens that the loss counts.
-        errors: Whether a conversation that can't be used is an error.
-        builder: The builder of the corpus that they go into.
-        report: The report that lists conversations that can't be used.
+        errors: Whether an unusable conversation is an error.
+        builder: The builder of the corpus.
+        report: The report that lists unusable conversations.
 
     Raises:
-        DataError: If the template is no valid Jinja.
+        DataError: If the template is not valid Jinja.
     """
     rendered = _render(documents, template, tokens, errors, report)
     for some in _batches(rendered, lambda item: sum(len(one.text) for one in item[1])):
-        # The run will be refused: what is left is read for further faults, and not tokenised.
+        # The call will fail, so the remaining rows are only searched for further faults.
         if errors and (report.errors[InvalidRow] or report.errors[Unclear]):
             continue
         encodings = iter(tokens.encode([one.text for _, parts in some for one in parts]))
@@ -133,27 +133,27 @@ def _assistant_tokens(
     name: str,
     report: Report,
 ) -> Bool[np.ndarray, " n"]:
-    """Tells which tokens are the assistant's: those within its turns, and those that end them.
+    """Finds the assistant's tokens: the tokens within its turns, and the ones that end them.
 
     Args:
         ids: The tokens of a conversation.
-        offsets: The characters, from and to, that each token was made of.
+        offsets: The start and end character of each token.
         spans: The characters of each turn.
-        tokens: The tokenizer, which knows the special tokens.
+        tokens: The tokenizer, with its special tokens.
         name: The template's name in errors.
-        report: Report in which turns that share a token with the prompt are counted.
+        report: Report that counts turns sharing a token with the prompt.
 
     Returns:
-        Whether each token is. One that also holds characters of the prompt is not among them: a
-        model that answers the prompt never has to say it.
+        A mask of the tokens. A token that also contains characters of the prompt is not included: a
+        model that answers the prompt never generates it.
 
     Raises:
         Unclear: If the last turn has no token at its end.
     """
     learned = np.zeros(len(ids), np.bool_)
     for start, stop in spans:
-        # The first token that reaches beyond the start, and that after the last before the stop.
-        # Tokens of whitespace may be empty here, as some tokenizers trim their offsets.
+        # The first token that ends after the start, and the one after the last before the stop.
+        # Whitespace tokens may be empty here, because some tokenizers trim their offsets.
         first, blurred = _first_after(offsets, start)
         last = int(np.searchsorted(offsets[:, 0], stop, "left"))
         if last > first and offsets[last - 1, 1] > stop:
@@ -167,13 +167,13 @@ def _assistant_tokens(
                 "would not learn to stop",
                 f"the turn's last tokens are {shown}",
             )
-        # A turn before the last may end without such a token: what follows it is the template's.
+        # An earlier turn may lack an end token; the text after it then belongs to the template.
         learned[first : last if end is None else end] = True
     return learned
 
 
 def _first_after(offsets: Int64[np.ndarray, "n 2"], start: int) -> tuple[int, bool]:
-    """The first token that begins at a character or after it, and whether one lies across it."""
+    """The first token that begins at or after a character, and whether a token crosses it."""
     first = int(np.searchsorted(offsets[:, 1], start, "right"))
     across = first < len(offsets) and bool(offsets[first, 0] < start)
     return first + across, across
@@ -186,17 +186,17 @@ def add_texts(
     builder: CorpusBuilder,
     report: Report,
 ) -> None:
-    """Adds plain texts to a builder; once there is an error, only looks for further ones.
+    """Adds plain texts to a builder; after an error, only looks for further errors.
 
     Args:
         parts: Parts of texts, in order.
-        tokens: Tokenises them; each text gets the tokens that begin and end one.
+        tokens: Tokenises them, and adds the beginning and end tokens of each text.
         errors: Whether errors are looked for.
-        builder: The builder of the corpus that they go into.
+        builder: The builder of the corpus.
         report: The report that lists errors.
 
     Raises:
-        DataError: If the tokenizer has no token to end a text with.
+        DataError: If the tokenizer has no end-of-text token.
     """
     first, last = tokens.ends_of_text()
     begins = True
@@ -221,7 +221,7 @@ def add_texts(
 
 
 def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Groups items into lists of so many, or of so many characters, as threads share well."""
+    """Groups items into lists of limited number and total size for the tokenizer's threads."""
     group, total = [], 0
     for item in items:
         group.append(item)

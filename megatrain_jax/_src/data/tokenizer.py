@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a checkpoint, which may be anybody's, without running its code."""
+"""Loads the tokenizer of an untrusted checkpoint without running its code."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from megatrain_jax._src.common.hf_folder import read_json, regular_file
 from megatrain_jax._src.common.hub import folder_or_download
 
-# The files of a tokenizer's folder that Transformers reads as JSON.
+# JSON files in a tokenizer's folder that Transformers reads.
 _JSON = (
     "added_tokens.json",
     "chat_template.json",
@@ -23,22 +23,22 @@ _OTHER = ("chat_template.jinja", "merges.txt", "tekken.json", "tokenizer.model",
 def load_tokenizer(given: Any) -> Any:
     """Loads the tokenizer in a folder on disk, as `AutoTokenizer` does.
 
-    No code of the folder is run.
+    No code in the folder is run.
 
     Args:
-        given: The argument `tokenizer`: the folder, or the name of a model of the Hugging Face Hub.
+        given: The argument `tokenizer`: the folder, or the name of a Hugging Face Hub model.
 
     Returns:
-        A tokenizer of Transformers.
+        A Transformers tokenizer.
 
     Raises:
         FileNotFoundError: If there is no such folder, and it can't be downloaded.
-        ValueError: If a file of it is damaged or no regular file, or Transformers can't load it.
+        ValueError: If one of its files is damaged or not regular, or Transformers can't load it.
     """
     folder = folder_or_download(
         "tokenizer", given, "a tokenizer (tokenizer.json)", (*_JSON, *_OTHER)
     )
-    # Looked at alone: a link out of the folder is refused before Transformers follows it.
+    # Checked separately: a link out of the folder is refused before Transformers follows it.
     for name in _OTHER:
         regular_file(folder, name)
     files = {name: regular_file(folder, name) for name in _JSON}
@@ -50,8 +50,8 @@ def load_tokenizer(given: Any) -> Any:
             local_files_only=True,
             trust_remote_code=False,
         )
-        tokenizer("a")  # some options are looked at only here
-    except Exception as error:  # what Transformers raises for damaged files has no common type
+        tokenizer("a")  # some options are read only here
+    except Exception as error:  # Transformers' errors for damaged files have no common type
         why = f"Transformers can't load it: {type(error).__name__}: {str(error)[:500]}"
         if "auto_map" in values.get("tokenizer_config.json", {}):
             why = (
@@ -65,15 +65,15 @@ def load_tokenizer(given: Any) -> Any:
 
 
 def _config(values: dict[str, Any]) -> PreTrainedConfig:
-    """The model's configuration with its type alone, which the tokenizer's class follows from.
+    """The model's configuration reduced to its type, which determines the tokenizer's class.
 
-    A stranger's numbers are left out: Transformers lists the layers of a model, however many.
+    Untrusted numbers are left out: Transformers would list a model's layers, however many.
     """
     kept = {
         key: values[key] for key in ("model_name", "model_type", "tokenizer_class") if key in values
     }
     if kept.get("model_type") == "mistral" and "layer_types" in values:
-        kept["model_type"] = "ministral"  # as AutoConfig takes it
+        kept["model_type"] = "ministral"  # as in AutoConfig
     try:
         return AutoConfig.for_model(**kept)
     except Exception:

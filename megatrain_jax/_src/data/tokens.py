@@ -1,4 +1,4 @@
-"""A tokenizer with what has to be known of its special tokens."""
+"""A tokenizer, with helpers for its special tokens."""
 
 import re
 from os import PathLike
@@ -15,7 +15,7 @@ from megatrain_jax._src.data.vocabulary import Vocabulary
 
 
 class Tokens:
-    """A fast tokenizer of Transformers, and what has to be known of its special tokens.
+    """A fast Transformers tokenizer, with helpers for its special tokens.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -27,7 +27,7 @@ class Tokens:
         """Takes a tokenizer, or loads one from a folder.
 
         Raises:
-            TypeError: If it is no fast tokenizer.
+            TypeError: If it is not a fast tokenizer.
             FileNotFoundError: See `load_tokenizer`.
             ValueError: See `load_tokenizer`.
         """
@@ -43,18 +43,17 @@ class Tokens:
         self.vocabulary = Vocabulary.beside(tokenizer)
         added = {token: str(entry) for token, entry in tokenizer.added_tokens_decoder.items()}
         special = {t for t, entry in tokenizer.added_tokens_decoder.items() if entry.special}
-        # Beside those that are marked special, the tokenizer's own by their roles, as its end of
-        # text.
+        # In addition to tokens marked special, the tokenizer's own by role, such as end of text.
         special.update(tokenizer.all_special_ids)
         names = [added.get(token, "") for token in special] + list(tokenizer.all_special_tokens)
-        # The longest first, as a pattern takes the first of its choices that fits.
+        # Longest first, because a pattern takes its first matching alternative.
         names = sorted({name for name in names if name}, key=len, reverse=True)
         self._special = special
         self._written = re.compile("|".join(map(re.escape, names))) if names else None
         self._is_space: dict[int, bool] = {}
 
     def encode(self, texts: list[str]) -> list[Encoding]:
-        """Tokenises texts, in which special tokens may be written out; adds none."""
+        """Tokenises texts, in which special tokens may be spelled out; adds none."""
         return self.tokenizer(
             texts,
             add_special_tokens=False,
@@ -73,7 +72,8 @@ class Tokens:
             return
         for number, message in enumerate(conversation.messages, 1):
             for field in ("content", "reasoning_content", "reasoning", "thinking"):
-                # Anyone who writes in a chat could end their own turn and speak as the assistant.
+                # Otherwise anyone writing in a chat could end their turn and speak as the
+                # assistant.
                 found = self._written.search(message.get(field) or "")
                 if found:
                     raise InvalidRow(
@@ -82,10 +82,10 @@ class Tokens:
                     )
 
     def end_of_turn(self, ids: Int32[np.ndarray, " n"], start: int, stop: int) -> int | None:
-        """The end of the turn in ``ids[start:stop]``, its end-of-turn token included.
+        """The end of the turn in ``ids[start:stop]``, including its end-of-turn token.
 
-        Space alone after that token is left to the template; such a token that follows the turn
-        belongs to it.
+        Trailing whitespace is left to the template; an end token right after the turn belongs to
+        it.
 
         Returns:
             The end, or None if the turn has no such token.
@@ -100,10 +100,10 @@ class Tokens:
         return None
 
     def ends_of_text(self) -> tuple[Int32[np.ndarray, " first"], Int32[np.ndarray, " last"]]:
-        """The tokens before and after a plain text, one of each at the most.
+        """The tokens before and after a plain text, at most one each.
 
         Raises:
-            DataError: If the tokenizer has no end of text.
+            DataError: If the tokenizer has no end-of-text token.
         """
         tokenizer = self.tokenizer
         if tokenizer.eos_token_id is None:
@@ -112,7 +112,8 @@ class Tokens:
                 "set `tokenizer.eos_token`"
             )
         first = tokenizer("a").input_ids[:1]
-        # Tokenizers that have such a token may not put it before texts: a call shows what they do.
+        # A tokenizer may have a beginning token without adding it to texts; a call shows the
+        # behaviour.
         starts = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
         begin = np.array(first if starts else [], np.int32)
         return begin, np.array([tokenizer.eos_token_id], np.int32)
@@ -125,10 +126,10 @@ class Tokens:
 
 
 def load_tokens(tokenizer: Any) -> Tokens:
-    """Takes or loads a tokenizer, and warns of tokens that the model beside it has no row for.
+    """Takes or loads a tokenizer, and warns of tokens beyond the vocabulary of its model.
 
     Raises:
-        TypeError: If it is no fast tokenizer.
+        TypeError: If it is not a fast tokenizer.
         FileNotFoundError: See `load_tokenizer`.
         ValueError: See `load_tokenizer`.
     """

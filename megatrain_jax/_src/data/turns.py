@@ -1,6 +1,6 @@
-"""The turns of a conversation: read one by one, merged, put in order, and checked.
+"""The turns of a conversation: read, merged, ordered and checked.
 
-Every form of rows ends here, as the messages that chat templates take.
+Rows of every format end here, as messages for chat templates.
 """
 
 import json
@@ -37,7 +37,7 @@ _FOLLOWS = {
 }
 _BEFORE_QUESTIONS = (None, "system", "developer")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-# The fields that templates read besides the role and the content.
+# The fields that templates read in addition to role and content.
 _PASSED_ON = ("name", "tool_calls", "tool_call_id", *_THOUGHTS)
 _KNOWN_OF_MESSAGE = {"role", "content", "from", "value", "weight", "train", *_PASSED_ON}
 
@@ -46,9 +46,9 @@ class TurnRules(NamedTuple):
     """The user's options about the order of turns.
 
     Attributes:
-        merge: The text put between consecutive turns of one role, which become one; None leaves
-            them apart, so that they are a fault.
-        leading: Treatment of an assistant's turn before the first of the user.
+        merge: Text put between consecutive turns of one role to merge them; None to treat them as a
+            fault.
+        leading: Treatment of an assistant's turn before the first user turn.
     """
 
     merge: str | None = None
@@ -56,12 +56,12 @@ class TurnRules(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Messages, and what was seen while they were read.
+    """Messages, with notes taken while reading them.
 
     Attributes:
         messages: Dicts with a role and a content.
-        learned: For each message, whether the loss may count it; false for messages of the user,
-            and for those of the assistant that have a weight of 0, or `train` false.
+        learned: For each message, whether the loss may count it: false for user messages, and for
+            assistant messages with weight 0 or `train` false.
         ignored: Fields of the row that nothing reads.
     """
 
@@ -74,7 +74,7 @@ def read_turns(field: str, turns: Any) -> Turns:
     """Reads the turns of a field such as `messages` or `conversations`.
 
     Raises:
-        InvalidRow: If they are no turns.
+        InvalidRow: If they are not turns.
     """
     if not isinstance(turns, list | tuple) or not turns:
         raise InvalidRow("no turns", f"`{field}` is no list, or an empty one")
@@ -85,7 +85,7 @@ def read_turns(field: str, turns: Any) -> Turns:
         given = {name: value for name, value in turn.items() if value is not None}
         read.messages.append(message := _message(given, number))
         read.learned.append(_counts(given, number) and message["role"] == "assistant")
-        # Only the assistant is learned, so that this asks for something that is not done.
+        # Only the assistant is learned, so this asks for something that is not done.
         if given.get("train") and message["role"] != "assistant":
             read.ignored.add(f"{field}[].train of {message['role']}")
         read.ignored.update(f"{field}[].{name}" for name in set(given) - _KNOWN_OF_MESSAGE)
@@ -93,7 +93,7 @@ def read_turns(field: str, turns: Any) -> Turns:
 
 
 def _counts(given: Mapping[str, Any], number: int) -> bool:
-    """Whether a turn is to be learned, by its `weight`, as OpenAI has it, and its `train`."""
+    """Whether a turn is learned, by its `weight` (OpenAI's field) and its `train`."""
     weight, train = given.get("weight", 1), given.get("train", True)
     if weight not in (0, 1):
         raise InvalidRow("a weight that is neither 0 nor 1", f"{weight!r} in turn {number}")
@@ -107,14 +107,14 @@ def _counts(given: Mapping[str, Any], number: int) -> bool:
 
 
 def arrange(turns: Turns, rules: TurnRules) -> tuple[Turns, set[str]]:
-    r"""Merges and drops turns as the rules say, and checks the order of the others.
+    r"""Merges and drops turns by the rules, and checks the order of the rest.
 
     For example, with ``TurnRules("\n", "drop")`` the turns assistant "hi", user "a", user "b",
     assistant "c" become user "a\nb", assistant "c".
 
     Returns:
-        The turns: an optional system message, then turns of user and assistant, the last of which
-        is the assistant's; tools may answer the assistant. And what was changed, in words.
+        The turns: an optional system message, then turns of user and assistant, ending with the
+            assistant; tools may answer the assistant. And the changes, in words.
 
     Raises:
         InvalidRow: If they can't be brought into such an order.
@@ -134,7 +134,7 @@ def valid_text(text: Any, name: str) -> str:
     """Returns a text.
 
     Raises:
-        InvalidRow: If it is none, or no valid Unicode.
+        InvalidRow: If it is not a text, or not valid Unicode.
     """
     if not isinstance(text, str):
         raise InvalidRow("content that is no text", f"{name} is of type {type(text).__name__}")
@@ -144,10 +144,10 @@ def valid_text(text: Any, name: str) -> str:
 
 
 def check_content(message: Message, name: str) -> None:
-    """Checks that a message says something.
+    """Checks that a message is not empty.
 
     Raises:
-        InvalidRow: If it does not; a tool may well return nothing.
+        InvalidRow: If it is; but a tool may return nothing.
     """
     if message.get("content", "").strip() or message.get("tool_calls"):
         return
@@ -159,7 +159,7 @@ def read_tools(tools: Any) -> list[Any] | None:
     """Returns the JSON schemas of tools, which may be given as text.
 
     Raises:
-        InvalidRow: If they are none.
+        InvalidRow: If they are not.
     """
     if isinstance(tools, str):
         try:
@@ -184,7 +184,7 @@ def _message(turn: Mapping[str, Any], number: int) -> Message:
     content = turn.get("content", turn.get("value"))
     if content is not None:
         message["content"] = _content(content, number)
-    # Templates read no other fields; those are counted as ignored.
+    # Templates read no further fields; all remaining ones are counted as ignored.
     message |= {field: turn[field] for field in _PASSED_ON if field in turn}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_opened(call, number) for call in calls]
@@ -205,7 +205,7 @@ def _content(content: Any, number: int) -> str:
 
 
 def _opened(call: Any, number: int) -> dict[str, Any]:
-    """A call with its arguments as their JSON says them, as templates want them."""
+    """A call with its JSON arguments parsed, as templates require."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, dict):
         raise InvalidRow("unknown form", f"a tool call without a function in turn {number}")
@@ -220,14 +220,14 @@ def _opened(call: Any, number: int) -> dict[str, Any]:
 
 
 def merged(turns: Turns, between: str) -> Turns:
-    """Returns the turns, consecutive ones of one role as one; tools answer one by one.
+    """Returns the turns with consecutive turns of one role merged; tools answer one by one.
 
     Args:
         turns: The turns.
-        between: The text to put between two that become one.
+        between: The text to put between merged turns.
 
     Raises:
-        InvalidRow: If two can't become one, as they have other names or weights.
+        InvalidRow: If two can't be merged because their names or weights differ.
     """
     messages: list[Message] = []
     learned: list[bool] = []
@@ -237,7 +237,7 @@ def merged(turns: Turns, between: str) -> Turns:
             messages.append(message)
             learned.append(counts)
             continue
-        # One turn can't be learned in part: a weight is of the whole.
+        # A turn can't be learned in part: a weight applies to all of it.
         if learned[-1] != counts:
             raise InvalidRow(
                 "turns that can't be merged",
@@ -252,7 +252,7 @@ def merged(turns: Turns, between: str) -> Turns:
 
 
 def _joined(first: Message, second: Message, between: str, number: int) -> Message:
-    # Fields that both have are the second's, but for texts and calls, which are joined.
+    # If both have a field, the second's is taken, except for texts and calls, which are joined.
     result = {**first, **second}
     for field in ("content", *_THOUGHTS):
         texts = [message[field] for message in (first, second) if message.get(field)]
@@ -270,7 +270,7 @@ def _joined(first: Message, second: Message, between: str, number: int) -> Messa
 
 def _without_leading(turns: Turns) -> Turns:
     roles = [message["role"] for message in turns.messages]
-    # System messages stay, and what comes between them and the first question goes.
+    # System messages stay; turns between them and the first question are dropped.
     start = next((i for i, role in enumerate(roles) if role not in _BEFORE_QUESTIONS), 0)
     if roles[start] != "assistant":
         return turns

@@ -1,4 +1,4 @@
-"""The vocabulary of the model beside a tokenizer, which has to have a row for each of its ids."""
+"""Checks that the model beside a tokenizer has an embedding row for each of its ids."""
 
 import json
 import warnings
@@ -15,7 +15,7 @@ _TOKENS_SHOWN = 3
 
 
 class BeyondVocabulary(InvalidRow):
-    """A row with a token that the model has no row for."""
+    """A row with a token for which the model has no embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Vocabulary:
 
     Attributes:
         tokenizer: The tokenizer.
-        size: Ids are below it; None if the folder has no model.
-        config: Path of the configuration that says so.
+        size: Upper bound of ids; None if the folder has no model.
+        config: Path of the configuration with this size.
     """
 
     tokenizer: Any
@@ -34,21 +34,21 @@ class Vocabulary:
 
     @classmethod
     def beside(cls, tokenizer: Any) -> "Vocabulary":
-        """Reads the `config.json` of the folder from which a tokenizer was loaded."""
+        """Reads the `config.json` in the folder from which a tokenizer was loaded."""
         config = Path(tokenizer.name_or_path) / "config.json"
         size = _size(config) if tokenizer.name_or_path else None
         return cls(tokenizer=tokenizer, size=size, config=config)
 
     def warn(self, stacklevel: int) -> None:
-        """Warns of tokens beyond the vocabulary, which data may or may not have.
+        """Warns of tokens beyond the vocabulary, which the data may or may not contain.
 
-        Models with more rows than the tokenizer has tokens are common, and fine.
+        Models with more rows than the tokenizer has tokens are common and fine.
         """
         if self.size is None:
             return
         ids = self.tokenizer.get_vocab()
         beyond = sorted((token for token in ids if ids[token] >= self.size), key=ids.__getitem__)
-        # Only a warning: data may well have none of them.
+        # Only a warning, because the data may contain none of them.
         if beyond:
             shown = ", ".join(map(repr, beyond[:_TOKENS_SHOWN]))
             warnings.warn(
@@ -74,11 +74,11 @@ def _size(config: Path) -> int | None:
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # A faulty configuration is reported where the model is loaded.
+        # A faulty configuration is reported when the model is loaded.
         return None
     if not isinstance(values, dict):
         return None
-    text = values.get("text_config")  # of models that also see
+    text = values.get("text_config")  # in multimodal models
     for part in (values, text if isinstance(text, dict) else {}):
         size = part.get("vocab_size")
         if isinstance(size, int) and size > 0:

@@ -14,7 +14,7 @@ Over several devices each takes pieces of its own shard, and their numbers meet 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ _PIECE = 1 << 24
 # Pieces are found by their first element, an unsigned number of 32 bits.
 _LONGEST = 1 << 32
 
+_Sums = tuple[jax.Array, jax.Array]
+_Numbers = TypeVar("_Numbers", jax.Array, _Sums)
+
 Place = tuple[int, Layout, int]
 """A leaf's slab by its number, the slab's layout, and the leaf's number in it."""
 
@@ -39,24 +42,34 @@ Place = tuple[int, Layout, int]
 def measured(
     gradient: Float[Array, " size"], ok: Bool[Array, ""], guarded: bool, num_shards: int
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if that is finite."""
+    """The squared norm of a gradient, in fp32, and, if guarded, `ok` only if all of it is finite.
 
-    # One pass serves two ends: a sum of squares is not finite if any element isn't. Padding in a
-    # gradient's slab is zeros and adds nothing.
-    def squares(x: jax.Array, axis: int | None) -> jax.Array:
-        x = x.astype(jnp.float32)
-        return jnp.sum(x * x, axis)
+    The elements decide: of finite ones above 1.8e19 the squared norm is infinite.
+    """
+
+    # Two sums of one shape, so that a GPU finds both in one pass, and several devices exchange them
+    # together. Padding in a gradient's slab is zeros and adds nothing.
+    def sums(x: jax.Array, axis: int | None) -> _Sums:
+        wide = x.astype(jnp.float32)
+        return jnp.sum(wide * wide, axis), jnp.sum(~jnp.isfinite(x), axis, jnp.float32)
 
     rows = gradient.reshape(num_shards, -1)
     if _is_large(rows.shape[1]):
 
-        def of_piece(start: Any, size: int) -> jax.Array:
-            return squares(_piece(rows, start, size), 1)
+        def of_piece(start: Any, size: int) -> _Sums:
+            return sums(_piece(rows, start, size), 1)
 
-        square = jnp.sum(_in_pieces(of_piece, rows.shape[1], jnp.add))
+        def add(x: _Sums, y: _Sums) -> _Sums:
+            return x[0] + y[0], x[1] + y[1]
+
+        by_shard = _in_pieces(of_piece, rows.shape[1], add)
+        square, not_finite = jnp.sum(by_shard[0]), jnp.sum(by_shard[1])
     else:
-        square = squares(gradient, None)
-    return square, ok & jnp.isfinite(square) if guarded else ok
+        square, not_finite = sums(gradient, None)
+    # The count would be enough. But what is not read here, or is read once, XLA computes within the
+    # update's kernel (the norm on a GPU, the count on a CPU), whose results are rounded otherwise.
+    spoiled = jnp.where(not_finite == 0, 0.0, square + not_finite)
+    return square, ok & jnp.isfinite(spoiled) if guarded else ok
 
 
 def reduction(fragment: Fragment, layout: GroupLayout) -> Callable[..., list[jax.Array]]:
@@ -121,19 +134,20 @@ def _reduced(
 
 
 def _in_pieces(
-    reduced: Callable[[Any, int], jax.Array],
+    reduced: Callable[[Any, int], _Numbers],
     size: int,
-    together: Callable[[jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
+    together: Callable[[_Numbers, _Numbers], _Numbers],
+) -> _Numbers:
     """Reduces each shard's elements from 0 to `size`, a piece at a time.
 
     Args:
-        reduced: A number for each shard of a piece's elements, from the first one and their number.
+        reduced: Reduces a piece, given its first element and its length, to one number per shard,
+            or to two.
         size: Number of all elements of a shard, of one piece at least.
-        together: Makes one number for each shard of those of two pieces.
+        together: Joins the results of two pieces.
     """
 
-    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+    def add(total: _Numbers, start: jax.Array) -> tuple[_Numbers, None]:
         return together(total, reduced(start, _PIECE)), None
 
     total = reduced(0, _PIECE)

@@ -1,1 +1,1 @@
-"""Open-weights language models as Flax modules; users of the core's public names only."""
+"""Open-weights language models as Flax modules, built only on the core's public names."""

@@ -1,4 +1,4 @@
-"""The activations of gated MLPs, by the names that configurations give them."""
+"""Activations of gated MLPs, under the names used in configurations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 Activation = Callable[[Float[Array, "..."]], Float[Array, "..."]]
-"""A function of single elements."""
+"""An elementwise function."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,

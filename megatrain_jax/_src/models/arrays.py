@@ -1,4 +1,4 @@
-"""Checks of the arrays that the models' functions are given; what JAX traces is an array, too."""
+"""Checks of array arguments of the models' functions; JAX tracers count as arrays."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from megatrain_jax._src.common.checks import refused
 def check_array(
     name: str, value: Any, axes: str, *, num_axes: int, of_integers: bool = False
 ) -> None:
-    """Checks that an argument is an array with so many axes.
+    """Checks that an argument is an array with this number of axes.
 
     Args:
         name: Name of the argument.
@@ -20,8 +20,8 @@ def check_array(
         of_integers: Whether its numbers must be integers.
 
     Raises:
-        TypeError: If it is no array, or one of other numbers.
-        ValueError: If it has another number of axes.
+        TypeError: If it is not an array, or not of integers where they are required.
+        ValueError: If it has a different number of axes.
     """
     what = f"an array {axes}{' of integers' if of_integers else ''}"
     if not (hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")):
@@ -33,10 +33,10 @@ def check_array(
 
 
 def check_floating(name: str, value: Any) -> None:
-    """Checks that an argument is a dtype of floating numbers.
+    """Checks that an argument is a floating-point dtype.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not.
     """
     try:
         floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)

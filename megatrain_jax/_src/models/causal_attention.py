@@ -1,9 +1,9 @@
-"""Causal attention with windows, packed documents and capped logits, never T × T in memory.
+"""Causal attention with windows, packed documents and capped logits, without T × T arrays.
 
-cuDNN computes what its API takes without a mask. For packed documents
-`jax.nn.dot_product_attention` would want one of T × T: queries and keys carry the numbers of their
-documents instead, where cuDNN takes heads that wide. All else, and capped logits, is computed
-here, some queries at a time.
+cuDNN computes every case that its API can express without a mask. For packed documents
+`jax.nn.dot_product_attention` would need a T × T mask. Instead, queries and keys carry their
+documents' numbers in extra dimensions, if cuDNN accepts heads of that width. All remaining cases,
+and capped logits, are computed here, a piece of the queries at a time.
 """
 
 import functools
@@ -16,15 +16,15 @@ from jaxtyping import Array, Float, Integer
 from megatrain_jax._src.common import attention_kernel, checks
 from megatrain_jax._src.models.arrays import check_array
 
-# Bytes of fp32 scores that one piece of the queries may take.
+# Bytes of fp32 scores allowed for one piece of the queries.
 _PIECE_BYTES = 2**28
-# The most spans of queries, with keys of their own, that a text is cut into. Eight leave 56% of
-# the products of a full square, where an endless number would leave half.
+# The maximum number of spans of queries, each with only the keys it needs. Eight spans compute 56%
+# of the full square; infinitely many would compute half.
 _MAX_SPANS = 8
-# Elements that the number of a document takes in a query: two for each of its bits.
+# Extra elements per query for the number of a document: two for each of its bits.
 _MARK = 64
-# The least number by which a score falls for every bit in which its document is another one:
-# exp(-2048) is 0 in fp32, also where scores of one document are a thousand apart.
+# The minimum drop of a score for every bit in which two documents differ: exp(-2048) is 0 in fp32,
+# even if one document's scores differ by a thousand.
 _APART = 2048.0
 
 Queries = Float[Array, "rows length heads head_dim"]
@@ -44,26 +44,26 @@ def attention(
     sinks: Float[Array, " heads"] | None = None,
     piece: int | None = None,
 ) -> Queries:
-    """Attends from each token to itself and those before it.
+    """Lets each token attend to itself and the tokens before it.
 
     Args:
         q: Queries, (rows, length, heads, head_dim).
         k: Keys, (rows, length, kv_heads, head_dim); kv_heads divides heads.
         v: Values, as `k`.
-        segments: The document of each token, integers (rows, length): tokens attend within theirs.
-        window: Number of tokens that one attends to, with itself; None for all.
+        segments: The document of each token, integers (rows, length): tokens attend only within it.
+        window: Number of tokens each token attends to, itself included; None for all.
         softcap: Scores become `softcap * tanh(score / softcap)`.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
-        sinks: Score of a key for each head that every query sees and whose value is zero.
-        piece: Number of queries computed at a time where cuDNN isn't used; None for what a
-            quarter of a GiB holds the scores of.
+        sinks: For each head, the score of an extra key with value zero that every query sees.
+        piece: Number of queries computed at a time where cuDNN isn't used; None for as many as have
+            scores of a quarter of a GiB.
 
     Returns:
-        The shape and dtype of `q`; softmax is in fp32.
+        An array with the shape and dtype of `q`; softmax is computed in fp32.
 
     Raises:
-        TypeError: If an argument has another type.
-        ValueError: If shapes don't fit together, or a number is out of bounds.
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes don't match, or a number is out of bounds.
     """
     _check(q, k, v, segments)
     if sinks is not None:
@@ -73,7 +73,7 @@ def attention(
     _check_options(window=window, piece=piece, softcap=softcap, scale=scale)
     length, head_dim = q.shape[1], q.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    # Nothing lies beyond such a window, and without one there are faster ways.
+    # A window of the full length is no restriction, and there are faster ways without one.
     if window is not None and window >= length:
         window = None
     if softcap is None and sinks is None and _fits_cudnn(q, packed=segments is not None):
@@ -96,10 +96,10 @@ def attention(
     return _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale)
 
 
-# A model's layers are traced once: all but the first find what this one gave.
+# Jitted so that a model's layers are traced once; later layers find the first one's trace.
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
 def _in_spans(q, k, v, segments, sinks, spans, piece, window, softcap, scale) -> Queries:
-    """Attends from the queries of each span to the keys that it needs; see `attention`."""
+    """Computes attention from the queries of each span to the keys it needs; see `attention`."""
     attended = []
     for start, stop in spans:
         first = 0 if window is None else max(0, start - window + 1)
@@ -147,16 +147,17 @@ def mark(
     Float[Array, "rows length kv_heads wider"],
     Float[Array, "rows length kv_heads wider"],
 ]:
-    """Makes heads wider, so that tokens attend only within their document without a mask.
+    """Widens heads so that tokens attend only within their document, without a mask.
 
-    Behind a query stand `size * (b, 1)` for each bit of its document's number and behind a key
-    `size * (b, -1)`, b being 1 or -1. Their product is 0 where the bits are equal and
-    `-2 * size**2` where not; powers of two keep both exact. For example, a query of document 1 and
-    a key of document 3 differ in one bit, the second: their score falls by `2 * size**2 * scale`,
-    which is at least 2048, and softmax makes a zero of it.
+    For each bit of its document's number, a query is extended by `size * (b, 1)` and a key by `size
+    * (b, -1)`, where b is 1 or -1. Their product is 0 if the bits are equal and `-2 * size**2`
+    otherwise; powers of two keep both exact. For example, a query in document 1 and a key in
+    document 3 differ in the second bit: their score drops by `2 * size**2 * scale`, at least 2048,
+    and becomes zero in the softmax.
 
     Returns:
-        Queries, keys and values with heads of head_dim + 64; the values end in zeros.
+        Queries, keys and values with heads of width head_dim + 64; the values are padded with
+        zeros.
     """
     size = 2.0 ** math.ceil(math.log2(_APART / (2 * scale)) / 2)
     numbers = jnp.asarray(segments, jnp.int32)[:, :, None, None]
@@ -171,7 +172,7 @@ def mark(
 
 
 def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
-    """Whether cuDNN computes attention of this dtype, length and width, here or as planned."""
+    """Whether cuDNN supports this dtype, length and width, on this GPU or the planned one."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     if q.shape[1] % 2:
@@ -181,7 +182,7 @@ def _fits_cudnn(q: Queries, *, packed: bool) -> bool:
 
 
 def _width_here() -> int:
-    """The width of the widest heads that cuDNN computes on this GPU; 0 without one."""
+    """The largest head width that cuDNN supports on this GPU; 0 without a GPU."""
     if jax.default_backend() != "gpu":
         return 0
     capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
@@ -189,17 +190,17 @@ def _width_here() -> int:
 
 
 def _piece(shape: tuple[int, ...]) -> int:
-    """Returns how many queries are computed at a time, a power of two unless that is all."""
+    """Returns the number of queries computed at a time: a power of two, or all."""
     rows, length, heads, _ = shape
     fitting = max(16, _PIECE_BYTES // (4 * rows * heads * length))
     return min(length, 1 << (fitting.bit_length() - 1))
 
 
 def _spans(length: int, piece: int) -> list[tuple[int, int]]:
-    """Returns spans of queries (start, stop); each needs keys up to its own stop only.
+    """Returns spans of queries (start, stop); each needs only the keys before its own stop.
 
-    For example, 100 queries in pieces of 8 are 13 pieces, so spans of 2 pieces: (0, 16), (16, 32),
-    ..., (96, 100).
+    For example, 100 queries in pieces of 8 are 13 pieces, so spans have 2 pieces: (0, 16), (16,
+    32), ..., (96, 100).
     """
     pieces = -(-length // piece)
     step = piece * -(-pieces // _MAX_SPANS)
@@ -207,15 +208,15 @@ def _spans(length: int, piece: int) -> list[tuple[int, int]]:
 
 
 def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
-    """Calls `attend` for `piece` queries at a time; backward computes the scores again."""
+    """Calls `attend` for `piece` queries at a time; backward recomputes the scores."""
     rows, length = q.shape[:2]
     count = -(-length // piece)
     own, others = owners if owners is not None else (None, None)
     if count == 1:
-        # A text of one piece has scores small enough to be kept for the backward.
+        # The scores of a single piece are small enough to be saved for backward.
         call = attend if start == 0 and piece >= length else jax.checkpoint(attend)
         return call(q, owners, start)
-    # Queries behind the end are cut off again below.
+    # Queries added as padding are cut off again below.
     split = [(0, 0), (0, count * piece - length)]
 
     def pieces(x: Array) -> Array:
@@ -233,13 +234,13 @@ def _by_piece(attend, q: Queries, owners, start: int, piece: int) -> Queries:
 
 
 def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
-    """Attends from queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
+    """Attention of queries (rows, m, heads, head_dim) to keys (rows, n, kv_heads, head_dim).
 
     Args:
         q: The queries of a piece.
         keys: Keys and values.
-        owners: The documents of queries, (rows, m), and of keys, (rows, n); None for one a row.
-        offset: Number of the key whose position query 0 has.
+        owners: The documents of queries, (rows, m), and of keys, (rows, n); None for one per row.
+        offset: Number of the key that has the position of query 0.
         window: See `attention`.
         softcap: See `attention`.
         scale: See `attention`.
@@ -260,10 +261,10 @@ def _attend(q, keys, owners, offset, window, softcap, scale, sinks) -> Queries:
         own, others = owners
         seen = seen & (own[:, :, None] == others[:, None, :])
         seen = seen[:, None, None]
-    # Finite, since a query behind the end may see nothing.
+    # Finite, because a padded query may see no key.
     scores = jnp.where(seen, scores, -1e30)
     if sinks is not None:
-        # One more key, of value zero: it takes a share of the softmax and gives nothing.
+        # One more key with value zero: it takes a part of the softmax and contributes nothing.
         column = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
         column = jnp.broadcast_to(column, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)

@@ -1,12 +1,11 @@
-"""The files beside the weights that a saved checkpoint takes from the one training began with."""
+"""Files beside the weights (tokenizer and the like) that an export copies from its source."""
 
 import shutil
 from pathlib import Path
 
 from megatrain_jax._src.common.hf_folder import own_file
 
-# Files of a tokenizer, a processor and a generation loop; nothing else is copied, a stranger's
-# code least.
+# Files of tokenizers, processors and text generation. Nothing else is copied, least of all code.
 _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -31,11 +30,11 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """Returns the companions of a checkpoint: their names, and where they really lie.
+    """Returns the names of a checkpoint's companion files, and their real paths.
 
     Raises:
-        FileNotFoundError: If one is a link that leads nowhere.
-        ValueError: If one is no regular file, a link out of the folder or damaged.
+        FileNotFoundError: If one is a dangling link.
+        ValueError: If one is not a regular file, is a link out of the folder, or is damaged.
     """
     templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
     names = [*_NAMES, *(f"{_TEMPLATES}/{name}" for name in templates)]

@@ -1,4 +1,4 @@
-"""The shape and the options of a decoder, as data; `from_hf` reads a Hugging Face configuration."""
+"""`DecoderConfig`: sizes and options of a decoder; `from_hf` reads a Hugging Face configuration."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,28 +37,28 @@ _FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape and the options of a `Decoder`.
+    """The sizes and options of a `Decoder`.
 
     Attributes:
         vocab_size: Rows of the embedding.
         hidden_size: Width of the hidden states between layers.
         intermediate_size: Width inside an MLP.
         num_layers: Number of layers.
-        num_heads: Heads of the queries.
-        num_kv_heads: Heads of keys and values; divides `num_heads`.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; divides `num_heads`.
         head_dim: Width of a head.
         rope: Rotary embedding.
-        local_rope: Another one for layers with a window; None for the same.
+        local_rope: Rotary embedding of layers with a window; None for the same one.
         unrotated: Numbers of the layers that rotate neither queries nor keys, ascending from 0.
-        windows: For each layer how many tokens a token attends to, with itself, or None for all.
-            Empty for no windows.
+        windows: For each layer, the number of tokens a token attends to, itself included, or None
+            for all. Empty for no windows.
         activation: Activation of the MLPs: "silu", "gelu", "gelu_tanh" or "relu".
-        norm: Kind of the norms: "rms", or "layer" for those with a mean and a bias.
+        norm: Kind of the norms: "rms", or "layer" for norms with a mean and a bias.
         norm_eps: Number that norms add to the mean square.
-        norm_offset: Number that is added to the norms' weights, 1.0 in Gemma.
-        norm_in_fp32: Whether norms are multiplied by their weights in fp32, as those with an
-            offset always are.
-        sandwich_norms: Whether attention and MLP are normalised at their end, too.
+        norm_offset: Number added to the norms' weights, 1.0 in Gemma.
+        norm_in_fp32: Whether norms multiply by their weights in fp32; norms with an offset always
+            do.
+        sandwich_norms: Whether the outputs of attention and MLP are normalised too.
         qk_norm: Whether each head's queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether attention's output has a bias.
@@ -69,21 +69,22 @@ class DecoderConfig:
         final_softcap: The same for the logits.
         scale_embedding: Factor of the embeddings, or True for sqrt(hidden_size).
         logit_scale: Factor of the hidden states that the head reads, and so of the logits.
-        tie_embeddings: Whether the embedding is the head, too.
+        tie_embeddings: Whether the embedding is also the head.
         head_bias: Whether the head has a bias: it is the last column of `Decoder.head_weight`.
         experts: A mixture of experts in place of MLPs.
-        layer: Class of the layers, of a family whose own differ from the usual ones; called with
-            this configuration, the number of the layer and a maker of parameters.
-        memory: Class of a module that makes what layers hand on beside the hidden states, of tokens
-            and their embeddings; called with this configuration and a maker of parameters. Layers
-            then take it as a further argument, and return it behind their tally.
-        unread: How the names of tensors in the files begin, without the family's `body`, that no
-            layer reads: they are kept as a tower's are.
-        options: What these classes read beside the fields above: a frozen dataclass of the family.
+        layer: Class of the layers, in a family that has its own; called with this configuration,
+            the number of the layer and a maker of parameters.
+        memory: Class of a module that maps tokens and their embeddings to a value that layers pass
+            on beside the hidden states; called with this configuration and a maker of parameters.
+            Layers then take this value as a further argument, and return it after their tally.
+        unread: Prefixes of tensor names, without the family's `body`, that no layer reads: these
+            tensors are kept like a vision tower's.
+        options: Options that these classes read beside the fields above: a frozen dataclass of the
+            family.
         init_std: Standard deviation of fresh weights.
         source: The folder this was read from.
         saved_dtype: The dtype of most parameters in that folder.
-        saved_apart: Names of the tensors there that have another one, with it.
+        saved_apart: Names and dtypes of the tensors there that have a different one.
         saved_stacked: Whether a tensor there holds all experts of a layer.
         original: The Hugging Face configuration this was read from, as JSON.
     """
@@ -123,7 +124,7 @@ class DecoderConfig:
     unread: tuple[str, ...] = ()
     options: Any = None
     init_std: float = 0.02
-    # Decoders of equal sizes are equal, whatever files they came from.
+    # Decoders of equal sizes are equal, no matter which files they came from.
     source: str | None = field(default=None, compare=False)
     saved_dtype: str | None = field(default=None, compare=False)
     saved_apart: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -131,7 +132,7 @@ class DecoderConfig:
     original: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
-        """Checks each field, and that they fit together."""
+        """Checks each field, and that the fields are consistent."""
         self._check_types()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -143,7 +144,7 @@ class DecoderConfig:
                 raise ValueError(f"`{name}` turns {rope.dim} dimensions of {self.head_dim}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"`windows` must have {self.num_layers} entries, one a layer")
-        # Ascending numbers: the last is the largest.
+        # The numbers ascend, so the last is the largest.
         sparse = self.experts.layers if self.experts else ()
         for name, layers in (("layers` of `experts", sparse), ("unrotated", self.unrotated)):
             if layers and layers[-1] >= self.num_layers:
@@ -190,18 +191,18 @@ class DecoderConfig:
 
         Args:
             config: The JSON object.
-            ignore: Names of fields that don't matter.
+            ignore: Names of fields to ignore.
 
         Raises:
-            TypeError: If `config` is no object of JSON, or a field has another type.
-            ValueError: If the architecture isn't known, or a field has a value that would change
-                results in a way not supported, or that is out of bounds. The message names it.
+            TypeError: If `config` is not a JSON object, or a field has a wrong type.
+            ValueError: If the architecture is unknown, or a field has a value that is out of bounds
+                or would change results in an unsupported way. The message names it.
         """
         if not isinstance(config, Mapping):
             hint = "pass its `.to_dict()`" if hasattr(config, "to_dict") else ""
             allowed = "the object in a config.json"
             raise TypeError(checks.refused("config", allowed, config, hint))
-        # Before anything walks through it: each level takes one of Python's frames.
+        # Before anything recurses into it, because each level takes a frame of Python's stack.
         if too_deep(dict(config)):
             raise ValueError("`config` is nested too deeply for a configuration")
         fields = hf_config.read(config, as_ignored(ignore))
@@ -213,15 +214,15 @@ class DecoderConfig:
 
     @property
     def family(self) -> str | None:
-        """The `model_type` this was read as, if it was."""
+        """The `model_type` this was read as, or None."""
         return None if self.original is None else json.loads(self.original)["model_type"]
 
     def window(self, layer: int) -> int | None:
-        """Returns the window of this layer: tokens that one attends to; None for all."""
+        """Returns the layer's window: the number of tokens each token attends to; None for all."""
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> Rope | None:
-        """Returns the rotary embedding of this layer; None if it doesn't rotate."""
+        """Returns the layer's rotary embedding; None if it has none."""
         if layer in self.unrotated:
             return None
         local = self.local_rope is not None and self.window(layer) is not None

@@ -1,7 +1,7 @@
-"""The decoder that the families of open-weights language models have in common.
+"""The decoder shared by all families of open-weights language models.
 
-Parameters have the names and the layout of Hugging Face checkpoints, so that reading and writing
-one moves bytes only: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
+Parameters have the names and layout of Hugging Face checkpoints, so reading and writing one only
+moves bytes: `layers/0/self_attn/q_proj/weight` is a matrix (out, in).
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ Integers = Integer[Array | np.ndarray, "rows length"]
 
 
 class Decoder(nnx.Module):
-    """A causal language model; `DecoderConfig` has its shape and options.
+    """A causal language model with the sizes and options of a `DecoderConfig`.
 
-    Everything is computed in the dtype of the parameters, but norms, rotary embeddings, softmax and
-    routing, which are in fp32. Attributes are named as in Hugging Face checkpoints.
+    Everything is computed in the parameters' dtype, except norms, rotary embeddings, softmax and
+    routing, which use fp32. Attributes are named as in Hugging Face checkpoints.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Decoder(nnx.Module):
         """Makes fresh parameters.
 
         Args:
-            config: The decoder's shape and options.
-            rngs: Gives the key "params".
+            config: The decoder's sizes and options.
+            rngs: Provides the key "params".
             param_dtype: The dtype of all parameters.
 
         Raises:
-            TypeError: If an argument has another type.
+            TypeError: If an argument has a wrong type.
         """
         if not isinstance(config, DecoderConfig):
             raise TypeError(checks.refused("config", "a models.DecoderConfig", config))
@@ -73,14 +73,14 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "rows length vocab_size"]:
         """Returns logits in the parameters' dtype.
 
-        `hidden` with `head_weight` spares a loss this largest of all arrays.
+        A loss can use `hidden` with `head_weight` instead, to avoid this largest of all arrays.
 
         Args:
             tokens: The tokens' ids.
-            positions: The place of each token in its document; one row serves all. None for
-                counting from 0 in every row and every document.
-            segments: The document of each token, 0 for padding; documents lie one after the
-                other. None where each row is one document.
+            positions: The position of each token in its document; one row serves all. None to count
+                from 0 in every row and every document.
+            segments: The document of each token, 0 for padding; documents follow each other. None
+                if each row is one document.
         """
         hidden, _ = self.hidden(tokens, positions, segments)
         return self._logits(hidden)
@@ -88,15 +88,15 @@ class Decoder(nnx.Module):
     def logits_at(
         self, tokens: Integers, places: Integer[Array | np.ndarray, " rows"]
     ) -> Float[Array, "rows vocab_size"]:
-        """Returns the logits at one place of each row, which spares those at all others.
+        """Returns the logits at one place of each row, without computing the rest.
 
         Args:
             tokens: The tokens' ids; each row is one document.
             places: The place in each row, from 0.
 
         Raises:
-            TypeError: If an argument is no array of integers.
-            ValueError: If shapes don't fit together.
+            TypeError: If an argument is not an array of integers.
+            ValueError: If shapes don't match.
         """
         check_array("places", places, "(rows,)", num_axes=1, of_integers=True)
         if places.shape != tokens.shape[:1]:
@@ -118,7 +118,7 @@ class Decoder(nnx.Module):
         positions: Integers | None = None,
         segments: Integers | None = None,
     ) -> tuple[Float[Array, "rows length width"], Float[Array, ""]]:
-        """Returns the hidden states that the head reads, and how unevenly experts are loaded.
+        """Returns the hidden states that the head reads, and the experts' load-balancing loss.
 
         Args:
             tokens: See `__call__`.
@@ -126,14 +126,13 @@ class Decoder(nnx.Module):
             segments: See `__call__`.
 
         Returns:
-            The last layer's result, normalised, `hidden_size` wide, with a column of ones behind it
-            where the head has a bias; and the load-balancing loss in
-            fp32, to be added to a loss after multiplying it with `config.experts.balance_weight`.
-            It is 0 where there are no experts.
+            The last layer's normalised result, `hidden_size` wide, plus a column of ones if the
+            head has a bias; and the load-balancing loss in fp32, to be multiplied by
+            `config.experts.balance_weight` and added to a loss. It is 0 without experts.
 
         Raises:
-            TypeError: If an argument is no array of integers.
-            ValueError: If shapes don't fit together.
+            TypeError: If an argument is not an array of integers.
+            ValueError: If shapes don't match.
         """
         _check_rows(tokens, positions, segments)
         segments = None if segments is None else jnp.asarray(segments)
@@ -145,10 +144,11 @@ class Decoder(nnx.Module):
             scale = self.config.hidden_size**0.5 if scale is True else scale
             x = x * jnp.asarray(scale, x.dtype)
         ropes = [self.config.rope_of(i) for i in range(len(self.layers))]
-        # Once for each embedding, not for each layer: it depends on positions alone.
+        # Once for each rotary embedding, not for each layer: it depends only on positions.
         rotations = {rope: rope and rotation(rope, positions) for rope in dict.fromkeys(ropes)}
         tallies = []
-        # What a family's layers hand on beside the hidden states: each returns it for the next.
+        # Values of a family's layers beside the hidden states: each layer returns them for the
+        # next.
         handed = [] if self.config.memory is None else [self.memory(tokens, x)]
         for layer, rope in zip(self.layers, ropes, strict=True):
             x, tally, *handed = layer(x, rotations[rope], segments, *handed)
@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) * self.config.logit_scale).astype(x.dtype)
         if self.config.head_bias:
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
-        # In one go behind the norm, so that no layer has a part in it that others don't have.
+        # Computed once after the norm, so that all layers stay alike.
         balance = balancing_loss(jnp.stack(tallies).sum(0)) if tallies else jnp.float32(0)
         return x, balance
 
@@ -166,18 +166,18 @@ class Decoder(nnx.Module):
         """Checks token ids before a batch is sent to the device; needs no parameters.
 
         Args:
-            batch: As `next_token_loss` takes it; what is called otherwise is not looked at.
+            batch: A batch of `next_token_loss`; unknown names are ignored.
 
         Raises:
-            ValueError: If NumPy arrays hold ids that the vocabulary doesn't have.
+            ValueError: If NumPy arrays contain ids outside the vocabulary.
         """
         check_ids(batch, self.config.vocab_size)
         check_counts(batch)
 
     def head_weight(self) -> Float[Array, "vocab_size width"]:
-        """Returns the head's matrix, which is the embedding's where they are tied.
+        """Returns the head's matrix; if the embeddings are tied, it is the embedding's.
 
-        Its width is that of `hidden`: where the head has a bias, it is the last column.
+        It is as wide as `hidden`: if the head has a bias, that is the last column.
         """
         if self.config.tie_embeddings:
             return self.embed_tokens.weight[...]
@@ -202,7 +202,7 @@ def _check_rows(tokens: Integers, positions: Integers | None, segments: Integers
 
 
 def _positions(length: int, segments: Integers | None) -> Integer[Array, "rows length"]:
-    """Returns positions that count from 0 in every document; one row where there are no segments.
+    """Returns positions that count from 0 in every document; one row if there are no segments.
 
     For example, segments [1, 1, 1, 2, 2, 0] give positions [0, 1, 2, 0, 1, 0].
     """

@@ -1,11 +1,11 @@
-"""The gated delta rule in chunks of tokens, packed documents included, and a short convolution.
+"""The gated delta rule in chunks of tokens, with packed documents, and a short convolution.
 
-A head of linear attention keeps a matrix, its state, that maps keys to values. Each token lets the
-state fade and replaces what it says of the token's key (https://arxiv.org/abs/2412.06464). Token by
-token that is a long loop of small steps. Within a chunk all corrections are one triangular system
-instead (https://arxiv.org/abs/2406.06484), and a loop goes over chunks: all is products of
-matrices, and nothing is as large as length × length. Everything is in fp32 but what comes in and
-goes out, as in Transformers.
+A head of linear attention keeps a state, a matrix that maps keys to values. Each token decays the
+state and replaces the value stored for the token's key (https://arxiv.org/abs/2412.06464). Done
+token by token, that is a long loop of small steps. Instead, all corrections within a chunk are one
+triangular system (https://arxiv.org/abs/2406.06484), and a loop runs over chunks: everything is a
+matrix product, and nothing is as large as length × length. All but inputs and outputs is in fp32,
+as in Transformers.
 """
 
 import functools
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-# Tokens of a chunk, and the size up to which a triangular matrix is inverted without halving.
+# Tokens per chunk, and the size up to which a triangular matrix is inverted without halving.
 _CHUNK = 64
 _BLOCK = 16
-# Backward prepares chunks again: it keeps the state before each span of them, and what one span has
-# inside, some twenty times these bytes.
+# Backward recomputes the prepared chunks: it saves the state before each span of chunks, and holds
+# the intermediate values of one span, about twenty times these bytes.
 _SPAN_BYTES = 2**25
 
 Keys = Float[Array, "rows length key_heads key_dim"]
@@ -31,15 +31,15 @@ State = Float[Array, "rows key_heads group key_dim value_dim"]
 
 
 class _Chunk(NamedTuple):
-    """A chunk of tokens, or several behind each other along a first axis.
+    """A chunk of tokens, or several stacked along a first axis.
 
     Attributes:
         q: Queries (rows, key_heads, tokens, key_dim), normalised and scaled.
         k: Keys (rows, key_heads, tokens, key_dim), normalised.
         v: Values (rows, key_heads, group, tokens, value_dim).
-        log_decay: Logarithm of the factor by which each token lets the state fade (rows,
-            key_heads, group, tokens).
-        rate: How much of a key's value each token replaces, as `log_decay`.
+        log_decay: Logarithm of each token's decay factor for the state (rows, key_heads, group,
+            tokens).
+        rate: Fraction of a key's value that each token replaces, shaped like `log_decay`.
         run: Number of each token's document, ascending (rows, tokens).
         before: Number of the document of the token before the chunk (rows,).
     """
@@ -54,15 +54,15 @@ class _Chunk(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A chunk ready for the loop: its effect on the state, and the state's on its results.
+    """A chunk prepared for the loop: its effect on the state, and the state's on its results.
 
     Attributes:
-        corrections: What values become where the state is empty (..., tokens, value_dim).
-        known: Keys that find what the state knows of them (..., tokens, key_dim).
+        corrections: The corrected values for an empty state (..., tokens, value_dim).
+        known: Keys that look up the values stored in the state (..., tokens, key_dim).
         read: Queries that read the state (..., tokens, key_dim).
-        written: Keys that values are written under (..., tokens, key_dim).
-        scores: Shares of the chunk's own values in its results (..., tokens, tokens).
-        kept: Factor of the state before the chunk in the one behind it (...).
+        written: Keys under which values are written (..., tokens, key_dim).
+        scores: Weights of the chunk's own values in its results (..., tokens, tokens).
+        kept: Factor by which the chunk decays the previous state (...).
     """
 
     corrections: Array
@@ -73,7 +73,7 @@ class _Prepared(NamedTuple):
     kept: Array
 
 
-# A model's layers are traced once: all but the first find what this one gave.
+# Jitted so that a model's layers are traced once; later layers find the first one's trace.
 @functools.partial(jax.jit, static_argnames="span_bytes")
 def gated_delta_rule(
     q: Keys,
@@ -85,23 +85,23 @@ def gated_delta_rule(
     *,
     span_bytes: int = _SPAN_BYTES,
 ) -> Values:
-    """Returns what queries read from a state that tokens write to one after the other.
+    """Returns the values that queries read from a state to which tokens write one after another.
 
-    With keys and queries of length 1 and the queries divided by sqrt(key_dim), for each head and
-    token: `S = exp(log_decay) S`, `S = S + rate * k (v - k S)`, and the result is `q S`.
+    With keys and queries normalised to length 1, and queries divided by sqrt(key_dim), for each
+    head and token: `S = exp(log_decay) S`, `S = S + rate * k (v - k S)`, and the result is `q S`.
 
     Args:
-        q: Queries; each of their heads serves heads / key_heads neighbouring heads of values.
+        q: Queries; each query head serves heads / key_heads neighbouring value heads.
         k: Keys.
         v: Values.
         log_decay: At most 0, in fp32.
         rate: From 0 to 1.
-        segments: The document of each token; each document begins with an empty state. None where
-            each row is one document.
-        span_bytes: Bytes of queries and values in fp32 of the chunks that are prepared at once.
+        segments: The document of each token; each document starts with an empty state. None if each
+            row is one document.
+        span_bytes: Bytes, in fp32, of queries and values of the chunks that are prepared at once.
 
     Returns:
-        The shape and dtype of `v`.
+        An array with the shape and dtype of `v`.
     """
     rows, length, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
@@ -110,13 +110,13 @@ def gated_delta_rule(
     chunks = -(-length // tokens)
     one = 4 * rows * heads * tokens * (key_dim + value_dim)
     spans = -(-chunks // max(1, span_bytes // one))
-    span = -(-chunks // spans)  # all of about equal size
+    span = -(-chunks // spans)  # all about equally large
     total = spans * span * tokens
 
     def split(x: Array, to: int) -> Array:
         """(rows, length, ...) to (spans, chunks, rows, ...) with the chunk's tokens as axis `to`.
 
-        Behind the end are zeros, which write nothing.
+        The padding is zeros, which write nothing.
         """
         x = jnp.pad(x, [(0, 0), (0, total - length)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(rows, -1, span, tokens, *x.shape[2:])
@@ -136,13 +136,13 @@ def gated_delta_rule(
     )
     state = jnp.zeros((rows, key_heads, group, key_dim, value_dim), jnp.float32)
     _, out = jax.lax.scan(jax.checkpoint(_one_span), state, items)
-    # (spans, chunks, rows, key_heads, group, tokens, value_dim), the first two as tokens come.
+    # (spans, chunks, rows, key_heads, group, tokens, value_dim); the first two are in token order.
     out = jnp.moveaxis(jnp.moveaxis(out, 5, 2), 3, 0).reshape(rows, total, heads, value_dim)
     return out[:, :length]
 
 
 def _runs(segments: Segments | None, rows: int, length: int) -> Int[Array, "rows length"]:
-    """Returns the numbers of documents counted from 0: [7, 7, 3, 3, 0] becomes [0, 0, 1, 1, 2]."""
+    """Returns document numbers counted from 0: [7, 7, 3, 3, 0] becomes [0, 0, 1, 1, 2]."""
     if segments is None:
         return jnp.zeros((rows, length), jnp.int32)
     starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
@@ -150,7 +150,7 @@ def _runs(segments: Segments | None, rows: int, length: int) -> Int[Array, "rows
 
 
 def _one_span(state: State, raw: _Chunk) -> tuple[State, Array]:
-    """Passes the state through the chunks of a span; their results have the dtype of values."""
+    """Passes the state through the chunks of a span; results have the dtype of the values."""
     dtype = raw.v.dtype
     q, k, v, rate = (x.astype(jnp.float32) for x in (raw.q, raw.k, raw.v, raw.rate))
     q = _unit(q) / math.sqrt(q.shape[-1])
@@ -170,17 +170,17 @@ def _unit(x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
 
 
 def _prepare(chunk: _Chunk) -> _Prepared:
-    """Solves a chunk's corrections; all axes before the tokens are treated alike.
+    """Solves a chunk's corrections; all axes before the tokens are batch axes.
 
-    With `decay[i, j]` the fading from token j to token i of the same document, the corrected
-    values are those of `values_i = rate_i (v_i - sum_j<i decay[i, j] (k_i k_j) values_j)`, less
-    what the state before the chunk knows of a key.
+    With `decay[i, j]` the decay from token j to token i of the same document, the corrected values
+    solve `values_i = rate_i (v_i - sum_j<i decay[i, j] (k_i k_j) values_j)`, less the value that
+    the previous state stores for the key.
     """
     k, rate = chunk.k, chunk.rate[..., None]
     summed = _running_sum(chunk.log_decay)
     same = (chunk.run[..., :, None] == chunk.run[..., None, :])[..., None, None, :, :]
     seen = jnp.tril(jnp.ones(same.shape[-2:], bool)) & same
-    # The logarithm is hidden and not the result, since it may be large where nothing is seen.
+    # The logarithm is masked, not the result, because it may be large where nothing is seen.
     differences = summed[..., :, None] - summed[..., None, :]
     decay = jnp.exp(jnp.where(seen, differences, -jnp.inf))
     alike = (k @ jnp.swapaxes(k, -1, -2))[..., None, :, :]
@@ -199,9 +199,9 @@ def _prepare(chunk: _Chunk) -> _Prepared:
 
 
 def _running_sum(x: Float[Array, "*batch tokens"]) -> Float[Array, "*batch tokens"]:
-    """Returns sums up to each token, rounded once: differences of large ones have to be exact.
+    """Returns cumulative sums, rounded once, because differences of large sums must be exact.
 
-    Multiples of 2^-12 are summed without rounding, and what is left of each number is small.
+    Multiples of 2^-12 are summed without rounding, and the rest of each number is small.
     """
     coarse = jax.lax.stop_gradient(jnp.round(x * 4096) / 4096)
     return jnp.cumsum(coarse, axis=-1) + jnp.cumsum(x - coarse, axis=-1)
@@ -209,10 +209,10 @@ def _running_sum(x: Float[Array, "*batch tokens"]) -> Float[Array, "*batch token
 
 @jax.custom_vjp
 def _inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-    """Returns (I + lower)^-1 of matrices that are zero on and above their diagonals.
+    """Returns (I + lower)^-1 for matrices that are zero on and above their diagonals.
 
-    A triangular solver would do one row at a time. Here two halves are inverted at once and then
-    joined, as [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
+    A triangular solver would work row by row. Here both halves are inverted at once and then
+    joined: [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
     """
     n = lower.shape[-1]
     if n <= _BLOCK or n % 2:
@@ -225,7 +225,7 @@ def _inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
 
 
 def _inverse_of_block(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-    """Joins blocks along the diagonal, of 1, 2, 4 ... rows each, by products of whole matrices."""
+    """Joins diagonal blocks of 1, 2, 4, ... rows by products of whole matrices."""
     n = lower.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(n, dtype=lower.dtype), lower.shape)
     size = 1
@@ -237,16 +237,16 @@ def _inverse_of_block(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch
 
 
 def _corners(n: int, size: int) -> Bool[Array, "n n"]:
-    """Where, of two neighbouring blocks of this size, rows are the second's, columns the first's.
+    """Mask of the off-diagonal corners: rows in a pair's second block, columns in its first.
 
-    For example, (1, 0) and (3, 2) of four rows and a size of 1.
+    For example, (1, 0) and (3, 2) for four rows and size 1.
     """
     block = jnp.arange(n) // size
     return (block[:, None] == block[None] + 1) & (block[None] % 2 == 0)
 
 
 def _exact(a: Float[Array, "*batch n m"], b: Float[Array, "*batch m l"]):
-    # Rounded factors would be multiplied with each other again and again.
+    # Rounding errors would be multiplied again and again.
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -272,11 +272,11 @@ def short_convolution(
 
     Args:
         x: The channels of each token.
-        weight: Weights as PyTorch has those of a `Conv1d`: the last one is that of the token.
-        segments: The document of each token; None where each row is one document.
+        weight: Weights as in PyTorch's `Conv1d`: the last one belongs to the token itself.
+        segments: The document of each token; None if each row is one document.
 
     Returns:
-        The dtype of `x`; sums are in fp32.
+        An array with the dtype of `x`; sums are in fp32.
     """
     taps = weight.shape[-1]
     run = None if segments is None else _runs(segments, *x.shape[:2])

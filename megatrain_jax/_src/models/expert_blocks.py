@@ -1,8 +1,8 @@
-"""A mixture of gated MLPs, of which each token passes through a few.
+"""A mixture of gated MLPs: each token passes through a few of many experts.
 
-Outside TPUs `jax.lax.ragged_dot` may become a masked product with every expert. Here the tokens are
-sorted by expert into blocks of one expert each, and a loop goes over the blocks, several in a turn:
-the arithmetic is that of the experts chosen, whatever their number, in few and large products.
+Outside TPUs `jax.lax.ragged_dot` may become a masked product with every expert. Here tokens are
+sorted by expert into blocks of one expert each, and a loop runs over the blocks, several per turn.
+So only the chosen experts are computed, however many there are, in few large products.
 """
 
 import math
@@ -19,12 +19,12 @@ from megatrain_jax._src.models.activations import Activation
 
 
 class LowRank(NamedTuple):
-    """Matrices with low-rank terms beside them: `weight + b @ a`, which is never computed.
+    """Matrices with low-rank terms: `weight + b @ a`, which is never formed.
 
     Attributes:
-        weight: A matrix of each expert, or of one.
-        a: The factor that is applied first.
-        b: The factor that is applied second.
+        weight: The matrix of each expert, or of one.
+        a: The factor applied first.
+        b: The factor applied second.
     """
 
     weight: Float[Array, "*num out in"]
@@ -34,14 +34,14 @@ class LowRank(NamedTuple):
 
 Matrix = Float[Array, "*num out in"] | LowRank
 Weights = Any
-"""What all experts of a layer, or one, compute with: arrays or matrices in a tuple."""
+"""The weights of all experts of a layer, or of one: arrays or matrices in a tuple."""
 
 Expert = Callable[[Float[Array, "rows width"], Weights], Float[Array, "rows width"]]
-"""One expert: its result for rows, given its own part of the weights."""
+"""One expert: maps rows to results, given its own part of the weights."""
 
 _MAX_BLOCK = 1024
-# Bytes of the sums in fp32 that a turn makes of its blocks' gradients. In bf16, a copy of their
-# experts' weights and the gradients themselves take as much again.
+# Bytes of fp32 gradient sums that one turn makes for its blocks. In bf16, the copied expert weights
+# and the gradients themselves take as much again.
 _TURN_BYTES = 2**30
 
 
@@ -55,19 +55,19 @@ def mix(
     """Passes each token through its experts and adds their results.
 
     For example, five tokens with one expert each, [1, 0, 1, 1, 0], in blocks of two rows: expert 0
-    has one block, expert 1 two, and the tokens lie in rows [2, 0, 3, 4, 1] of these. Whatever is
-    chosen, five tokens of two experts have at most five blocks: with two a turn there are three
-    turns, whose last three blocks are empty here.
+    has one block and expert 1 has two, so the tokens lie in rows [2, 0, 3, 4, 1]. Whatever the
+    routing, five tokens and two experts need at most five blocks. With two blocks per turn there
+    are three turns, and here the last three blocks are empty.
 
     Args:
         x: The tokens.
         chosen: The experts of each token.
         shares: Factor of each expert's result.
-        weights: What all experts compute with.
-        expert: What one computes; the same function for all layers, such as `gated` gives.
+        weights: The weights of all experts.
+        expert: The function of one expert; the same object for all layers, as from `gated`.
 
     Returns:
-        The dtype of `x`; shares and sums are in fp32.
+        An array with the dtype of `x`; shares and sums are in fp32.
     """
     num = jax.tree.leaves(weights)[0].shape[0]
     owner = chosen.reshape(-1)
@@ -75,18 +75,18 @@ def mix(
     slots, experts = _slots(owner, num, block)
     at_once = _blocks_at_once(weights, experts.size, block)
     experts = jnp.pad(experts, (0, -experts.size % at_once), mode="edge").reshape(-1, at_once)
-    # Unused rows are of an assignment behind the last one.
+    # Unused rows get the number of an assignment past the end.
     assignments = jnp.full(experts.size * block, owner.size, jnp.int32)
     assignments = assignments.at[slots].set(jnp.arange(owner.size, dtype=jnp.int32))
     return _mixed(expert, x, shares, weights, _Places(slots, assignments, experts))
 
 
 class _Places(NamedTuple):
-    """Places of the assignments of tokens to experts.
+    """The places of tokens' assignments to experts, in blocks.
 
     Attributes:
         slots: The row of each assignment.
-        assignments: The assignment of each row; a number too large where it has none.
+        assignments: The assignment of each row; a number past the end if it has none.
         experts: The expert of each block of rows, ascending.
     """
 
@@ -95,9 +95,9 @@ class _Places(NamedTuple):
     experts: Int[Array, "turns blocks"]
 
     def blocks(self, values: Float[Array, "..."], each: int) -> Float[Array, "turns blocks ..."]:
-        """Gives each row of the blocks the value of its token, which has `each` assignments.
+        """Gives each row of the blocks its token's value; a token has `each` assignments.
 
-        Rows of no assignment get zeros.
+        Rows without an assignment get zeros.
         """
         rows = values.at[self.assignments // each].get(mode="fill", fill_value=0)
         return rows.reshape(*self.experts.shape, -1, *values.shape[1:])
@@ -108,8 +108,8 @@ class _Places(NamedTuple):
         return rows[self.slots].reshape(-1, each, *rows.shape[1:])
 
 
-# The derivative that JAX finds would add a gradient of all experts for every turn, and scatter
-# rows, which takes a GPU several times as long as to gather them, and adds a token's in any order.
+# JAX's own derivative would add a gradient for all experts in every turn. It would also scatter
+# rows, which on a GPU takes several times longer than gathering and adds in arbitrary order.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(
     expert: Expert,
@@ -118,7 +118,7 @@ def _mixed(
     weights: Weights,
     places: _Places,
 ) -> Float[Array, "tokens width"]:
-    """Passes tokens through the experts of their places and adds what these give, by shares."""
+    """Passes tokens through their experts and adds the results, weighted by shares."""
 
     def turn(item):
         rows, numbers = item
@@ -141,14 +141,14 @@ def _backward(expert, saved, cotangents):
     def turn(sums, item):
         rows, rows_shares, cotangent, numbers = item
         out, transposed = jax.vjp(jax.vmap(expert), rows, _of(weights, numbers))
-        # Found here, a share's gradient needs no results of the forward, which would be computed
-        # for it alone.
+        # Computed here, a share's gradient does not need the forward's results, which would be
+        # recomputed only for it.
         cotangent = cotangent.astype(jnp.float32)
         dshares = jnp.sum(out.astype(jnp.float32) * cotangent, -1)
         drows, dweights = transposed((cotangent * rows_shares[..., None]).astype(out.dtype))
         return jax.tree.map(partial(_added, numbers), sums, dweights), (drows, dshares)
 
-    # Several blocks of one expert add up: in fp32, as one long product would.
+    # Several blocks of one expert add up in fp32, as one long product would.
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
     rows, rows_cotangents = places.blocks(x, each), places.blocks(cotangents, each)
     rows_shares = places.blocks(shares.reshape(-1), 1)
@@ -165,17 +165,17 @@ _mixed.defvjp(_forward, _backward)
 
 
 def _block_size(assignments: int, num: int) -> int:
-    # A quarter of an expert's mean load, or up to twice less: for 1.125 to 1.25 times the rows.
+    # A quarter of an expert's mean load, or up to half of that: 1.125 to 1.25 times the rows.
     wanted = max(8, min(_MAX_BLOCK, assignments // (4 * num)))
     return 1 << (wanted.bit_length() - 1)
 
 
 def _blocks_at_once(weights: Weights, num_blocks: int, block: int) -> int:
     of_one = sum(4 * math.prod(array.shape[1:]) for array in jax.tree.leaves(weights))
-    # What `_added` computes grows with the square of their number: with as many as half of a
-    # block's rows it is a sixth of the products of backward.
+    # The work in `_added` grows with the square of this number: with half of a block's rows, it is
+    # a sixth of backward's products.
     most = max(1, min(num_blocks, _TURN_BYTES // of_one, block // 2))
-    # In turns that are alike, or the last one may be of little but empty blocks.
+    # Equal turns; otherwise the last turn could consist mostly of empty blocks.
     turns = -(-num_blocks // most)
     return -(-num_blocks // turns)
 
@@ -183,7 +183,7 @@ def _blocks_at_once(weights: Weights, num_blocks: int, block: int) -> int:
 def _slots(
     owner: Int[Array, " assignments"], num: int, block: int
 ) -> tuple[Int[Array, " assignments"], Int[Array, " blocks"]]:
-    """Gives every assignment a row of its own in blocks that each belong to one expert.
+    """Gives every assignment its own row in blocks that each belong to one expert.
 
     Args:
         owner: The expert of each assignment of a token to an expert.
@@ -194,8 +194,8 @@ def _slots(
         The row of each assignment; the expert of each block.
     """
     n = owner.size
-    # As many as there can be, whatever the routing, since shapes are fixed when it is traced: each
-    # expert chosen leaves at most one block partly empty.
+    # The maximum for any routing, because shapes are fixed when traced: each chosen expert leaves
+    # at most one block partly empty.
     num_blocks = -(-n // block) + min(num, n)
     # Stable, so that results don't depend on how a device sorts equal numbers.
     order = jnp.argsort(owner, stable=True)
@@ -208,7 +208,7 @@ def _slots(
     slots = jnp.zeros(n, jnp.int32).at[order].set(rows.astype(jnp.int32), unique_indices=True)
     ends = jnp.cumsum(blocks)
     experts = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")
-    # Blocks behind the last used one belong to nobody: of zeros, they may be anyone's.
+    # Blocks after the last used one hold zeros, so any expert may compute them.
     return slots, jnp.minimum(experts, num - 1).astype(jnp.int32)
 
 
@@ -231,7 +231,7 @@ def gated(activation: Activation) -> Expert:
 
 def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
     def one(array):
-        # A model's parameters may be arrays of NumPy, as those of a run are outside of it.
+        # A model's parameters may be NumPy arrays outside a run.
         return jnp.asarray(array).at[numbers].get(mode="promise_in_bounds")
 
     return jax.tree.map(one, weights)
@@ -240,12 +240,12 @@ def _of(weights: Weights, numbers: Int[Array, " blocks"]) -> Weights:
 def _added(
     numbers: Int[Array, " blocks"], sums: Float[Array, "num ..."], terms: Float[Array, "blocks ..."]
 ) -> Float[Array, "num ..."]:
-    """Adds each block's term to its expert's sum, in an order that is the same every time.
+    """Adds each block's term to its expert's sum, in a deterministic order.
 
-    A scatter of terms with equal numbers would add them in any order on a GPU. So the terms of an
-    expert are added up first, by a product with zeros and ones, in the place of the first of them.
-    For numbers [3, 3, 4] the rows of zeros and ones are [1, 1, 0], [0, 0, 0] and [0, 0, 1]. A term
-    that is not finite makes those of other experts in its turn NaN.
+    A scatter of terms with equal numbers would add them in any order on a GPU. So an expert's terms
+    are first summed by a product with zeros and ones, in the place of the first of them. For
+    numbers [3, 3, 4] the rows of zeros and ones are [1, 1, 0], [0, 0, 0] and [0, 0, 1]. A term that
+    is not finite turns all sums of its turn into NaN.
     """
     place, first = jnp.arange(numbers.size), jnp.searchsorted(numbers, numbers)
     of_first = (first == place[:, None]).astype(terms.dtype)
@@ -256,6 +256,6 @@ def _added(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=sums.dtype,
     )
-    # The places of others lie behind the last expert: nothing is added there.
+    # All later places point past the last expert, so nothing is added there.
     at = jnp.where(first == place, numbers, sums.shape[0] + place)
     return sums.at[at].add(totals, mode="drop", unique_indices=True)

@@ -1,8 +1,7 @@
-"""Experts in a checkpoint's files: a tensor for each, or one for all of a layer.
+"""Two file formats of experts: one tensor per expert, or one tensor for all of a layer.
 
-In the second form the matrices of gates and those beside them lie in one tensor, (experts, 2 ·
-inside, width), the gates' rows first. The library knows the first form only; here one becomes the
-other.
+In the second format, gate and up matrices share one tensor, (experts, 2 · inside, width), with the
+gate's rows first. The library works with the first format only; this module converts.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +18,11 @@ _GATES, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 def split_experts(
     tensors: Mapping[str, Tensor], keep: Callable[[str], bool]
 ) -> tuple[dict[str, Tensor], bool]:
-    """Returns tensors of single experts for those of all, and whether there were any.
+    """Replaces tensors of all experts with tensors of single experts; also tells if there were any.
 
     Args:
         tensors: The tensors of a checkpoint, by name.
-        keep: Whether a tensor of this name is to stay as it is.
+        keep: Whether a tensor with this name must stay unchanged.
     """
     found, any_stacked = {}, False
     for name, tensor in tensors.items():
@@ -35,7 +34,7 @@ def split_experts(
         parts = ("gate_proj", "up_proj") if name.endswith(_GATES) else ("down_proj",)
         base = name.rpartition(".")[0]
         num, rows, width = tensor.shape
-        # Gates and those beside them are halves of one tensor's rows.
+        # Gate and up matrices are halves of one tensor's rows.
         rows //= len(parts)
         for expert in range(num):
             for i, part in enumerate(parts):
@@ -49,10 +48,10 @@ def split_experts(
 
 @dataclass(frozen=True, kw_only=True)
 class StackedExperts:
-    """A tensor of all experts of a layer, made of theirs when it becomes an array.
+    """A tensor of all experts of a layer, assembled when it is converted to an array.
 
     Attributes:
-        parts: For each expert the arrays that lie in one matrix, from its first row on.
+        parts: For each expert, the arrays that form one matrix, from its first row on.
         shape: Its shape.
     """
 
@@ -60,10 +59,10 @@ class StackedExperts:
     shape: tuple[int, ...]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Puts the numbers together; nothing of them is kept here."""
+        """Assembles the numbers; nothing is kept here."""
         if copy is False:
             raise ValueError("experts can't be stacked without copying them")
-        # A part with adapters has its dtype only when it is computed.
+        # The dtype of a part with adapters is known only when it is computed.
         dtype = np.asarray(self.parts[0][0]).dtype if dtype is None else dtype
         array = np.empty(self.shape, dtype)
         for expert, parts in zip(array, self.parts, strict=True):
@@ -74,7 +73,7 @@ class StackedExperts:
 
 
 def stack_experts(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tensors of all experts of a layer for those of single ones: `split_experts` back."""
+    """Joins the tensors of single experts to one for each layer: the inverse of `split_experts`."""
     found: dict[str, Any] = {}
     experts: dict[str, dict[int, dict[str, Any]]] = {}
     for name, array in arrays.items():

@@ -42,35 +42,36 @@ def save_pretrained(
     chat_template: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a folder that the family's class in Transformers loads, as their Auto classes do.
+    """Writes a folder that Transformers' Auto classes load, and so does the family's own class.
 
-    Where matrices have adapters (`models.lora`), their products are added to them, one matrix at a
-    time and in fp32, and rounded once; `save_lora` writes the adapters alone.
+    If matrices have adapters (`models.lora`), their products are added one matrix at a time in fp32
+    and rounded once; `save_lora` writes only the adapters.
 
     Args:
         trainer: A trainer of a `Decoder`, or the decoder itself.
-        folder: Folder to write, which must not exist, or be empty.
-        dtype: "float32", "float16" or "bfloat16"; None for those of the tensors of the checkpoint
-            that training began with, or of the parameters where there was none.
-        max_shard_bytes: Most bytes of a file, unless one tensor is larger.
-        source: Folder of the tokenizer and the generation settings to copy; None for the
-            checkpoint that training began with. Towers of a multimodal checkpoint always come
-            from there, or from `source` if it has gone.
+        folder: Folder to write; it must not exist, or be empty.
+        dtype: "float32", "float16" or "bfloat16"; None for each tensor's dtype in the checkpoint
+            that training started from, or else the parameters' dtype.
+        max_shard_bytes: Maximum bytes of a file, unless one tensor is larger.
+        source: Folder of the tokenizer and the generation settings to copy; None for the checkpoint
+            that training started from. Towers of a multimodal checkpoint always come from that
+            checkpoint, or from `source` if it is gone.
         chat_template: A Jinja template to write in place of the tokenizer's own, such as the
-            `chat_template` of the dataset that the model was trained on; None copies its own.
-        overwrite: Whether to replace an earlier export in `folder`. The earlier one stays until the
-            new one is whole, and a folder with anything else in it is refused.
+            `chat_template` of the dataset that the model was trained on; None copies the
+            tokenizer's own.
+        overwrite: Whether to replace an earlier export in `folder`. It stays until the new one is
+            complete. A folder that contains anything else is refused.
 
     Returns:
         The folder.
 
     Raises:
-        TypeError: If an argument has another type, or the trainer trains another model.
-        ValueError: If the decoder's configuration didn't come from Hugging Face; if it has
-            parameters that its family doesn't, or lacks some; if a file to copy is damaged, no
-            regular file or a link out of `source`; or if the dtype is another.
-        FileExistsError: If there is something in `folder`; with `overwrite`, something that this
-            function or `save_lora` has not written.
+        TypeError: If an argument has a wrong type, or the trainer trains a different model.
+        ValueError: If the decoder's configuration didn't come from Hugging Face, it has parameters
+            that its family lacks or lacks some of them, a file to copy is damaged, not regular or a
+            link out of `source`, or the dtype is unknown.
+        FileExistsError: If `folder` is not empty; with `overwrite`, if it contains anything that
+            this function or `save_lora` has not written.
         FileNotFoundError: If there is no folder `source`.
     """
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _CODES):
@@ -109,16 +110,16 @@ def save_pretrained(
         _write_config(at, config, dtype)
         companions.copy(copied, at)
         if chat_template is not None:
-            # Goes before one in tokenizer_config.json, as Transformers reads it.
+            # Transformers prefers this file to a template in tokenizer_config.json.
             (at / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     return folder
 
 
 def decoder_of(trainer: Trainer | Decoder) -> Decoder:
-    """Returns a trainer's decoder, or the one given.
+    """Returns a trainer's decoder, or the given decoder.
 
     Raises:
-        TypeError: If it is neither, or the trainer trains another model.
+        TypeError: If it is neither, or the trainer trains a different model.
     """
     if isinstance(trainer, Decoder):
         return trainer
@@ -161,7 +162,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
     """Returns the tensors that the family keeps beside the decoder, still in their files.
 
     Raises:
-        FileNotFoundError: If the checkpoint that they are in has gone.
+        FileNotFoundError: If the checkpoint that contains them is gone.
         ValueError: If the family needs some and the decoder wasn't read from a checkpoint.
     """
     family = family_of(config)
@@ -198,7 +199,7 @@ def _kept(config: DecoderConfig, source: Path | None) -> list[NamedTensor]:
 def _check_family(
     model: Decoder, arrays: Mapping[ParameterPath, np.ndarray], wanted: Sequence[ParameterTensors]
 ) -> None:
-    """Compares a model with its family: files have a place for the family's parameters only."""
+    """Checks that a model has exactly its family's parameters: files have no place for more."""
     shapes = {parameter.path: parameter.shape for parameter in wanted}
     state = others(model)
     wrong = {

@@ -1,4 +1,4 @@
-"""Families of open-weights models, as the library knows them: how files are read and written."""
+"""`Family`: how the files of a family of open-weights models are read and written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of open-weights models; the files in `families/` make one each, or two.
+    """A family of open-weights models; each file in `families/` defines one or two.
 
     Attributes:
         model_type: Its name in a `config.json`.
-        architecture: The class of Transformers that its checkpoints are for.
-        read: Function that returns the arguments of `DecoderConfig` for the fields of a
-            `config.json`. A field that it doesn't read is refused.
-        renames: Names in the files for those in the model, where they differ: a part of a
-            parameter's path, such as `mlp`, to the part of a tensor's name, `block_sparse_moe`.
-            To nothing where the name has no such part.
-        body: How the names of all tensors begin in the files, but those of the head.
-        head: How the names of the head's tensors begin.
-        stacked: Whether the files hold the experts of a layer as one tensor, too.
-        joined_experts: Whether a fresh decoder's experts are written as `expert_tensors` has those
-            of a layer in one tensor. Where a checkpoint was read, its form is kept.
-        kept: How the names of tensors begin that are no part of the decoder, such as those of a
-            vision tower: they are not trained, and written as they were read. `{num_layers}`
-            stands for the number of layers.
+        architecture: The Transformers class of its checkpoints.
+        read: Function from the fields of a `config.json` to the arguments of `DecoderConfig`. A
+            field that it doesn't read is refused.
+        renames: Parts of parameter paths that differ in the files: from the part in the model, such
+            as `mlp`, to the part of a tensor's name, `block_sparse_moe`; an empty name drops the
+            part.
+        body: Prefix of all tensor names in the files, except the head's.
+        head: Prefix of the head's tensor names.
+        stacked: Whether the files also hold the experts of a layer as one tensor.
+        joined_experts: Whether a fresh decoder's experts are written in the second format of
+            `expert_tensors`. A decoder read from a checkpoint keeps its format.
+        kept: Prefixes of tensor names outside the decoder, such as a vision tower's: these tensors
+            are not trained, and are written as they were read. `{num_layers}` stands for the number
+            of layers.
         multimodal: Whether checkpoints are incomplete without such tensors.
     """
 
@@ -44,7 +44,7 @@ class Family:
     multimodal: bool = False
 
     def keeps(self, name: str, num_layers: int, unread: tuple[str, ...]) -> bool:
-        """Whether a tensor of this name is kept beside a decoder.
+        """Whether a tensor with this name is kept beside a decoder.
 
         Args:
             name: The tensor's name.
@@ -65,15 +65,15 @@ def text_part(
     body: str = "language_model.model",
     head: str = "language_model.lm_head",
 ) -> Family:
-    """Returns the family of multimodal checkpoints whose `text_config` is that of a decoder.
+    """Returns the family of multimodal checkpoints that have a decoder's `text_config`.
 
     Args:
-        *texts: Families that the decoder may be of; the first where `text_config` doesn't say.
+        *texts: Families that the decoder may belong to; the first if `text_config` names none.
         model_type: See `Family`.
         architecture: See `Family`.
         kept: See `Family`.
-        beside: Names of the fields beside `text_config`, which don't change what texts become.
-        tied: Default of `tie_word_embeddings`, which says whether the head is the embedding.
+        beside: Names of further fields, which don't affect text.
+        tied: Default of `tie_word_embeddings`: whether the head is the embedding.
         body: See `Family`.
         head: See `Family`.
     """

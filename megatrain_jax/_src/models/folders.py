@@ -1,14 +1,14 @@
-"""Folders that an export writes: new ones, or ones that an earlier export may be replaced in.
+"""Folders that an export writes, or in which it replaces an earlier export.
 
-An export is written beside its folder and gets the folder's name when it is whole, so that whatever
-ends the process in between leaves the earlier export as it was:
+An export is written beside its folder and renamed when it is complete, so an interrupted one leaves
+the earlier export intact:
 
     mine.unfinished-x7/    is written
     mine/                  exchanges names with it, in one system call
-    mine.unfinished-x7/    is the earlier export now, and is deleted
+    mine.unfinished-x7/    is now the earlier export, and is deleted
 
 Each export lists its own files and their checksums in `megatrain_export.json`. A folder is only
-replaced if it holds nothing but these files, and none of them has changed.
+replaced if it contains exactly these files, unchanged.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ import xxhash
 from megatrain_jax._src.common import checks
 
 MARKER = "megatrain_export.json"
-# Of renameat2 (Linux): paths are relative to the current folder, and names are exchanged.
+# Flags of Linux's renameat2: relative to the current folder; exchange names.
 _CURRENT_FOLDER, _EXCHANGE = -100, 2
 
 
@@ -40,8 +40,8 @@ def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
         overwrite: Whether an earlier export may be there.
 
     Raises:
-        TypeError: If it is no path, or `overwrite` is no boolean.
-        FileExistsError: If there is something; with `overwrite`, something else than an export.
+        TypeError: If it is not a path, or `overwrite` is not a Boolean.
+        FileExistsError: If it is not empty; with `overwrite`, if it is not an unchanged export.
     """
     path = Path(checks.path("folder", folder)).expanduser()
     overwrite = checks.boolean("overwrite", overwrite)
@@ -49,7 +49,7 @@ def new_folder(folder: str | PathLike[str], *, overwrite: bool = False) -> Path:
     if not os.path.lexists(path) or (is_empty and not path.is_symlink()):
         return path
     if not overwrite:
-        # Whether it is unchanged is not looked up here: that reads all weights.
+        # The checksums are not compared here: that would read all weights.
         is_export = (path / MARKER).is_file()
         hint = ", or pass `overwrite=True` to replace an unchanged export" if is_export else ""
         raise FileExistsError(f"there is something at {path} already: choose a new `folder`{hint}")
@@ -66,7 +66,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _stranger(path: Path) -> str | None:
-    """The reason why a folder is no untouched export, as the end of a sentence; None if it is."""
+    """The reason why a folder is not an unchanged export, as a sentence's end; None if it is."""
     if path.is_symlink() or not path.is_dir():
         return "is no folder of its own"
     try:
@@ -82,7 +82,7 @@ def _stranger(path: Path) -> str | None:
 
 
 def _names(path: Path) -> list[str]:
-    """The files, links and empty folders in a folder, but for the list of them."""
+    """The files, links and empty folders in a folder, except the list of them."""
     found = [
         Path(folder, name).relative_to(path)
         for folder, folders, files in os.walk(path)
@@ -97,10 +97,10 @@ def _holds_something(path: Path) -> bool:
 
 
 def _checksum(path: Path) -> str | None:
-    """The checksum of all bytes of a file; None of anything else.
+    """The checksum of a file's bytes; None if it is not a regular file.
 
-    A size or a time wouldn't do: weights that were trained further have the same size, and a copy
-    of a folder has other times.
+    Size or time are not enough: weights that were trained further have the same size, and a copied
+    folder has new times.
     """
     if path.is_symlink() or not path.is_file():
         return None
@@ -110,34 +110,34 @@ def _checksum(path: Path) -> str | None:
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write to, which gets its name when all is written, or is deleted.
+    """Yields a folder to write to; it gets its final name if the body succeeds, or is deleted.
 
     Args:
-        folder: The final folder, as `new_folder` has returned it. An export there is replaced.
+        folder: The final folder, as returned by `new_folder`. An export there is replaced.
 
     Raises:
-        FileExistsError: If something else is in the final folder meanwhile.
+        FileExistsError: If the final folder has been filled meanwhile.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     at = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
     try:
-        at.chmod(0o755)  # mkdtemp lets nobody else in
+        at.chmod(0o755)  # mkdtemp makes it private
         yield at
         known = {name: _checksum(at / name) for name in _names(at)}
         (at / MARKER).write_text(json.dumps({"files": known}, indent=1) + "\n")
         if folder.is_dir() and any(folder.iterdir()):
-            _check_replaceable(folder)  # hours may lie between this and the first look
+            _check_replaceable(folder)  # hours may have passed since the first check
             _sync(at)
             _exchange(at, folder)
         else:
-            at.replace(folder)  # an empty folder gives way
+            at.replace(folder)  # replaces an empty folder
     finally:
-        # What could not be finished, or what has been replaced.
+        # The unfinished folder, or the export that was replaced.
         shutil.rmtree(at, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
-    """Waits until all files of a folder are on the disk."""
+    """Waits until all files of a folder are on disk."""
     for path in [*folder.rglob("*"), folder]:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -147,7 +147,7 @@ def _sync(folder: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Exchanges the names of two folders, at once where the file system can."""
+    """Exchanges the names of two folders, atomically if the file system can."""
     paths = (os.fsencode(path.absolute()) for path in (a, b))
     arguments = [part for path in paths for part in (_CURRENT_FOLDER, path)]
     system = ctypes.CDLL(None, use_errno=True)
@@ -156,8 +156,8 @@ def _exchange(a: Path, b: Path) -> None:
             return
         if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(number, os.strerror(number), str(b))
-    # Some network file systems can't. A process that dies between two of these lines leaves both
-    # folders whole, the earlier one as `mine.replaced-...`.
+    # Some network file systems can't. If the process dies between these lines, both folders are
+    # complete, the earlier one as `mine.replaced-...`.
     aside = Path(tempfile.mkdtemp(prefix=f"{b.name}.replaced-", dir=b.parent))
     b.replace(aside)
     try:

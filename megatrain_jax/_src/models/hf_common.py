@@ -1,7 +1,7 @@
-"""Readers of the fields that the configurations of several families have.
+"""Readers of configuration fields that several families share.
 
-Each returns arguments of `DecoderConfig`, or a part of one. Defaults are those of Transformers;
-where families differ in one, it is an argument here.
+Each returns arguments of `DecoderConfig`, or a part of one. Defaults are Transformers'; a default
+that differs between families is an argument here.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ _ACTIVATIONS = {
 
 
 def refuse_others(fields: Fields) -> None:
-    """Refuses fields that no family supports, if they ask for something."""
+    """Refuses fields that no family supports, unless they have no effect."""
     fields.neutral(attention_dropout=0.0, quantization_config=None, is_encoder_decoder=False)
     fields.neutral(tie_encoder_decoder=False, add_cross_attention=False, is_decoder=False)
-    # Between the tokens of an image, which texts have none of.
+    # This value affects only tokens of an image, and text has none.
     if fields.take("use_bidirectional_attention", False) != "vision":
         fields.neutral(use_bidirectional_attention=False)
 
@@ -50,13 +50,13 @@ def sizes(
 
     Args:
         fields: The configuration.
-        kv_heads: Default of `num_key_value_heads`; None for as many as there are heads.
-        head_dim: Default of `head_dim`; None for what the width and the heads give.
+        kv_heads: Default of `num_key_value_heads`; None for the number of heads.
+        head_dim: Default of `head_dim`; None for the width divided by the heads.
         eps: Default of the number that norms add to the mean square.
-        eps_name: The field that has it.
+        eps_name: The field with that number.
         tied: Default of `tie_word_embeddings`.
-        activation: The MLPs' activation, from `read_activation`; None for that of `hidden_act`.
-        **others: Defaults of other sizes, in a family whose configurations may leave them out.
+        activation: The MLPs' activation, from `read_activation`; None to read `hidden_act`.
+        **others: Defaults of further sizes, in a family with configurations that may omit them.
     """
 
     def size(name: str) -> int:
@@ -69,7 +69,7 @@ def sizes(
         "intermediate_size": size("intermediate_size"),
         "num_layers": size("num_hidden_layers"),
         "num_heads": heads,
-        # Null asks for as many as there are heads.
+        # Null means as many as there are heads.
         "num_kv_heads": fields.integer("num_key_value_heads", kv_heads, null=True) or heads,
         "head_dim": _head_dim(fields, hidden, heads, head_dim),
         "activation": activation or read_activation(fields, "hidden_act", "silu"),
@@ -90,13 +90,13 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> i
 
 
 def read_activation(fields: Fields, name: str, default: str, *, null: bool = False) -> str:
-    """Returns the activation that a field names, as `DecoderConfig` calls it.
+    """Returns the activation named by a field, under its name in `DecoderConfig`.
 
     Args:
         fields: The configuration.
         name: The field.
-        default: What the field is where it is missing.
-        null: Whether null stands for the default, too.
+        default: The value of a missing field.
+        null: Whether null means the default too.
     """
     value = fields.take(name, default)
     value = default if value is None and null else value
@@ -132,11 +132,11 @@ def rope(
         kinds: See `read_rope`.
         share: Default of `partial_rotary_factor` in a family that may rotate a part of each head.
         interleaved: See `Rope`.
-        parameters: What stands for both fields where the family has read them.
+        parameters: Replaces both fields if the family has already read them.
     """
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     values = values if parameters is None else parameters
-    # Taken even where `rope_scaling` stands beside it: what no reader takes is refused.
+    # Taken even if `rope_scaling` is also there, because fields that nothing takes are refused.
     fields.take("rope_parameters", None)
     theta = fields.take("rope_theta", theta)
     given = fields.take("partial_rotary_factor", None)
@@ -171,8 +171,8 @@ def two_ropes(
     Args:
         fields: The configuration; `rope_parameters` holds an object for each kind of layer.
         head_dim: Width of a head.
-        full: Parameters of layers without a window where `rope_parameters` has no others.
-        local: The same of layers with a window.
+        full: Default parameters of layers without a window.
+        local: Default parameters of layers with a window.
         max_length: Default of `max_position_embeddings`.
     """
     both = fields.mapping("rope_parameters")
@@ -195,7 +195,7 @@ def two_ropes(
 
 
 def window(fields: Fields, default: int | None = 4096) -> int | None:
-    """Returns how many tokens one attends to in the layers with a window, None for all."""
+    """Returns the window of layers that have one, in tokens; None for all tokens."""
     return fields.integer("sliding_window", default, least=0, null=True) or None
 
 
@@ -206,11 +206,11 @@ def windows_everywhere(fields: Fields, default: int | None) -> Windows:
 
 
 def windows_by_type(fields: Fields, types: list[str], size: int | None) -> Windows:
-    """Returns a window of this size for the layers that `layer_types` says have one.
+    """Returns windows of this size for the layers that have one by `layer_types`.
 
     Args:
         fields: The configuration.
-        types: What `layer_types` is where it is missing.
+        types: Default of `layer_types`.
         size: The window's size.
     """
     known = {"full_attention": None, "sliding_attention": size}
@@ -238,18 +238,18 @@ def experts(
     shared_size: int | None = None,
     balance: float | None = None,
 ) -> Experts | None:
-    """Returns the experts of these layers, None if there are no such layers.
+    """Returns the experts of these layers, or None if there are no such layers.
 
     Args:
         fields: The configuration.
-        names: The two names of the field that says how many experts there are.
-        num: Default of that.
+        names: The two names of the field with the number of experts.
+        num: Default of that number.
         per_token: Default of `num_experts_per_tok`.
         intermediate_size: The width inside an expert.
         normalize: Whether the chosen experts' probabilities are divided by their sum.
         layers: Numbers of the layers with experts.
         shared_size: The width inside the expert that all tokens share.
-        balance: Factor of the balancing loss; None for that of `router_aux_loss_coef`.
+        balance: Factor of the balancing loss; None to read `router_aux_loss_coef`.
     """
     # Files of one family use either name; both are taken, so that neither is refused as unknown.
     second = fields.integer(names[1], None)

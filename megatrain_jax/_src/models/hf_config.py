@@ -1,6 +1,6 @@
-"""Reads Hugging Face configurations of the families that the decoder covers.
+"""Reads Hugging Face configurations of the supported families.
 
-Every field is either read, known not to change results, or refused by name: a checkpoint never
+Every field is either read, known not to affect results, or refused by name: a checkpoint never
 loads with an option silently dropped. A family's own fields are read in its file.
 """
 
@@ -28,7 +28,7 @@ def read(config: Mapping[str, Any], ignore: frozenset[str]) -> dict[str, Any]:
     family = FAMILIES[name]
     fields = Fields(config, ignore)
     names = fields.listed("architectures", str, "names") or []
-    # A classifier on the same body has another head, and no logits of tokens.
+    # A classifier on the same body has a different head, and no logits of tokens.
     others = [n for n in names if n != family.architecture]
     if others:
         raise ValueError(

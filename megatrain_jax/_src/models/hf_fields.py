@@ -1,7 +1,7 @@
-"""The fields of a Hugging Face configuration, each read as the type it should have.
+"""The fields of a Hugging Face configuration, read with type checks.
 
-The file may be anybody's: a string for a number, a null or a size that no machine has is refused
-under the field's name, before anything is built from it.
+The file may come from anybody: a string instead of a number, a null, or a size that no machine can
+hold is refused under the field's name, before anything is built from it.
 """
 
 import reprlib
@@ -11,7 +11,7 @@ from typing import Any
 from megatrain_jax._src.common import checks
 from megatrain_jax._src.models.tensors import some
 
-# Fields that change neither parameters nor logits.
+# Fields that affect neither parameters nor logits.
 _IGNORED = frozenset(
     """
     architectures auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
@@ -25,7 +25,7 @@ _IGNORED = frozenset(
     """.split()
 )
 _REQUIRED = object()
-# Bounds far above any model that a machine can still lay out; other integers go up to 2^31 - 1.
+# Bounds far above any real model; all further integers may be up to 2^31 - 1.
 _MOST = {
     "num_hidden_layers": 2**10,
     "hidden_size": 2**20,
@@ -43,16 +43,16 @@ _shown.maxstring = _shown.maxother = 60
 
 
 class Fields:
-    """A configuration that knows which of its fields have been read."""
+    """A configuration that tracks which of its fields have been read."""
 
     def __init__(self, values: Mapping[str, Any], ignore: frozenset[str] = frozenset()):
-        """Keeps the values, and the names of those that the user says don't matter."""
+        """Keeps the values, and the names of fields that the user wants ignored."""
         self.values, self.ignore = values, ignore
         self._read: set[str] = set(_IGNORED)
         self.family = str(values.get("model_type"))
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Returns a field, or the default where it is missing.
+        """Returns a field, or the default if it is missing.
 
         Raises:
             ValueError: If it is missing and has no default.
@@ -65,10 +65,10 @@ class Fields:
     def integer(
         self, name: str, default: Any = _REQUIRED, *, least: int = 1, null: bool = False
     ) -> Any:
-        """Returns an integer, or None where the field is null and null is allowed.
+        """Returns an integer, or None if the field is null and null is allowed.
 
         Raises:
-            TypeError: If it is no integer.
+            TypeError: If it is not an integer.
             ValueError: If it is out of bounds.
         """
         value = self.take(name, default)
@@ -85,10 +85,10 @@ class Fields:
         least: float | None = None,
         null: bool = False,
     ) -> Any:
-        """Returns a finite float, or None where the field is null and null is allowed.
+        """Returns a finite float, or None if the field is null and null is allowed.
 
         Raises:
-            TypeError: If it is no number.
+            TypeError: If it is not a number.
             ValueError: If it is not finite or out of bounds.
         """
         value = self.take(name, default)
@@ -108,7 +108,7 @@ class Fields:
         """Returns a list of values of one type, or None if it is missing.
 
         Raises:
-            TypeError: If it is no list, or has something else in it.
+            TypeError: If it is not a list, or has values of a different type.
         """
         values = self.take(name, None)
         if values is not None and not (
@@ -118,10 +118,10 @@ class Fields:
         return None if values is None else list(values)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Returns an object's fields, none if it is missing.
+        """Returns an object's fields, {} if it is missing.
 
         Raises:
-            TypeError: If it is no object.
+            TypeError: If it is not an object.
         """
         values = self.take(name, None)
         values = {} if values is None else values
@@ -130,7 +130,7 @@ class Fields:
         return dict(values)
 
     def neutral(self, **expected: Any) -> None:
-        """Refuses fields that are there with another value than the one that does nothing."""
+        """Refuses fields with any value but the one that has no effect."""
         for name, value in expected.items():
             found = self.take(name, value)
             if found != value and found is not None and name not in self.ignore:
@@ -144,7 +144,7 @@ class Fields:
         unknown = {
             name: value
             for name, value in self.values.items()
-            # Off or empty, an unknown option asks for nothing; names with `_` are the writer's own
+            # An unknown option that is empty or off has no effect; names with `_` are the writer's
             # notes.
             if name not in self._read | self.ignore and not name.startswith("_") and value
         }
@@ -157,10 +157,10 @@ class Fields:
 
 
 def as_ignored(ignore: Sequence[str]) -> frozenset[str]:
-    """Returns the names of fields that don't matter.
+    """Returns the names of fields to ignore.
 
     Raises:
-        TypeError: If they are no names, or one name only.
+        TypeError: If they are not names, or only one name.
     """
     names = ignore if isinstance(ignore, list | tuple | set | frozenset) else [None]
     if not all(isinstance(name, str) for name in names):

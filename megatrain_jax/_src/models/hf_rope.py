@@ -29,8 +29,8 @@ _OPTIONS = {
 }
 KINDS = {kind: kind for kind in _OPTIONS if kind != "proportional"}
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-# Found in released checkpoints, and not read by Transformers: the scale of attention that other
-# programs take, where `attention_factor` is what Transformers takes.
+# Found in released checkpoints, but not read by Transformers: some programs take this as the scale
+# of attention, where Transformers uses `attention_factor`.
 _NOT_READ = {"yarn": frozenset({"attn_factor"})}
 
 
@@ -54,13 +54,13 @@ def read_rope(
         head_dim: Width of a head.
         max_length: `max_position_embeddings`.
         original_length: `original_max_position_embeddings` of the configuration itself.
-        kinds: The values of `rope_type` that the family may have, and the kind that each asks for.
+        kinds: The supported values of `rope_type`, and the kind that each selects.
         partial: Whether the family may rotate a part of each head.
         interleaved: See `Rope`.
-        ignore: Options that the user says don't matter.
+        ignore: Options that the user wants ignored.
 
     Raises:
-        TypeError: If an option has another type.
+        TypeError: If an option has a wrong type.
         ValueError: If a kind or an option isn't supported. The message names it.
     """
     # Older files call it `type`.
@@ -70,7 +70,7 @@ def read_rope(
     kind = kinds[kind]
     _check_options(values, kind, ignore)
     share = _number(values, "partial_rotary_factor", 1.0)
-    whole = kind == "proportional"  # all dimensions, of which only some turn
+    whole = kind == "proportional"  # all dimensions, but only some of them turn
     if share != 1.0 and not (partial or whole):
         raise ValueError(f"`partial_rotary_factor` = {share} isn't supported in a {family}")
     if share > 1 or int(head_dim * share) % 2 or not int(head_dim * share):
@@ -81,7 +81,7 @@ def read_rope(
     inner = values.get("original_max_position_embeddings")
     if inner is not None:
         inner = checks.integer("original_max_position_embeddings", inner)
-    # Phi-3 keeps it beside the embedding's options, others among them.
+    # Phi-3 keeps it outside the embedding's options, most families inside.
     original = original_length or inner or max_length
     shape: dict[str, Any] = {
         "dim": head_dim if whole else int(head_dim * share),
@@ -116,7 +116,7 @@ def read_rope(
 
 
 def _check_options(values: Mapping[str, Any], kind: str, ignore: Collection[str]) -> None:
-    """Refuses options that nothing reads, but for those that Transformers does not read either."""
+    """Refuses options that nothing reads, except those that Transformers does not read either."""
     unknown = {
         name for name, v in values.items() if name not in _OPTIONS[kind] | _COMMON and v is not None
     }
@@ -159,7 +159,7 @@ def _stretch(values: Mapping[str, Any], original: int, max_length: int) -> float
 
 
 def _yarn(values: Mapping[str, Any], shape: dict, original: int, max_length: int) -> Rope:
-    if "factor" not in values:  # null stands for the ratio of the lengths
+    if "factor" not in values:  # null means the ratio of the lengths
         raise ValueError("rotary embeddings of type 'yarn' need a number `factor`")
     factor = _stretch(values, original, max_length)
     attention = values.get("attention_factor")

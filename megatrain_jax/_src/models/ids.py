@@ -1,4 +1,4 @@
-"""Token ids compared with a vocabulary on the host, before they are sent."""
+"""Checks of token ids against a vocabulary, on the host before they are sent."""
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -7,17 +7,17 @@ import numpy as np
 
 
 def check_ids(batch: Any, vocab_size: int) -> None:
-    """Checks the ids of a batch as `next_token_loss` takes it.
+    """Checks the ids of a batch of `next_token_loss`.
 
     Args:
-        batch: Of a mapping, `tokens` and `labels` of the same shape are looked at if they are
-            NumPy arrays of integers. Tokens are at least 0; labels may be negative or, where
-            `mask` is 0, anything: those don't count. Other batches pass.
-        vocab_size: Number that all ids have to be below.
+        batch: If a mapping has `tokens` and `labels` as NumPy integer arrays of equal shape, they
+            are checked. Tokens must be at least 0; labels may be negative or, where `mask` is 0,
+            anything, because they don't count. All remaining batches pass.
+        vocab_size: Upper bound that all ids must stay below.
 
     Raises:
-        ValueError: If an id is out of range. Names the array, how many there are and where the
-            first one is.
+        ValueError: If an id is out of range. The message gives the array, the number of such ids
+            and the place of the first.
     """
     if not isinstance(batch, Mapping):
         return
@@ -35,14 +35,14 @@ def check_ids(batch: Any, vocab_size: int) -> None:
 
 
 def check_counts(batch: Any) -> None:
-    """Checks that counts of a whole batch are the same for all of its rows.
+    """Checks that counts of a whole batch are the same in all of its rows.
 
     Args:
-        batch: Of a mapping, `learned_per_row` and `pairs_per_row` are looked at if they are NumPy
-            arrays. Other batches pass.
+        batch: If a mapping has `learned_per_row` or `pairs_per_row` as NumPy arrays, they are
+            checked. All remaining batches pass.
 
     Raises:
-        ValueError: If rows differ, as where each has its own number of labels.
+        ValueError: If rows differ, for example because each has its own number of labels.
     """
     for name in ("learned_per_row", "pairs_per_row") if isinstance(batch, Mapping) else ():
         counts = batch.get(name)

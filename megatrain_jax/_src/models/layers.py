@@ -1,7 +1,7 @@
-"""A decoder layer and its parts. Matrices lie as (out, in), which is how checkpoints keep them.
+"""A decoder layer and its parts. Matrices are stored as (out, in), as in checkpoints.
 
-Nothing here fixes a dtype: everything computes in that of the parameters it is given. A family that
-computes something else derives a class from one of these in its own file.
+Nothing here fixes a dtype: everything computes in the dtype of its parameters. A family with
+different computations derives a class from one of these in its own file.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,7 @@ from megatrain_jax._src.models.maker import Maker
 from megatrain_jax._src.models.moe import Experts, Routed, route, tally
 from megatrain_jax._src.models.rotary import Rotation, rotate
 
-if TYPE_CHECKING:  # which reads configurations by families, whose layers are made of these
+if TYPE_CHECKING:  # avoids a cycle: configurations are read by families, and these use layers
     from megatrain_jax._src.models.config import DecoderConfig
 
 Heads = Float[Array, "rows length heads head_dim"]
@@ -28,15 +28,15 @@ Projected = tuple[
     Float[Array, "rows length kv_heads*head_dim"],
     Float[Array, "rows length kv_heads*head_dim"],
 ]
-"""Queries, keys and values, the heads of each side by side."""
+"""Queries, keys and values, with all heads side by side in the last axis."""
 
 
 class Buffer(nnx.Variable):
-    """An array that is no parameter: files hold it, and nothing trains it."""
+    """An array that is not a parameter: it is saved in files, but not trained."""
 
 
 class Linear(nnx.Module):
-    """A product with a matrix (out, in), and a bias if there is one."""
+    """A product with a matrix (out, in), and an optional bias."""
 
     def __init__(self, dim_in: int, dim_out: int, make: Maker, *, bias: bool = False):
         """Makes the parameters."""
@@ -45,16 +45,16 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows dim_in"]) -> Float[Array, "*rows dim_out"]:
         """Multiplies the last axis by the matrix."""
-        # Along the matrix's second axis, without a transpose of it.
+        # Contracts the matrix's second axis, so it is never transposed.
         y = jax.lax.dot_general(x, self.weight[...], (((x.ndim - 1,), (1,)), ((), ())))
         return y if self.bias is None else y + self.bias[...]
 
 
 class Embedding(nnx.Module):
-    """An embedding: a row for every token."""
+    """An embedding table: one row for every token."""
 
     def __init__(self, num: int, dim: int, make: Maker):
-        """Makes the rows."""
+        """Makes the table."""
         self.weight = make.weight(num, dim)
 
     def __call__(
@@ -69,7 +69,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm (https://arxiv.org/abs/1910.07467) over the last axis, in fp32."""
 
     def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
-        """Makes the weight, with which a fresh norm does nothing but normalise."""
+        """Makes the weight; a fresh norm only normalises."""
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.in_fp32 = bool(config.norm_offset) or config.norm_in_fp32
         self.weight = make.constant(1.0 - config.norm_offset, dim)
@@ -88,7 +88,7 @@ class LayerNorm(nnx.Module):
     """Layer norm (https://arxiv.org/abs/1607.06450) over the last axis, in fp32."""
 
     def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
-        """Makes weight and bias, with which a fresh norm does nothing but normalise."""
+        """Makes weight and bias; a fresh norm only normalises."""
         self.eps = config.norm_eps
         self.weight, self.bias = make.constant(1.0, dim), make.constant(0.0, dim)
 
@@ -101,7 +101,7 @@ class LayerNorm(nnx.Module):
 
 
 def make_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm | LayerNorm:
-    """Returns a norm of the kind that the configuration asks for."""
+    """Returns a norm of the configured kind."""
     return (RMSNorm if config.norm == "rms" else LayerNorm)(dim, config, make)
 
 
@@ -134,7 +134,7 @@ class Attention(nnx.Module):
         rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> Float[Array, "rows length width"]:
-        """Attends within rows, and within documents where `segments` numbers them."""
+        """Computes attention within rows, or within documents if `segments` numbers them."""
         q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in self.project(x))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -146,7 +146,7 @@ class Attention(nnx.Module):
     def attend(
         self, q: Heads, k: Heads, v: Heads, segments: Integer[Array, "rows length"] | None
     ) -> Heads:
-        """Returns for each query the mean of values, weighted by how well their keys fit."""
+        """Returns for each query the mean of values, weighted by the match of their keys."""
         return attention(
             q,
             k,
@@ -158,14 +158,14 @@ class Attention(nnx.Module):
         )
 
     def rotate(self, q: Heads, k: Heads, rotation: Rotation) -> tuple[Heads, Heads]:
-        """Returns queries and keys at their positions."""
+        """Returns queries and keys rotated to their positions."""
         q, k = (rotate(y, rotation.cos_sin, interleaved=self.interleaved) for y in (q, k))
         if rotation.query_scale is not None:
             q = q * rotation.query_scale[:, :, None, None].astype(q.dtype)
         return q, k
 
     def project(self, x: Float[Array, "rows length width"]) -> Projected:
-        """Returns queries, keys and values with the heads of each side by side."""
+        """Returns queries, keys and values, with all heads side by side in the last axis."""
         if self.fused:
             parts = [self.query_size, self.query_size + self.key_size]
             q, k, v = jnp.split(self.qkv_proj(x), parts, axis=-1)
@@ -177,7 +177,7 @@ class MLP(nnx.Module):
     """A gated MLP (https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, config: "DecoderConfig", make: Maker, inside: int | None = None):
-        """Makes the parameters of an MLP this wide inside, as the configuration says by default."""
+        """Makes the parameters; `inside` is the hidden width, by default the configuration's."""
         wide, bias = config.hidden_size, config.mlp_bias
         inside = inside or config.intermediate_size
         self.activation = ACTIVATIONS[config.activation]
@@ -186,12 +186,12 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inside, wide, make, bias=bias)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Maps each row on its own."""
+        """Maps each row separately."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class FusedMLP(nnx.Module):
-    """A gated MLP whose gate's matrix and the other lie in one."""
+    """A gated MLP with gate and up matrices joined in one."""
 
     def __init__(self, config: "DecoderConfig", make: Maker):
         """Makes the parameters."""
@@ -201,7 +201,7 @@ class FusedMLP(nnx.Module):
         self.down_proj = Linear(inside, wide, make)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Maps each row on its own."""
+        """Maps each row separately."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
         return self.down_proj(self.activation(gate) * up)
 
@@ -244,7 +244,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
         """Returns the experts' result for x, and a tally of their load (see `moe.tally`).
 
-        Tokens of segment 0 are padding and don't count in the tally.
+        Tokens in segment 0 are padding and don't count in the tally.
         """
         tokens = x.reshape(-1, x.shape[-1])
         chosen, shares, probabilities = self.route(tokens)
@@ -253,22 +253,22 @@ class MixtureOfExperts(nnx.Module):
         return mixed.reshape(x.shape), tally(chosen, probabilities, counted)
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
-        """Returns the experts of each token, their shares, and the probabilities of all."""
+        """Returns each token's experts, their shares, and the probabilities of all experts."""
         return route(self.gate(tokens), self.settings)
 
     def weights(self) -> Weights:
-        """Returns what the experts compute with, each array with an axis of experts first."""
+        """Returns the experts' weights; each array has the experts as its first axis."""
         e = self.experts
         return e.gate_proj(), e.up_proj(), e.down_proj()
 
 
 class Layer(nnx.Module):
-    """Attention, then an MLP or experts, each with norms around it and added to what came in.
+    """Attention, then an MLP or experts, each with norms and a residual connection.
 
     Attributes:
         attention: Class of its attention.
-        dense: Class of its MLP, where it has no experts.
-        mixture: Class of its experts, where it has some.
+        dense: Class of its MLP, if it has no experts.
+        mixture: Class of its experts, if it has some.
     """
 
     attention: ClassVar[type[Any]] = Attention
@@ -319,7 +319,7 @@ class Layer(nnx.Module):
         x: Float[Array, "rows length width"],
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"] | None]:
-        """Returns what the MLP or the experts give, and the tally of the experts' load."""
+        """Returns the result of the MLP or the experts, and the tally of the experts' load."""
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(x, segments)
         return self.mlp(x), None

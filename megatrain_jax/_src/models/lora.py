@@ -1,7 +1,7 @@
-"""LoRA for any Flax NNX model: a few small matrices are trained beside those that stay as they are.
+"""LoRA for any Flax NNX model: trains a few small matrices beside frozen ones.
 
-To the library adapters are parameters as any others, which `trainable` chooses. The others are
-frozen, with all that follows: no gradient, no optimizer state, groups that travel one way only.
+To the library, adapters are ordinary parameters, selected by `trainable`. All remaining parameters
+are frozen: no gradient, no optimizer state, and transfers in one direction only.
 """
 
 import re
@@ -38,10 +38,11 @@ class Lora:
     """A model with adapters: ``fit(a.model, ..., params=a.params, trainable=a.trainable)``.
 
     Attributes:
-        model: The model, or the function that builds it, as it was given.
-        params: The parameters given, with fresh adapters among them; None if none were given.
-        trainable: Pattern that finds the adapters' parameters: `lora_A` (..., rank, in) and
-            `lora_B` (..., out, rank) beside the matrices. Trains more as part of a larger pattern.
+        model: The given model, or the given function that builds it, with adapters added.
+        params: The given parameters with fresh adapters added; None if none were given.
+        trainable: Pattern that matches the adapters' parameters: `lora_A` (..., rank, in) and
+            `lora_B` (..., out, rank) beside the matrices. Make it part of a larger pattern to train
+            more.
         targets: Paths of the matrices that have adapters.
     """
 
@@ -62,33 +63,33 @@ def lora(
     seed: int = 0,
     params: Any = None,
 ) -> Lora:
-    """Gives matrices of a model low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685).
+    """Adds low-rank adapters to matrices of a model (LoRA, https://arxiv.org/abs/2106.09685).
 
     Instead of `W x` a module computes `W x + scale * B A dropout(x)`. Fresh adapters change
-    nothing: `A` is uniform within 1 / sqrt(in) and `B` is zero, as in PEFT. Both are in fp32 and
-    have the precision of other parameters while they train. All other parameters keep their paths.
+    nothing: `A` is uniform within 1 / sqrt(in) and `B` is zero, as in PEFT. Both are fp32 and use
+    the precision of ordinary parameters while they train. All existing parameters keep their paths.
 
     Args:
-        model: An `nnx.Module`, which stays as it is, or a function that builds one, of which only
-            shapes are computed here.
-        targets: A regular expression to be found in a matrix's path, such as
-            `r"self_attn/(q|v)_proj"`, or a function of the path that tells. Matrices are those of
-            `nnx.Linear`, `nnx.LinearGeneral` and a `Decoder`'s layers, experts among them, each of
-            which has adapters of its own. Other parameters of one axis are left out, so that
-            `"layers/"` chooses all matrices of layers. A module has to be called: whoever reads a
-            matrix itself doesn't see its adapters.
+        model: An `nnx.Module`, which is not modified, or a function that builds one, which is only
+            traced here for shapes.
+        targets: A regular expression to search for in a matrix's path, such as
+            `r"self_attn/(q|v)_proj"`, or a predicate of the path. Eligible are matrices of
+            `nnx.Linear`, `nnx.LinearGeneral` and a `Decoder`'s layers, including experts, each with
+            its own adapters. Parameters with one axis are skipped, so `"layers/"` selects all
+            matrices of layers. The module must be called: code that reads a matrix directly doesn't
+            see its adapters.
         rank: Rows of `A` and columns of `B`.
         alpha: The scale is `alpha / rank`.
-        dropout: Part of a module's inputs that its adapter doesn't see, below 1; not for experts.
+        dropout: Fraction of a module's inputs hidden from its adapter, below 1; not for experts.
         rslora: Whether the scale is `alpha / sqrt(rank)` (https://arxiv.org/abs/2312.03732).
-        seed: Where fresh numbers and dropout's draws come from.
-        params: Parameters to start from, a tree of arrays under the model's own paths as `fit`
-            takes it, such as those of `load_pretrained`.
+        seed: Seed of the initial numbers and of dropout.
+        params: Parameters to start from, a tree of arrays under the model's own paths as for `fit`,
+            such as those of `load_pretrained`.
 
     Raises:
-        TypeError: If an argument is of another kind.
-        ValueError: If a number is out of its range, `targets` chooses no matrix or what can't have
-            adapters, or the model has adapters already.
+        TypeError: If an argument has a wrong type.
+        ValueError: If a number is out of range, `targets` selects no matrix or a parameter that
+            can't have adapters, or the model already has adapters.
     """
     settings = _settings(rank, alpha, dropout, rslora, seed)
     chooses = _chooser(targets)
@@ -106,12 +107,12 @@ def lora(
             _add(made, chooses, targets, settings)
             return made
 
-        # Shapes are enough to choose by: the model is built when a run begins.
+        # Shapes are enough to select matrices; the model is built when a run begins.
         given = nnx.eval_shape(built)
     else:
         allowed = "an nnx.Module or a function that builds one"
         raise TypeError(checks.refused("model", allowed, model))
-    # Read off the model that has them, not off `targets`: a module may be shared.
+    # Read from the model with adapters, not from `targets`, because a module may be shared.
     chosen = dict(adapted_modules(given))
     return Lora(
         model=built,
@@ -122,20 +123,20 @@ def lora(
 
 
 def merge_lora(model: nnx.Module | Trainer) -> nnx.Module:
-    """Returns a model without adapters that computes the same, its matrices in NumPy arrays.
+    """Returns an equivalent model without adapters; its merged matrices are NumPy arrays.
 
     Args:
-        model: A model with adapters, or its trainer. Both stay as they are.
+        model: A model with adapters, or its trainer. It is not modified.
 
     Returns:
         The model in its own classes. Matrices that had adapters are rounded to their dtype; all
-        other parameters are those given, not copies.
+        remaining parameters are the given ones, not copies.
 
     Raises:
         TypeError: If `model` is neither.
         ValueError: If it has no adapters.
     """
-    # Its modules change class in place, so never the user's own.
+    # Modules change class in place, so this must be a copy of the user's model.
     copy = _copy(_model(model))
     for _, module in _adapted(copy):
         matrix = matrix_of(module)
@@ -147,15 +148,15 @@ def merge_lora(model: nnx.Module | Trainer) -> nnx.Module:
 
 
 def without_lora(model: nnx.Module) -> nnx.Module:
-    """Returns the model as it was before it got adapters; it shares all parameters.
+    """Returns the model as it was before adapters were added; it shares all parameters.
 
-    In a loss, it is the reference model of preference learning: no second copy is held.
+    In a loss, it serves as the reference model of preference learning without a second copy.
 
     Args:
-        model: A model with adapters, which keeps them.
+        model: A model with adapters; it is not modified.
 
     Raises:
-        TypeError: If `model` is no `nnx.Module`.
+        TypeError: If `model` is not an `nnx.Module`.
         ValueError: If it has no adapters.
     """
     copy = _copy(_model(model))
@@ -193,7 +194,7 @@ def _chooser(targets: Any) -> Callable[[str], bool]:
 def _add(
     model: nnx.Module, chooses: Callable[[str], bool], targets: Any, settings: Settings
 ) -> None:
-    """Gives the matrices that were chosen their adapters, in place."""
+    """Adds adapters to the selected matrices, in place."""
     if any(adapted_modules(model)):
         raise ValueError("`model` has adapters already; merge_lora(model) makes them part of it")
     matrices = {
@@ -262,7 +263,7 @@ def _adapted(model: nnx.Module) -> list[tuple[ModulePath, Any]]:
 
 
 class _Fresh:
-    """A fresh `lora_A`: it has a shape and a dtype, and its numbers only while they are used."""
+    """A fresh `lora_A` with shape and dtype; its numbers exist only while they are used."""
 
     dtype = np.dtype(np.float32)
 
@@ -277,7 +278,7 @@ class _Fresh:
 
 
 def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings) -> dict[str, Any]:
-    """Returns the parameters given with fresh adapters among them, those that the model has."""
+    """Returns the given parameters with the model's fresh adapters added."""
     tree = _as_dicts(params)
     if not isinstance(tree, dict):
         hint = "a checkpoint with adapters goes to `fit` as it is"
@@ -285,16 +286,16 @@ def _completed(params: Any, chosen: Mapping[ModulePath, Any], settings: Settings
     for path, module in chosen.items():
         at = tree
         for key in path:
-            # What the parameters lack otherwise is named when a run starts from them.
+            # Any further missing parameters are reported when a run starts from these.
             at = at.setdefault(str(key), {})
         at["lora_A"] = _Fresh(path, module.lora_A.shape, settings)
-        # Zeros of any shape in four bytes; read one by one, never held.
+        # Zeros of any shape in four bytes, read one by one and never stored.
         at["lora_B"] = np.broadcast_to(np.float32(0), module.lora_B.shape)
     return tree
 
 
 def _as_dicts(tree: Any) -> Any:
-    """The same tree in dicts with names for keys; its leaves are not looked at."""
+    """The same tree as dicts with string keys; its leaves are not touched."""
     if isinstance(tree, list | tuple):
         tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping):

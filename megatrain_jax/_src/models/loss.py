@@ -13,35 +13,35 @@ from megatrain_jax._src.models.decoder import Decoder
 def next_token_loss(
     model: Decoder, batch: Mapping[str, Any], *, z_loss: float = 0.0, chunk: int = 4096
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Mean cross-entropy of the next tokens, with the balancing loss of experts if there are any.
+    """Mean cross-entropy of the next tokens, plus the experts' balancing loss if there are experts.
 
-    A `loss_fn` for `megatrain_jax.fit`; `functools.partial` sets the options.
+    A `loss_fn` for `megatrain_jax.fit`; set options with `functools.partial`.
 
     Args:
         model: The decoder.
-        batch: `tokens` and `labels`, integers (rows, length), and where there are any `mask`,
-            `positions` and `segments` of the same shape and `learned_per_row` (rows,), as
-            `megatrain_jax.data` gives them. The last has one number for all rows: the batch's
-            labels that count, divided by its number of rows. With it, microbatches weigh as much
-            as they have labels that count; without, each part's loss is the mean over its own.
+        batch: `tokens` and `labels`, integers (rows, length); optionally `mask`, `positions` and
+            `segments` of the same shape and `learned_per_row` (rows,), as made by
+            `megatrain_jax.data`. The last has the same number in all rows: the batch's counted
+            labels divided by its number of rows. With it, microbatches are weighted by their
+            counted labels; without it, each microbatch's loss is the mean over its own labels.
         z_loss: See `losses.next_token`.
         chunk: See `losses.next_token`.
 
     Returns:
-        The loss in fp32, and as the metric `weight` how many labels it is the mean of.
-        An evaluation weighs by that, so that its loss is the mean over all labels.
+        The loss in fp32, and the metric `weight`: the number of labels in its mean. An evaluation
+            weighs batches by it, so its loss is the mean over all labels.
 
     Raises:
-        TypeError: If `model` is no decoder, `batch` no mapping or an option no number.
-        ValueError: If `batch` lacks `tokens` or `labels`, or shapes don't fit together.
+        TypeError: If `model` is not a decoder, `batch` not a mapping or an option not a number.
+        ValueError: If `batch` lacks `tokens` or `labels`, or shapes don't match.
     """
     _check(model, batch)
     checks.number("z_loss", z_loss, least=0)
     checks.integer("chunk", chunk)
     hidden, balance = model.hidden(batch["tokens"], batch.get("positions"), batch.get("segments"))
     labels, mask, per_row = batch["labels"], batch.get("mask"), batch.get("learned_per_row")
-    # `learned_per_row` is of the whole batch over its rows: summed over a microbatch's rows, it is
-    # that part's share of the labels, so parts with few labels don't count for more.
+    # Summed over a microbatch's rows, `learned_per_row` is that part's fraction of the whole
+    # batch's labels, so parts with few labels don't count for more.
     count = losses.num_labels(labels, mask) if per_row is None else per_row.sum()
     loss = losses.next_token(
         hidden,

@@ -1,14 +1,14 @@
 """Modules with low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), and their merging.
 
-A module with adapters keeps its parameters under their paths, so that checkpoints of the model fit
-as before; its class is exchanged for one that computes a term more. `nnx.Linear(3, 5)` of rank 2:
+A module with adapters keeps its parameters under their paths, so checkpoints of the model still
+fit; its class is replaced by one that computes one more term. `nnx.Linear(3, 5)` with rank 2:
 
-    kernel  (3, 5)    as it was
+    kernel  (3, 5)    unchanged
     lora_A  (2, 3)    uniform within 1 / sqrt(3)
     lora_B  (5, 2)    zeros
     y = x @ kernel + bias + scale * (dropout(x) @ lora_A.T) @ lora_B.T
 
-Matrices in a stack, as those of experts, have stacks of adapters: (experts, 2, 3), (experts, 5, 2).
+Stacked matrices, such as experts', have stacked adapters: (experts, 2, 3), (experts, 5, 2).
 """
 
 import functools
@@ -29,7 +29,7 @@ from megatrain_jax._src.models.expert_blocks import LowRank
 from megatrain_jax._src.models.layers import ExpertMatrix, Linear
 
 ModulePath = tuple[str | int, ...]
-_PLAIN = "plain_class"  # the attribute of a class with adapters that holds the one without
+_PLAIN = "plain_class"  # attribute of an adapted class that holds the original class
 KNOWN = "nnx.Linear, nnx.LinearGeneral and the layers of models.Decoder"
 
 
@@ -40,9 +40,9 @@ class Settings:
     Attributes:
         rank: Rows of `lora_A`.
         alpha: The scale is alpha / rank, or alpha / sqrt(rank).
-        dropout: Part of a module's inputs that its adapter doesn't see.
+        dropout: Fraction of a module's inputs hidden from its adapter.
         rslora: Whether the scale is alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
-        seed: Where the numbers of `lora_A` and of dropout come from.
+        seed: Seed of `lora_A` and of dropout.
     """
 
     rank: int
@@ -53,31 +53,31 @@ class Settings:
 
     @property
     def scale(self) -> float:
-        """The factor of what adapters add."""
+        """The factor of the adapters' product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def initial_a(self, path: ModulePath, shape: tuple[int, ...]) -> Float[Array, "*num rank in"]:
-        """Returns a fresh `lora_A` of a module, distributed as PEFT's (Kaiming's, a = sqrt(5))."""
+        """Returns a fresh `lora_A` of a module, distributed like PEFT's (Kaiming, a = sqrt(5))."""
         bound = shape[-1] ** -0.5
         return jax.random.uniform(self._key(path), shape, jnp.float32, -bound, bound)
 
     def dropout_rngs(self, path: ModulePath) -> nnx.Rngs:
-        """Returns the source of a module's dropout."""
+        """Returns the random keys of a module's dropout."""
         return nnx.Rngs(dropout=jax.random.fold_in(self._key(path), 1))
 
     def _key(self, path: ModulePath) -> Array:
-        # Of the path alone, so that a layer's numbers are the same whatever else has adapters.
+        # Derived from the path alone, so a layer's numbers don't depend on the remaining targets.
         return jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(name_of(path).encode()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """The place of a module's matrix among its parameters, and its form.
+    """The name and the layout of a module's matrix.
 
     Attributes:
         name: The parameter's name.
-        num_in: Number of its axes that the input is multiplied along.
-        num_out: Number of its axes that the output has.
+        num_in: Number of its axes that are contracted with the input.
+        num_out: Number of its axes that appear in the output.
         out_first: Whether the output's axes come before the input's.
     """
 
@@ -87,7 +87,7 @@ class Matrix:
     out_first: bool = False
 
     def shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of both adapters of a matrix of this shape."""
+        """Returns the shapes of both adapters for a matrix with this shape."""
         stack = shape[: len(shape) - self.num_in - self.num_out]
         axes = shape[len(stack) :]
         first = self.num_out if self.out_first else self.num_in
@@ -97,7 +97,7 @@ class Matrix:
 
 
 def matrix_of(module: Any) -> Matrix | None:
-    """Returns the matrix of a module that can have adapters, None for any other."""
+    """Returns the matrix of a module that can have adapters, or None."""
     if isinstance(module, Linear | ExpertMatrix):
         return Matrix(name="weight", out_first=True)
     if isinstance(module, nnx.Linear):
@@ -110,17 +110,17 @@ def matrix_of(module: Any) -> Matrix | None:
 
 
 def name_of(path: ModulePath) -> str:
-    """Returns a path as checkpoints and patterns have it, such as "layers/0/mlp"."""
+    """Returns a path as written in checkpoints and patterns, such as "layers/0/mlp"."""
     return "/".join(map(str, path))
 
 
 def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """A product with a matrix, and that of its adapters: `__call__` of a module that has some."""
-    # Whatever it is, with its own biases, precision and options.
+    """`__call__` of an adapted module: the original product, plus the adapters' product."""
+    # The original may have its own biases, precision and options.
     y = self.plain_class.__call__(self, x, *args, **kwargs)
     axes = getattr(self, "axis", (-1,))
     x = jnp.moveaxis(x, axes, range(-len(axes), 0))
-    # All axes that the product takes as one, which is how both adapters have them.
+    # The contracted axes are flattened to one, as in both adapters.
     x = x.reshape(*x.shape[: x.ndim - len(axes)], -1)
     if self.lora_settings.dropout:
         x = self.lora_dropout(x)
@@ -130,18 +130,18 @@ def _adapted_product(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _adapted_experts(self: Any) -> LowRank:
-    """The matrices of all experts with their adapters: `__call__` of a module that has some."""
+    """`__call__` of adapted experts: all experts' matrices with their adapters."""
     weight = self.plain_class.__call__(self)
-    # The scale goes into an adapter, which is far smaller than what it is added to.
+    # The scale is applied to an adapter, which is far smaller than the result.
     scaled = (self.lora_settings.scale * self.lora_B[...]).astype(weight.dtype)
     return LowRank(weight, self.lora_A[...].astype(weight.dtype), scaled)
 
 
 @functools.cache
 def _adapted_class(plain: type) -> type:
-    """The class of modules of a class with adapters; one for each, as JAX compares classes.
+    """The adapted subclass of a module class; one for each, because JAX compares classes.
 
-    It has one base: only then may an object's class be exchanged for it.
+    It has one base, because only then may an object's class be changed to it.
     """
     call = _adapted_experts if issubclass(plain, ExpertMatrix) else _adapted_product
     members = {"__call__": call, "__module__": __name__, _PLAIN: plain}
@@ -156,11 +156,11 @@ def is_adapted(module: Any) -> bool:
 
 
 def add_adapters(path: ModulePath, module: Any, settings: Settings) -> None:
-    """Gives a module fresh adapters, in place; it must have a `matrix_of`."""
+    """Adds fresh adapters to a module, in place; it must have a `matrix_of`."""
     matrix = matrix_of(module)
     assert matrix is not None and not is_adapted(module)
     shapes = matrix.shapes(getattr(module, matrix.name).shape, settings.rank)
-    # In place of a module around it, which would change the paths of its parameters.
+    # Changing the class, not wrapping the module, keeps its parameters' paths.
     module.__class__ = _adapted_class(type(module))
     module.lora_A = nnx.Param(settings.initial_a(path, shapes[0]))
     module.lora_B = nnx.Param(jnp.zeros(shapes[1], jnp.float32))
@@ -170,25 +170,25 @@ def add_adapters(path: ModulePath, module: Any, settings: Settings) -> None:
 
 
 def remove_adapters(module: Any) -> None:
-    """Gives a module its own class back, in place."""
+    """Restores a module's original class, in place."""
     for name in [name for name in vars(module) if name.startswith("lora_")]:
         delattr(module, name)
     module.__class__ = module.plain_class
 
 
 def modules_of(model: nnx.Module) -> list[tuple[ModulePath, Any]]:
-    """Returns all modules of a model with their paths, in the order of these; shared ones once."""
+    """Returns all modules of a model with their paths, in path order; shared modules once."""
     nodes = nnx.iter_graph(model)
     return [(tuple(p), node) for p, node in nodes if isinstance(node, nnx.Module)]  # type: ignore
 
 
 def adapted_modules(model: nnx.Module) -> Iterator[tuple[ModulePath, Any]]:
-    """Gives the modules of a model that have adapters, with their paths."""
+    """Yields the modules of a model that have adapters, with their paths."""
     return ((path, module) for path, module in modules_of(model) if is_adapted(module))
 
 
 class MergedMatrix:
-    """The matrix that a module with adapters multiplies by, computed when it becomes an array.
+    """The effective matrix of a module with adapters, computed when it is converted to an array.
 
     Attributes:
         shape: Its shape.
@@ -196,7 +196,7 @@ class MergedMatrix:
     """
 
     def __init__(self, module: Any, index: int | None = None):
-        """Refers to a module's matrix, or to the one of this number in its stack."""
+        """Refers to a module's matrix, or to one matrix of its stack, by index."""
         self._module, self._index = module, index
         matrix = matrix_of(module)
         assert matrix is not None
@@ -206,11 +206,11 @@ class MergedMatrix:
         self.dtype = np.dtype(weight.dtype)
 
     def __iter__(self) -> Iterator["MergedMatrix"]:
-        """Gives the matrices of a stack."""
+        """Yields the matrices of a stack."""
         return (MergedMatrix(self._module, i) for i in range(self.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Computes the numbers; nothing of them is kept here."""
+        """Computes the numbers; nothing is kept here."""
         if copy is False:
             raise ValueError("a merged matrix can't be had without computing it")
         weight, a, b = (
@@ -222,6 +222,7 @@ class MergedMatrix:
         wide = np.promote_types(a.dtype, np.float32)
         added = self._module.lora_settings.scale * (b.astype(wide) @ a.astype(wide))
         added = added if self._matrix.out_first else added.swapaxes(-1, -2)
-        # Added in fp32 at least: an adapter's change may be below what a bfloat16 weight resolves.
+        # Added in at least fp32: an adapter's change may be smaller than a bfloat16 weight's
+        # resolution.
         total = weight + added.reshape(weight.shape).astype(wide)
         return total if dtype is None else total.astype(dtype)

@@ -1,4 +1,4 @@
-"""The maker of a decoder's parameters: one dtype, one source of random numbers."""
+"""Makes a decoder's parameters, all in one dtype and from one source of random numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from flax import nnx
 
 
 class Maker:
-    """The maker of a model's parameters, which its layers share."""
+    """Makes parameters; shared by all layers of a model."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: jax.typing.DTypeLike, std: float):
         """Keeps the random keys, the dtype and the standard deviation of fresh weights."""
@@ -14,10 +14,10 @@ class Maker:
         self.normal = nnx.initializers.normal(std)
 
     def key(self) -> jax.Array:
-        """Returns the key that `rngs.params()` would, and counts it.
+        """Returns the key that `rngs.params()` would return, and advances its count.
 
-        That call looks for the sharding of its count. A traced one has none, and JAX goes through
-        all equations so far for the error's message: quadratic in the number of parameters.
+        That call looks up the sharding of its count. A traced count has none, and JAX then walks
+        all equations so far for the error message: quadratic in the number of parameters.
         """
         stream = self.rngs.params
         key = jax.random.fold_in(stream.key[...], stream.count[...])
@@ -25,9 +25,9 @@ class Maker:
         return key
 
     def weight(self, *shape: int) -> nnx.Param[jax.Array]:
-        """Returns a parameter of normally distributed numbers."""
+        """Returns a parameter with normally distributed numbers."""
         return nnx.Param(self.normal(self.key(), shape, self.dtype))
 
     def constant(self, value: float, *shape: int) -> nnx.Param[jax.Array]:
-        """Returns a parameter that is one number everywhere."""
+        """Returns a parameter filled with one number."""
         return nnx.Param(jnp.full(shape, value, self.dtype))

@@ -1,4 +1,4 @@
-"""The experts of a decoder's layers: their settings, the router's choice, the load's balance."""
+"""Experts of a decoder's layers: settings, routing and load balancing."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from megatrain_jax._src.common import checks
 Routed = tuple[
     Int[Array, "tokens per_token"], Float[Array, "tokens per_token"], Float[Array, "tokens num"]
 ]
-"""The experts chosen for each token; their shares in fp32; the probabilities of all in fp32."""
+"""The experts chosen for each token; their shares in fp32; all probabilities in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class Experts:
         per_token: Number of experts that a token passes through.
         intermediate_size: The width inside an expert.
         normalize: Whether the chosen experts' probabilities are divided by their sum.
-        layers: Numbers of the layers with experts, ascending from 0; the others have one MLP.
-        shared_size: The width inside one more expert, which all tokens pass through, in families
-            that have one.
-        balance_weight: Factor of the balancing loss in a loss; nothing here applies it.
+        layers: Numbers of the layers with experts, ascending from 0; all remaining layers have an
+            MLP.
+        shared_size: The width inside one more expert that all tokens pass through, or None.
+        balance_weight: Factor of the balancing loss in a loss; not applied here.
     """
 
     num: int
@@ -38,7 +38,7 @@ class Experts:
     balance_weight: float = 0.0
 
     def __post_init__(self):
-        """Checks each field, and that a token finds as many experts as it passes through."""
+        """Checks each field, and that a token has enough experts to pass through."""
         for name in ("num", "per_token", "intermediate_size"):
             checks.integer(name, getattr(self, name))
         if self.shared_size is not None:
@@ -61,9 +61,9 @@ def route(logits: Float[Array, "tokens num"], experts: Experts) -> Routed:
         experts: The layer's experts: how many are chosen, and whether shares are normalised.
 
     Returns:
-        The experts chosen; their shares in fp32; and the probabilities of all in fp32.
+        The chosen experts; their shares in fp32; and all probabilities in fp32.
     """
-    # In fp32 whatever the model's dtype, as Transformers has it.
+    # In fp32 for any model dtype, as in Transformers.
     probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     shares, chosen = jax.lax.top_k(probabilities, experts.per_token)
     if experts.normalize:
@@ -76,7 +76,7 @@ def tally(
     probabilities: Float[Array, "tokens num"],
     counted: Bool[Array, " tokens"] | None,
 ) -> Float[Array, "3 num"]:
-    """Returns one layer's load of its experts, to be summed over layers for `balancing_loss`.
+    """Returns one layer's expert load, to be summed over layers for `balancing_loss`.
 
     Args:
         chosen: From `route`.
@@ -84,8 +84,7 @@ def tally(
         counted: Whether each token counts; None for all.
 
     Returns:
-        In fp32: how often each expert was chosen, the sum of its probabilities, and the number of
-        tokens.
+        In fp32: each expert's number of tokens, its summed probabilities, and the token count.
     """
     num = probabilities.shape[-1]
     one = jnp.ones(chosen.shape[0], jnp.float32) if counted is None else counted.astype(jnp.float32)

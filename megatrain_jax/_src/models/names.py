@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint's files that make up each of the model's parameters.
+"""Maps each of the model's parameters to tensors in a checkpoint's files.
 
-Names differ in a prefix, and in what a family renames. Experts are one tensor each in the files
-and one stack in the model.
+Names differ by a prefix and by a family's renames. Experts are separate tensors in the files and
+one stack in the model.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class ParameterTensors:
         shape: The parameter's shape.
         names: The tensors in the files: one, or one for each expert.
         stacked: Whether the tensors are stacked along a new first axis.
-        trained: Whether it is a parameter, and not a buffer.
+        trained: Whether it is a parameter rather than a buffer.
     """
 
     path: ParameterPath
@@ -45,7 +45,7 @@ class ParameterTensors:
 
 def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
     """Returns the parameters and buffers of a decoder with their tensors, without any array."""
-    # Shapes alone: the model itself may not fit this machine.
+    # Only shapes, because the model itself may not fit this machine.
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     family, buffers = family_of(config), dict(_flat(model, Buffer))
     found = [_tensors_of(path, value.shape, family) for path, value in leaves(model)]
@@ -53,12 +53,12 @@ def parameter_tensors(config: DecoderConfig) -> tuple[ParameterTensors, ...]:
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """Returns the family that a configuration was read as; a plain one for others."""
+    """Returns the family that a configuration was read as; Llama for a hand-made one."""
     return FAMILIES[config.family or LLAMA.model_type]
 
 
 def leaves(model: Decoder) -> list[tuple[ParameterPath, jax.Array]]:
-    """Returns paths and values of a decoder's parameters and buffers, which may be shapes only."""
+    """Returns paths and values of a decoder's parameters and buffers; values may be just shapes."""
     return [*_flat(model, nnx.Param), *_flat(model, Buffer)]
 
 
@@ -68,7 +68,7 @@ def _flat(model: Decoder, kind: type[nnx.Variable]) -> list[tuple[ParameterPath,
 
 
 def others(model: Decoder) -> list[ParameterPath]:
-    """Returns the paths of a model's other variables; random keys don't count."""
+    """Returns the paths of a model's remaining variables, without random keys."""
     kept = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, Buffer, nnx.RngState, nnx.Intermediate)))
     return [tuple(path) for path, _ in nnx.to_flat_state(kept)]  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Writes a decoder's adapters as PEFT keeps them, to be loaded onto the base by whoever has it."""
+"""Writes a decoder's adapters in PEFT's format."""
 
 import json
 from os import PathLike
@@ -28,14 +28,13 @@ def save_lora(
 ) -> Path:
     """Writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads.
 
-    It holds `adapter_config.json` and `adapter_model.safetensors`: the adapters that `models.lora`
-    made and nothing else, so that other parameters that were trained are left out. Adapters of
-    experts have the names of single experts, which PEFT puts together as the base's version of
-    Transformers has them.
+    It contains `adapter_config.json` and `adapter_model.safetensors`: only the adapters made by
+    `models.lora`, without further parameters that were trained. Adapters of experts have the names
+    of single experts; PEFT joins them as the base model in the installed Transformers requires.
 
     Args:
         trainer: A trainer of a `Decoder` with adapters, or the decoder itself.
-        folder: Folder to write, which must not exist, or be empty.
+        folder: Folder to write; it must not exist, or be empty.
         dtype: "float32", "float16" or "bfloat16".
         overwrite: Whether to replace an earlier export in `folder`; see `save_pretrained`.
 
@@ -43,11 +42,11 @@ def save_lora(
         The folder.
 
     Raises:
-        TypeError: If an argument has another type, or the trainer trains another model.
-        ValueError: If the decoder has no adapters, is a part of a multimodal model, or the dtype is
-            another.
-        FileExistsError: If there is something in `folder`; with `overwrite`, something that this
-            function or `save_pretrained` has not written.
+        TypeError: If an argument has a wrong type, or the trainer trains a different model.
+        ValueError: If the decoder has no adapters, is part of a multimodal model, or the dtype is
+            unknown.
+        FileExistsError: If `folder` is not empty; with `overwrite`, if it contains anything that
+            this function or `save_pretrained` has not written.
     """
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(checks.refused("dtype", f"one of {', '.join(_DTYPES)}", dtype))
@@ -61,7 +60,7 @@ def save_lora(
             f"`trainer` trains the decoder of a {model.config.family}, whose modules PEFT knows by "
             "other names than its files; save_pretrained writes the model with its adapters merged"
         )
-    # Of the configuration's own decoder: names of a model without adapters, as the base has them.
+    # Names of the configuration's own decoder, without adapters, as in the base model.
     weights = (p for p in parameter_tensors(model.config) if p.path[-1] == "weight")
     named = {parameter.path[:-1]: parameter for parameter in weights}
     tensors = {
@@ -71,7 +70,7 @@ def save_lora(
         for name, array in _arrays(named[path], getattr(module, factor)[...], _DTYPES[dtype])
     }
     config = _config(model, modules, named)
-    # Imported where it is needed, as by `load_pretrained`: an extra of the library.
+    # Imported here, as in `load_pretrained`, because it is an optional dependency.
     from safetensors.numpy import save_file
 
     with unfinished(folder) as at:
@@ -83,7 +82,7 @@ def save_lora(
 def _arrays(
     parameter: ParameterTensors, value: Any, dtype: np.dtype
 ) -> list[tuple[str, np.ndarray]]:
-    """The arrays of one factor with the names of their modules in PyTorch, one for each expert."""
+    """The arrays of one factor with their modules' names in PyTorch, one for each expert."""
     array = np.ascontiguousarray(np.asarray(value).astype(dtype))
     names = _module_names(parameter)
     return list(zip(names, array if parameter.stacked else [array], strict=True))
@@ -100,15 +99,15 @@ def _config(
 ) -> dict[str, Any]:
     """The contents of adapter_config.json.
 
-    PEFT looks for modules by the ends of their names. `q_proj` stands for all modules of this name
-    if all have adapters; otherwise each has its whole name.
+    PEFT finds modules by the ends of their names. `q_proj` stands for all modules with this name if
+    all have adapters; otherwise each is listed by its full name.
     """
     settings = next(iter(modules.values())).lora_settings
 
     def last(path: ModulePath) -> str:
         return _module_names(named[path])[0].rpartition(".")[2]
 
-    # A name that a module without adapters has, too, would give that one some when loaded.
+    # On loading, a name shared with a module without adapters would give that module some.
     without = {last(path) for path in named if path not in modules}
     targets = {
         name

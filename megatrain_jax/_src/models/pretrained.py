@@ -1,4 +1,4 @@
-"""Opens a Hugging Face checkpoint: a decoder to build, and its parameters still in their files."""
+"""Opens a Hugging Face checkpoint: a decoder to build, with parameters left in their files."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ from megatrain_jax._src.models.names import (
 )
 from megatrain_jax._src.models.tensors import DTYPES, LazyArray, Tensor, open_folder, same, some
 
-# Two norms, attention's two matrices, and a router at least or an MLP.
+# Two norms, attention's two matrices, and at least a router or an MLP.
 _LEAST_IN_A_LAYER = 5
-# The files of a model of the Hub that are downloaded: parameters, configuration, tokenizer.
+# The files of a Hub model that are downloaded: parameters, configuration, tokenizer.
 _FILES = ("model*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
@@ -38,8 +38,8 @@ class Pretrained:
     Attributes:
         model: Function that builds the decoder, with fresh parameters and the checkpoint's buffers.
         params: The checkpoint's parameters as nested dicts that follow the decoder's paths. Each
-            leaf has a shape and a dtype, and reads its numbers when it becomes an array.
-        config: The decoder's shape and options.
+            leaf has a shape and a dtype, and reads its numbers when it is converted to an array.
+        config: The decoder's sizes and options.
         folder: Path of the checkpoint's folder.
     """
 
@@ -50,20 +50,20 @@ class Pretrained:
 
 
 def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) -> Pretrained:
-    """Opens a checkpoint in the format of Hugging Face; reads headers only.
+    """Opens a checkpoint in Hugging Face format; reads headers only.
 
     Args:
-        folder: Holds `config.json` and `model.safetensors`, or an index and its files. A name as
-            "Qwen/Qwen3-0.6B", of which there is no folder, is downloaded from the Hugging Face Hub
-            by `huggingface_hub`, into its cache.
-        ignore: Fields of `config.json` that are known not to matter.
+        folder: Contains `config.json` and `model.safetensors`, or an index and its files. A name
+            such as "Qwen/Qwen3-0.6B", if there is no such folder, is downloaded from the Hugging
+            Face Hub by `huggingface_hub`, into its cache.
+        ignore: Fields of `config.json` to ignore, because they are known not to matter.
 
     Raises:
         FileNotFoundError: If the folder or a file is missing, and can't be downloaded.
-        TypeError: If an argument or a field of `config.json` has another type.
-        ValueError: If the architecture or an option isn't supported, a file is damaged, no regular
-            file or outside the folder, or the tensors aren't those that the configuration asks
-            for. The message names them.
+        TypeError: If an argument or a field of `config.json` has a wrong type.
+        ValueError: If the architecture or an option isn't supported, a file is damaged, not regular
+            or outside the folder, or the tensors don't match the configuration. The message names
+            them.
     """
     as_ignored(ignore)
     holds = "a checkpoint (config.json and *.safetensors)"
@@ -91,7 +91,7 @@ def load_pretrained(folder: str | PathLike[str], *, ignore: Sequence[str] = ()) 
         for key in parameter.path[:-1]:
             at = at.setdefault(key, {})
         at[parameter.path[-1]] = array
-    # A checkpoint may have several, as norms in fp32; the export writes each as it was.
+    # A checkpoint may have several dtypes, such as norms in fp32; the export keeps each tensor's.
     saved = Counter(tensors[name].dtype for parameter in wanted for name in parameter.names)
     most = saved.most_common(1)[0][0]
     read = [tensors[name] for parameter in wanted for name in parameter.names]
@@ -131,9 +131,9 @@ def _read_config(folder: Path, ignore: Sequence[str]) -> DecoderConfig:
 
 
 def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> DecoderConfig:
-    """Returns a configuration without tied embeddings if the files hold another head after all.
+    """Returns a configuration without tied embeddings if the files contain a different head.
 
-    Transformers goes by the files, too: where both are there and differ, they are not tied.
+    Transformers does the same: if both are there and differ, they are not tied.
     """
     family = family_of(config)
     head = tensors.get(f"{family.head}.weight")
@@ -144,7 +144,7 @@ def _with_own_head(config: DecoderConfig, tensors: dict[str, Tensor]) -> Decoder
 
 
 def _check_count(folder: Path, config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
-    """Compares how many tensors there are with how many layers, before any layer is laid out."""
+    """Compares the numbers of tensors and layers, before any layer is laid out."""
     experts = config.experts
     several = experts is not None and not family_of(config).stacked
     matrices = 3 * experts.num * len(experts.layers) if experts and several else 0
@@ -163,7 +163,7 @@ def _check(
     wanted: Sequence[ParameterTensors],
     tensors: dict[str, Tensor],
 ) -> None:
-    """Compares what the files have with what the model needs; says all that is wrong at once."""
+    """Compares the files' tensors with the model's needs; reports all problems at once."""
     shapes = {name: parameter.tensor_shape for parameter in wanted for name in parameter.names}
     missing = [name for name in shapes if name not in tensors]
     extra = [name for name in tensors if name not in shapes and not _is_idle(name, config)]
@@ -186,7 +186,7 @@ def _check(
 
 
 def _is_idle(name: str, config: DecoderConfig) -> bool:
-    # Early checkpoints keep tables that follow from the configuration; tied ones may keep a copy.
+    # Early checkpoints keep tables derived from the configuration; tied ones may keep a copy.
     family = family_of(config)
     tied = config.tie_embeddings and name == f"{family.head}.weight"
     kept = family.keeps(name, config.num_layers, config.unread)

@@ -1,7 +1,7 @@
 """Rotary embeddings with the scalings that published checkpoints use.
 
 Only the tables of cosines and sines depend on the scaling. They are computed once per call, before
-the layers, since they are small enough to stay on the device while layers stream past.
+the layers, because they are small enough to stay on the device while layers stream past.
 """
 
 import math
@@ -20,11 +20,11 @@ CosSin = tuple[Float[Array, "rows length pairs"], Float[Array, "rows length pair
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of the tokens of a call; rows may be 1.
+    """The rotary embedding of a call's tokens; it may have only one row.
 
     Attributes:
         cos_sin: From `cos_sin_tables`.
-        query_scale: Factors of the queries, (rows, length), where they follow from positions.
+        query_scale: Factors of the queries, (rows, length), if they depend on positions.
     """
 
     cos_sin: CosSin
@@ -50,25 +50,27 @@ class Rope:
     RoFormer, https://arxiv.org/abs/2104.09864.
 
     Attributes:
-        dim: Number of dimensions of a head that are rotated, from its first.
+        dim: Number of dimensions of a head that are rotated, counted from its first.
         base: The base of the wavelengths, `rope_theta` in a Hugging Face configuration.
-        kind: Kind of the wavelengths' stretching for long texts.
+        kind: How wavelengths are stretched for long texts.
         factor: Factor of the stretching, for all kinds but "default" and "longrope".
         attention_factor: Factor of cosines and sines.
         max_length: For "dynamic": length up to which nothing is stretched.
         original_length: For "yarn", "longrope" and "llama3": the length before stretching.
-        low_freq_factor: For "llama3": turns within that length of pairs that are all stretched.
-        high_freq_factor: For "llama3": turns of pairs that are not stretched.
-        beta_fast: For "yarn" (https://arxiv.org/abs/2309.00071): turns of pairs that stay.
-        beta_slow: For "yarn": turns of pairs that are all stretched.
+        low_freq_factor: For "llama3": turns within that length up to which pairs are fully
+            stretched.
+        high_freq_factor: For "llama3": turns from which on pairs are not stretched.
+        beta_fast: For "yarn" (https://arxiv.org/abs/2309.00071): turns of pairs that stay
+            unchanged.
+        beta_slow: For "yarn": turns of pairs that are fully stretched.
         truncate: For "yarn": whether the ends of its ramp are rounded to whole dimensions.
         short_factors: For "longrope" (https://arxiv.org/abs/2402.13753): dim / 2 divisors.
         long_factors: The same for texts longer than `original_length`.
-        turning: For "proportional": number of pairs that are rotated, from the first; wavelengths
-            are those of `dim` dimensions nevertheless.
-        interleaved: Whether a pair is two neighbours, and not dimensions i and i + dim / 2.
-        query_growth: Queries at position p get the factor
-            1 + query_growth * log(1 + floor(p / original_length)).
+        turning: For "proportional": number of pairs that are rotated, from the first; the
+            wavelengths are still those for `dim` dimensions.
+        interleaved: Whether neighbours form a pair, instead of dimensions i and i + dim / 2.
+        query_growth: Queries at position p get the factor 1 + query_growth * log(1 + floor(p /
+            original_length)).
     """
 
     dim: int
@@ -90,7 +92,7 @@ class Rope:
     query_growth: float = 0.0
 
     def __post_init__(self):
-        """Checks each number, and that the kind has what it needs."""
+        """Checks each number, and that the kind's parameters are given."""
         if self.kind not in _KINDS:
             raise ValueError(checks.refused("kind", f"one of {', '.join(_KINDS)}", self.kind))
         checks.integer("dim", self.dim)
@@ -136,13 +138,12 @@ class Rope:
 def cos_sin_tables(rope: Rope, positions: Integer[Array | np.ndarray, "rows length"]) -> CosSin:
     """Returns cosines and sines in fp32 for positions; a rotary embedding has dim / 2 pairs.
 
-    Kinds "dynamic" and "longrope" depend on the largest of all positions of the call, as they do
-    in Transformers.
+    Kinds "dynamic" and "longrope" depend on the largest position in the call, as in Transformers.
 
     For example, with `dim` = 4 and `base` = 100, position 3 rotates the pair (0, 2) by 3 radians
     and the pair (1, 3) by 3 · 100^(-2/4) = 0.3.
     """
-    # In fp32 whatever the model's dtype: bfloat16 can't tell positions beyond 256 apart.
+    # In fp32 for any model dtype: bfloat16 can't tell positions beyond 256 apart.
     angles = positions[..., None].astype(jnp.float32) * _frequencies(rope, positions)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
@@ -163,15 +164,15 @@ def rotate(
     """Rotates each pair (i, i + dim / 2) of every head by its angle.
 
     Args:
-        x: Queries or keys; what lies behind the first `dim` dimensions of a head stays.
-        cos_sin: From `cos_sin_tables`; rows may be 1.
+        x: Queries or keys; dimensions after the first `dim` of a head are unchanged.
+        cos_sin: From `cos_sin_tables`; it may have only one row.
         interleaved: Whether the pairs are neighbours, (2 * i, 2 * i + 1).
 
     Returns:
-        The same dtype; computed in fp32.
+        An array with the same dtype; computed in fp32.
     """
     cosines, sines = (table[:, :, None, :] for table in cos_sin)
-    # Of what is rotated; a head may be wider, and the rest stays.
+    # Half of the rotated dimensions; the rest of a wider head is unchanged.
     half = cosines.shape[-1]
     turned, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
     if interleaved:
@@ -213,7 +214,7 @@ def _frequencies(
         case "dynamic":
             assert rope.max_length
             length = jnp.maximum(jnp.max(positions) + 1, rope.max_length).astype(jnp.float32)
-            # 1 up to `max_length`, so that short texts are rotated as without it.
+            # 1 up to `max_length`, so that short texts are rotated without stretching.
             stretch = rope.factor * length / rope.max_length - (rope.factor - 1)
             base = rope.base * stretch ** (rope.dim / (rope.dim - 2))
             return 1.0 / base**exponents
@@ -222,9 +223,9 @@ def _frequencies(
 
 
 def _llama3(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
-    """Llama 3's frequencies: low ones divided by the factor, high ones as they are, others blended.
+    """Llama 3's frequencies: low ones divided by the factor, high ones unchanged, blended between.
 
-    The blend runs with the number of full turns that a pair makes within the original length.
+    The blend depends on the number of full turns that a pair makes within the original length.
     """
     assert rope.original_length
     low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -234,7 +235,7 @@ def _llama3(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray,
 
 
 def _yarn(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " pairs"]:
-    """YaRN's frequencies: as Llama 3's, but the blend runs with the number of the pair."""
+    """YaRN's frequencies: like Llama 3's, but the blend depends on the pair's number."""
 
     def dimension(turns: float) -> float:
         assert rope.original_length
@@ -245,7 +246,7 @@ def _yarn(rope: Rope, plain: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, "
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
-    # As Transformers has it, so that the ramp can be divided by its width.
+    # As in Transformers, so that the ramp can be divided by its width.
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)

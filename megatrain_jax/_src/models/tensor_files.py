@@ -1,4 +1,4 @@
-"""Writes safetensors files: one, or several with an index, a tensor at a time."""
+"""Writes safetensors files one tensor at a time: a single file, or several with an index."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from megatrain_jax._src.models.expert_tensors import StackedExperts
 from megatrain_jax._src.models.low_rank import MergedMatrix
 from megatrain_jax._src.models.tensors import DTYPES, INDEX, ITEM_BYTES, SINGLE, Tensor
 
-# Elements converted at a time; a whole embedding would need half of itself again.
+# Elements converted at a time; converting a whole embedding would need half its size again.
 _CHUNK = 2**24
 
 
@@ -23,8 +23,8 @@ class NamedTensor:
 
     Attributes:
         name: Its name in the file.
-        array: Its numbers, or where they lie, or what they are computed from.
-        code: Its dtype in the file, as the file calls it.
+        array: Its numbers, or an object that reads or computes them.
+        code: Its dtype in the file, in safetensors' notation.
     """
 
     name: str
@@ -42,8 +42,8 @@ def write_tensors(folder: Path, tensors: Sequence[NamedTensor], max_shard_bytes:
 
     Args:
         folder: The folder.
-        tensors: What to write, in this order.
-        max_shard_bytes: Most bytes of a file, unless one tensor is larger.
+        tensors: The tensors, in the order in which they are written.
+        max_shard_bytes: Maximum bytes of a file, unless one tensor is larger.
     """
     shards: list[list[NamedTensor]] = [[]]
     room = max_shard_bytes
@@ -72,8 +72,8 @@ def write_tensors(folder: Path, tensors: Sequence[NamedTensor], max_shard_bytes:
 def _write_file(path: Path, tensors: Sequence[NamedTensor]) -> None:
     """Writes one file.
 
-    The library's own writer wants all tensors of a file in memory, in their final dtype. The
-    format is a length in 8 bytes, a header in JSON, and the numbers:
+    The safetensors library needs all tensors of a file in memory, in their final dtype. The format
+    is a length in 8 bytes, a header in JSON, and the numbers:
     https://huggingface.co/docs/safetensors.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -83,7 +83,7 @@ def _write_file(path: Path, tensors: Sequence[NamedTensor]) -> None:
         shape = list(tensor.array.shape)
         header[tensor.name] = {"dtype": tensor.code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Readers map the file: numbers begin at a multiple of 8 bytes.
+    # Readers map the file, so numbers begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)

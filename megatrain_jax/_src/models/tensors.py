@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, read from the mapped file when somebody asks for their numbers.
+"""Tensors in safetensors files, read from the mapped file only when their numbers are needed.
 
-The safetensors library maps a file, checks its header against its size, and gives NumPy arrays of
-all dtypes that parameters have (bfloat16 through ml_dtypes), each copied when it is asked for.
+The safetensors library maps a file, checks its header against its size, and returns NumPy arrays of
+all dtypes that parameters have (bfloat16 through ml_dtypes), each as a copy.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Bytes of a number in the dtypes of safetensors.
+# Bytes per number in the dtypes of safetensors.
 ITEM_BYTES: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -40,9 +40,8 @@ class Tensor:
         file: The open file; all its tensors share it.
         name: The tensor's name there.
         shape: Its shape.
-        dtype: Its dtype as the file calls it, such as "BF16".
-        part: Where it lies in the tensor of this name if it is a part of it: a number along the
-            first axis, and rows.
+        dtype: Its dtype in the file's notation, such as "BF16".
+        part: If it is only a part of the named tensor: an index along the first axis, and rows.
     """
 
     path: Path
@@ -60,7 +59,7 @@ class Tensor:
 
 
 class LazyArray:
-    """An array in files: it has a shape and a dtype, and its numbers only while they are used.
+    """An array in files, with shape and dtype; its numbers exist only while they are used.
 
     Attributes:
         shape: Its shape.
@@ -77,13 +76,13 @@ class LazyArray:
         self.source_files = tuple(dict.fromkeys(tensor.path for tensor in tensors))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Reads the numbers; nothing of them is kept here."""
+        """Reads the numbers; nothing is kept here."""
         if copy is False:
             raise ValueError("an array in a file can't be had without copying it")
         dtype = self.dtype if dtype is None else np.dtype(dtype)
         if not self._stacked:
             return self._tensors[0].read().astype(dtype, copy=False)
-        # Tensor by tensor, so that no more than one is there twice.
+        # Tensor by tensor, so that at most one exists twice.
         array = np.empty(self.shape, dtype)
         for i, tensor in enumerate(self._tensors):
             array[i] = tensor.read()
@@ -97,11 +96,11 @@ class LazyArray:
 def open_folder(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint in one file or several, by name.
 
-    Where both are there, the one file is read and the index is not, as in Transformers.
+    If both a single file and an index exist, the single file is read, as in Transformers.
 
     Raises:
-        FileNotFoundError: If there is no such checkpoint, or a file of it is missing.
-        ValueError: If a file or the index is damaged, no regular file or outside the folder.
+        FileNotFoundError: If there is no such checkpoint, or one of its files is missing.
+        ValueError: If a file or the index is damaged, not a regular file or outside the folder.
     """
     single = regular_file(folder, SINGLE)
     if single is not None:
@@ -121,7 +120,7 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in filter(None, files.values()):
         tensors |= _open_file(file)
-    # A download that was cut off may have left files of an older version beside a new index.
+    # An interrupted download may leave files of an older version beside a new index.
     lost = [name for name in weight_map if name not in tensors]
     if lost:
         raise ValueError(f"{INDEX} in {folder} names tensors that its files lack: {some(lost)}")
@@ -162,7 +161,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two matrices are the same bits; some rows at a time are in memory."""
+    """Whether two matrices have the same bits, compared a few rows at a time."""
     if (one.shape, one.dtype) != (other.shape, other.dtype) or len(one.shape) != 2:
         return False
     first, second = (tensor.file.get_slice(tensor.name) for tensor in (one, other))
@@ -172,6 +171,6 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Returns at most ten names, and how many more there are."""
+    """Returns up to ten names, and the number of further ones."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(name[:200] for name in names[:10]) + more

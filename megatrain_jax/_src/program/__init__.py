@@ -1,1 +1,1 @@
-"""The computation of a step: traced equations, stages and templates, without any arrays."""
+"""A training step's computation without arrays: traced equations, stages and templates."""

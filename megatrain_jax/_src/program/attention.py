@@ -1,13 +1,13 @@
-"""Attention that a kernel computes without its scores in memory: which equations do, and what.
+"""Recognises fused attention kernels in traced equations and counts their operations.
 
-Such a kernel is one opaque equation, so that its operations follow from a formula rather than from
-equations within. For every pair of a query and a key that it attends to, a head of width h takes
-2·h operations for the score and 2·h for the value. The gradient takes five such products where the
-forward takes two: the scores once more, and the gradients of values, weights, queries and keys.
+A fused kernel never stores the scores and is one opaque equation, so its operations come from a
+formula. For each pair of a query and a key it attends to, a head of width h takes 2·h operations
+for the score and 2·h for the value. Where forward takes two such products, the gradient takes five:
+the scores once more, and the gradients of values, weights, queries and keys.
 
-A worked example, 4 queries and keys in 2 heads of width 8::
+Example: 4 queries and keys in 2 heads of width 8::
 
-                                  pairs a head    forward                backward
+           pairs per head    forward                backward
     all to all                    16              2 * 16 * 4 * 8 = 1024  2560
     causal                        10              640                    1600
     causal, a window of 2         7               448                    1120
@@ -19,8 +19,8 @@ from typing import Any
 
 from megatrain_jax._src.common import attention_kernel
 
-# The kernels of `jax.nn.dot_product_attention(implementation="cudnn")`, traced and being lowered.
-# Those of plans for a GPU that isn't here are calls of other functions, by name.
+# The kernels of `jax.nn.dot_product_attention(implementation="cudnn")`, before and after lowering.
+# Plans made without the GPU call stand-ins, recognised by name.
 _CALL = "ffi_call"
 _FORWARD = (
     "dot_product_attention_fwd_wrapper",
@@ -32,23 +32,23 @@ _BACKWARD = (
     "dot_product_attention_bwd",
     attention_kernel.BACKWARD,
 )
-# The primitives of equations that may be kernels of attention.
+# Primitives of equations that may be attention kernels.
 KERNELS = (*_FORWARD, *_BACKWARD, _CALL)
 
 
 def is_attention(eqn: Any) -> bool:
-    """Whether an equation is a kernel of attention."""
+    """Whether an equation is an attention kernel."""
     return _name(eqn.primitive, eqn.params) in (*_FORWARD, *_BACKWARD)
 
 
 def heads_axis(eqn: Any) -> int:
-    """The axis of heads in queries, keys and values of a kernel of attention, from the last one."""
-    # Layouts of cuDNN's calls: 0 is (rows, length, heads, width), 1 has heads before the length.
+    """The heads' axis in queries, keys and values of an attention kernel, counted from the end."""
+    # cuDNN's layout 0 is (rows, length, heads, width); layout 1 has heads before length.
     return -3 if eqn.params.get("layout") == 1 else -2
 
 
 def is_attention_forward(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether a primitive with these parameters is attention's forward."""
+    """Whether a primitive with these parameters is the forward of attention."""
     return _name(primitive, params) in _FORWARD
 
 
@@ -57,13 +57,13 @@ def _name(primitive: Any, params: Mapping[str, Any]) -> str:
 
 
 def attention_flops(eqn: Any) -> int:
-    """Counts the operations of a kernel of attention: those of its products, not its softmax's.
+    """Counts the floating-point operations of an attention kernel's products, without its softmax.
 
-    Calls of other functions count nothing.
+    Any foreign call that is not attention counts 0.
 
-    A causal mask leaves half of them, a window its band. What masks, biases and the lengths of
-    sequences leave out is known when a step runs, not before: it counts as computed, and documents
-    that are packed into one sequence count as one.
+    A causal mask halves the count, a window leaves its band. Masks, biases and sequence lengths are
+    known only when a step runs, so masked pairs count as computed, and documents packed into one
+    sequence count as one.
     """
     if not is_attention(eqn):
         return 0
@@ -87,10 +87,10 @@ def attended_pairs(num_queries: int, num_keys: int, *, causal: bool, window: int
     """Counts the pairs of a query and a key that attention computes.
 
     Args:
-        num_queries: Number of queries; query i stands where key i does.
+        num_queries: Number of queries; query i has the position of key i.
         num_keys: Number of keys.
-        causal: Whether a query attends to keys up to its own only.
-        window: Number of keys up to its own that a query attends to; None for all of them.
+        causal: Whether a query attends only to keys up to its own position.
+        window: Number of keys, up to its own, that a query attends to; None for all of them.
     """
     if not causal and window is None:
         return num_queries * num_keys

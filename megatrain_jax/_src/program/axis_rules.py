@@ -1,14 +1,21 @@
-"""The axes that go together in an operation, by its primitive.
+"""Rules that say along which axes an operation can be computed in parts, by primitive.
 
-A rule gives groups of axes, each with its array's position among the operands, then results. If
-one axis of a group is divided, into tiles or into the slices of a stack, so are the others, and
-arrays outside the group are read whole.
+Two uses ask the same question: a kernel that computes its rows in tiles to save memory, and a stack
+of layers whose slices must stay separate. Both want to divide one axis of an array. Which axes of
+an equation's operands and results must then be divided with it?
 
-A worked example, `dot_general x w` of x f32[8, 6] and w f32[6, 5]::
+A rule answers with groups of axes. An axis is named (position of its array, axis), where positions
+count the operands and then the results. If one axis of a group is divided, all axes of the group
+are; arrays outside the group are read whole by every part. Axes in no group cannot be divided. The
+second field says how parts form the result: each part yields its own part (`MAPPED`), parts are
+reduced to the result by the operation's own reduction (`FOLDED`), or they are added into the first
+operand (`ADDED_INTO`).
 
-    [(0, 0), (2, 0)]    mapped      rows of x are rows of the result
-    [(1, 1), (2, 1)]    mapped      columns of w are columns of the result
-    [(0, 1), (1, 0)]    folded      tiles of both make a term of the sum that the result is
+Example: `dot_general x w` with x f32[8, 6] and w f32[6, 5]::
+
+    [(0, 0), (2, 0)]    MAPPED    some rows of x yield the same rows of the result
+    [(1, 1), (2, 1)]    MAPPED    some columns of w yield the same columns of the result
+    [(0, 1), (1, 0)]    FOLDED    parts of the inner axis yield terms of a sum: the result
 """
 
 import functools
@@ -27,23 +34,22 @@ from megatrain_jax._src.program.primitives import (
     is_elementwise,
 )
 
-# How tiles make a result: each a tile of it; or all of them together, by the operation's own
-# reduction, or by adding into its first operand.
+# How parts form the result; see the top of this file.
 MAPPED, FOLDED, ADDED_INTO = "mapped", "folded", "added into"
 
-# A group of axes, and how tiles along them make the result.
+# A group of axes, and how parts along them form the result.
 Together = tuple[list[tuple[int, int]], str]
 
 
 def shape_of(eqn: Any, at: int) -> tuple[int, ...]:
-    """The shape of an equation's operand or result, by its position among both."""
+    """The shape of an operand or result of an equation, by its position (operands come first)."""
     count = len(eqn.invars)
     atom = eqn.invars[at] if at < count else eqn.outvars[at - count]
     return getattr(atom.aval, "shape", ())
 
 
 def together(eqn: Any) -> Iterator[Together]:
-    """The axes of an equation's arrays that go together; a reshape has a rule of its own."""
+    """The groups of axes of an equation; reshapes are handled by their own rule elsewhere."""
     name = eqn.primitive.name
     if rule := _RULES.get(name):
         yield from rule(eqn)
@@ -52,15 +58,15 @@ def together(eqn: Any) -> Iterator[Together]:
 
 
 def is_placed(eqn: Any, name: str = "sharding") -> bool:
-    """Whether an equation has a sharding in a parameter that says how devices divide its result."""
+    """Whether the given parameter of an equation fixes how devices divide its result."""
     sharding = eqn.params.get(name)
     return sharding is not None and not jx.is_automatic(sharding)
 
 
 def _elementwise(eqn: Any) -> Iterator[Together]:
     count = len(eqn.invars)
-    # Operands of fewer axes, scalars as a rule, and those with 1 where the result has more are read
-    # whole by each tile.
+    # Operands with fewer axes (usually scalars), or with length 1 where the result is longer, are
+    # read whole by each part.
     for axis, size in enumerate(shape_of(eqn, count)):
         places = [(at, axis) for at in range(count) if axis < len(s := shape_of(eqn, at))
                   and s[axis] == size]  # fmt: skip
@@ -68,7 +74,7 @@ def _elementwise(eqn: Any) -> Iterator[Together]:
 
 
 def _constrained(eqn: Any) -> Iterator[Together]:
-    """A constraint on how devices divide an array, along axes that it leaves whole."""
+    """A sharding constraint can be divided along the axes that it does not shard."""
     sharding = eqn.params["sharding"]
     spec = () if sharding.is_fully_replicated else getattr(sharding, "spec", None)
     if spec is not None:
@@ -78,7 +84,7 @@ def _constrained(eqn: Any) -> Iterator[Together]:
 
 
 def _along(name: str) -> Callable[[Any], Iterator[Together]]:
-    """The rule of what goes along the axes in a parameter and leaves shapes' other axes alone."""
+    """The rule of an operation that works along the axes named in a parameter, and only there."""
 
     def rule(eqn: Any) -> Iterator[Together]:
         taken = eqn.params[name]
@@ -118,15 +124,15 @@ def _broadcast(eqn: Any) -> Iterator[Together]:
 
 
 def _made(eqn: Any) -> Iterator[Together]:
-    """Arrays made of nothing that has axes: counters, and random bits of a key."""
+    """Arrays made without an array operand: counters, and random bits of one key."""
     at = len(eqn.invars)
-    # With a sharding asked for, the shape says how devices divide it: a tile's would be another.
+    # A requested sharding refers to the whole shape and would be wrong for a part.
     if not is_placed(eqn):
         yield from (([(at, axis)], MAPPED) for axis in range(len(shape_of(eqn, at))))
 
 
 def _random_bits(eqn: Any) -> Iterator[Together]:
-    """Bits of one key that are a function of an element's number alone."""
+    """Random bits of one key, if each element depends only on its own index."""
     key = eqn.invars[0].aval
     counted = getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
     if counted and not key.shape and key.dtype == _threefry_dtype():
@@ -149,7 +155,7 @@ def _dot_general(eqn: Any) -> Iterator[Together]:
         return
     for new, pair in enumerate(zip(*batch, strict=True)):
         yield [*enumerate(pair), (2, new)], MAPPED
-    # The result's axes are the batch's, then the left operand's free ones, then the right one's.
+    # The result's axes are the batch axes, then the left operand's free axes, then the right's.
     new = len(batch[0])
     for at in (0, 1):
         for axis in range(len(shape_of(eqn, at))):
@@ -164,7 +170,7 @@ def _convolution(eqn: Any) -> Iterator[Together]:
     left, right, result = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] != 1:
         return
-    # Examples, the first entry of each layout, never mix; spatial axes do, through windows.
+    # Examples (first in each layout) never mix; spatial axes do, through windows.
     yield [(0, left[0]), (2, result[0])], MAPPED
     if eqn.params["feature_group_count"] == 1:
         yield [(1, right[0]), (2, result[1])], MAPPED
@@ -173,7 +179,7 @@ def _convolution(eqn: Any) -> Iterator[Together]:
 
 def _pad(eqn: Any) -> Iterator[Together]:
     for axis, config in enumerate(eqn.params["padding_config"]):
-        # Along an axis that is padded, entries of the result are none of the operand's.
+        # Along a padded axis, positions of the operand and the result differ.
         if tuple(config) == (0, 0, 0):
             yield [(0, axis), (2, axis)], MAPPED
 
@@ -188,7 +194,7 @@ def _slice(eqn: Any) -> Iterator[Together]:
 def _dynamic_slice(eqn: Any) -> Iterator[Together]:
     last = len(eqn.invars)
     for axis, (old, new) in enumerate(zip(shape_of(eqn, 0), shape_of(eqn, last), strict=True)):
-        if old == new:  # then it starts at 0, as it would reach over the end otherwise
+        if old == new:  # a full-length slice is clamped to start at 0
             yield [(0, axis), (last, axis)], MAPPED
 
 
@@ -205,7 +211,7 @@ def _gather(eqn: Any) -> Iterator[Together]:
     rows = [axis for axis in range(rank) if axis not in offsets]
     together = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims,
                         strict=True))  # fmt: skip
-    # The axes of the indices, of which the last one is that of an index itself, come in order.
+    # All axes of the indices but the last, which spans one index, appear in the result in order.
     for axis, new in enumerate(rows):
         places = [(0, together[axis])] if axis in together else []
         yield [*places, (1, axis), (2, new)], MAPPED
@@ -226,7 +232,7 @@ def _scatter(eqn: Any) -> Iterator[Together]:
         if axis in together:
             own = together[axis]
             yield [(0, own), (1, axis), (2, update), (3, own)], MAPPED
-        # Any order of additions will do; of other scatters, the last one to write wins.
+        # Additions may come in any order; in any other scatter the last write wins.
         elif eqn.primitive.name in ADDING:
             yield [(1, axis), (2, update)], ADDED_INTO
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -253,13 +259,13 @@ def _windows(eqn: Any) -> Iterator[Together]:
 
 
 def _matrices(eqn: Any) -> Iterator[Together]:
-    """Decompositions and solutions of many matrices, each by itself: all axes but the last two."""
+    """Decompositions and solves of batched matrices: all axes but the last two can be divided."""
     positions = range(len(eqn.invars) + len(eqn.outvars))
     for axis in range(len(shape_of(eqn, 0)) - 2):
         yield [(at, axis) for at in positions], MAPPED
 
 
-# Parameters that are a shape: of the result, or of what is taken of the operand.
+# Parameters that are a shape: the result's, or the shape of the slice taken from the operand.
 _SHAPES = {
     "broadcast_in_dim": "shape",
     "reshape": "new_sizes",
@@ -271,26 +277,26 @@ _SHAPES = {
 def params_of_part(
     eqn: Any, result_axis: int, operand_axis: int | None, length: int
 ) -> dict[str, Any]:
-    """The parameters of an equation on a part of its arrays along axes that go together.
+    """The parameters of an equation on a part of its arrays along one group of axes.
 
     Args:
         eqn: The equation.
-        result_axis: The axis of its first result.
-        operand_axis: The axis of its first operand; None if that is read whole.
+        result_axis: The divided axis of its first result.
+        operand_axis: The divided axis of its first operand; None if that is read whole.
         length: Length of the part along these axes.
     """
     name, params = eqn.primitive.name, eqn.params
     key, axis = _SHAPES.get(name), result_axis
-    # Other primitives, products among them, take their shapes from their operands.
+    # All remaining primitives, including products, take their shapes from their operands.
     if name == "gather" and operand_axis is not None:
-        if params["slice_sizes"][operand_axis] > 1:  # an axis of windows, not of their numbers
+        if params["slice_sizes"][operand_axis] > 1:  # the axis lies within a window
             key, axis = "slice_sizes", operand_axis
     if key is None:
         return params
     return {**params, key: tuple(length if a == axis else n for a, n in enumerate(params[key]))}
 
 
-# Versions of JAX spell these names with either sign.
+# JAX versions spell these names with a hyphen or an underscore.
 ADDING = ("scatter-add", "scatter_add")
 _OTHER_SCATTERS = [f"scatter{sign}{kind}" for sign in "-_" for kind in ("mul", "min", "max")]
 

@@ -1,16 +1,16 @@
-"""Finds a model's blocks from the paths of its parameters and from its scans.
+"""Assigns a model's parameters to blocks, from their paths and from scans over layers.
 
-A leaf is what the store holds and a stage reads: a whole parameter, or one slice of a parameter
-that a scan over layers reads slice by slice.
+A leaf is one array in the store and one input of a stage: a whole parameter, or one slice of a
+parameter that the loss reads layer by layer.
 
-A worked example: `embed` of shape (100, 8) and `layers/w` of (2, 8, 8), which a scan takes::
+Example: `embed` of shape (100, 8) and `layers/w` of shape (2, 8, 8), scanned over axis 0::
 
     path           index   shape      block
     embed          ()      (100, 8)   None
     layers/w[0]    (0,)    (8, 8)     ("layers", 0)
     layers/w[1]    (1,)    (8, 8)     ("layers", 1)
 
-For the choice of blocks, the stack's path is `layers/[]/w`: one element for all of its slices.
+While blocks are chosen, the stack's path is `layers/[]/w`: one list element for all its slices.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from megatrain_jax._src.program.stacks import Stack
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """A leaf: one array of the store, a parameter or one slice of it.
+    """A leaf: one array of the store, either a parameter or one slice of it.
 
     Attributes:
         path: Path of the parameter in the model.
@@ -35,7 +35,7 @@ class Leaf:
         index: Index of the slice in the parameter; `()` for the whole.
         shape: Shape of the leaf, without the sliced axes.
         dtype: Dtype that the model declares.
-        block: Key of the block that the leaf belongs to, or None.
+        block: Key of the leaf's block, or None.
         is_trainable: Whether the leaf gets a gradient.
     """
 
@@ -64,9 +64,9 @@ def find_leaves(
     Args:
         paths: Path of each parameter.
         shapes: Shape and dtype of each parameter, with the sliced axes.
-        stacks: Parameters that the loss takes layer by layer.
-        upstream: For each parameter, those that run before it as a bit mask (bit i is parameter
-            i); None if no equation reads it.
+        stacks: Parameters that the loss reads layer by layer.
+        upstream: For each parameter, a bit mask of the parameters that run before it (bit i is
+            parameter i); None if no equation reads it.
     """
     parameters = [
         Parameter(path=path, shape=tuple(shape.shape), upstream=up)
@@ -76,11 +76,11 @@ def find_leaves(
     stacked: dict[int, tuple[ModelPath, Stack]] = {}
     for stack in stacks:
         if any(known[i] is not None for i in stack.between - stacked.keys()):
-            continue  # slices that are parts of other blocks
-        # One path for all of a stack's parameters, so that they are one element of one list.
+            continue  # these slices are parts of blocks already
+        # All parameters of a stack get one path prefix, so that they form one element of one list.
         prefix = common_prefix([paths[i][:-1] for i in stack.named])
         for i in stack.slices:
-            # Stacks of scans come first, so that a parameter in two of them goes with its scan.
+            # Stacks of scans come first, so a parameter in two stacks belongs to its scan.
             stacked.setdefault(i, (prefix, stack))
     for i, (prefix, stack) in stacked.items():
         inside = paths[i][: len(prefix)] == prefix
@@ -90,7 +90,7 @@ def find_leaves(
             shape=remaining(shapes[i].shape, sliced_axes(stack.slices[i][0])),
             count=stack.length,
         )
-    # A second choice: stacks are now lists like others, and those not chosen stay whole parameters.
+    # The second choice treats stacks as ordinary lists; stacks not chosen stay whole parameters.
     keys = block_keys(parameters)
     opened = {key[: key.index(STACK)] for key in keys if key and STACK in key}
     sliced = {i: stack for i, (prefix, stack) in sorted(stacked.items()) if prefix in opened}
@@ -99,8 +99,8 @@ def find_leaves(
              dtype=shapes[i].dtype, block=keys[i])
         for i in range(len(paths)) if i not in sliced
     ]  # fmt: skip
-    # Layer by layer, all parameters of a layer together: whoever walks the leaves walks the blocks
-    # in the order in which they run.
+    # Layer by layer, with all parameters of a layer together, so leaves list the blocks in the
+    # order in which they run.
     for length in sorted({stack.length for stack in sliced.values()}):
         for k in range(length):
             leaves += [
@@ -115,7 +115,7 @@ def find_leaves(
 def assemble(
     leaves: Sequence[Leaf], values: Sequence[Value], num_parameters: int
 ) -> list[Value | Pieces]:
-    """The model's parameters from the values of its leaves."""
+    """The model's parameters, put together from the values of its leaves."""
     parts: list[dict[Index, Value]] = [{} for _ in range(num_parameters)]
     for leaf, value in zip(leaves, values, strict=True):
         parts[leaf.parameter][leaf.index] = value
@@ -123,7 +123,7 @@ def assemble(
 
 
 def _slice_of(key: ModelPath | None, layer: Index) -> ModelPath | None:
-    """The block of one slice: the path of all of them with the layer's number in its place."""
+    """The block of one slice: the stack's key with the layer's number in place of `[]`."""
     if key is None or STACK not in key:
         return key
     at = key.index(STACK)
@@ -132,7 +132,7 @@ def _slice_of(key: ModelPath | None, layer: Index) -> ModelPath | None:
 
 def common_prefix(paths: Sequence[ModelPath]) -> ModelPath:
     """The longest path that all paths start with."""
-    # Paths between the least and the greatest start with whatever these two have in common.
+    # All paths sort between the smallest and the largest, so their common prefix is everyone's.
     first, last = min(paths, key=_sortable), max(paths, key=_sortable)
     n = 0
     while n < min(len(first), len(last)) and first[n] == last[n]:
@@ -145,7 +145,7 @@ def _sortable(path):
 
 
 def power(sequence: list[int]) -> int:
-    """The largest k for which a sequence is some sequence repeated k times: 2 of [1, 2, 1, 2]."""
+    """The largest k such that a sequence is another one repeated k times: 2 for [1, 2, 1, 2]."""
     n = len(sequence)
     for period in range(1, n + 1):
         if n % period == 0 and sequence[:period] * (n // period) == sequence:

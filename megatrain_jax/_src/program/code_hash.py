@@ -1,14 +1,14 @@
-"""Hashes of Python functions: equal in every process for functions whose code is the same.
+"""Hashes of Python functions that are equal in every process if the code is the same.
 
-The fingerprint of a traced function changes with the shapes that it was traced for. A hash of the
-Python code does not, so that it tells functions apart where their traces can't be compared.
+The fingerprint of a traced function depends on the shapes it was traced for. A hash of the Python
+code does not, so it can compare functions traced with different shapes.
 
-An example: `lambda x: 2 * x` and `lambda y: 2 * y` have one hash, `lambda x: 3 * x` has another.
+Example: `lambda x: 2 * x` and `lambda y: 2 * y` have the same hash; `lambda x: 3 * x` differs.
 
-The hash covers the bytecode, plain values (numbers, texts, tuples of them) that the function closes
-over or reads as globals, and in the same way the functions that it calls by name from its own
-package. Arrays, lists and dictionaries are left out, since they may be large, or change while the
-function is used.
+The hash covers the bytecode, the plain values (numbers, text, tuples of them) that the function
+closes over or reads as globals, and, in the same way, the functions of its own package that it
+calls by name. Arrays, lists and dictionaries are left out: they may be large, or change while the
+function is in use.
 """
 
 import dis
@@ -25,9 +25,9 @@ import xxhash
 from megatrain_jax._src.program.fingerprint import LIBRARIES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-# A loss may count tokens by the number of microbatches, which is no part of what it computes.
+# A loss may scale by the number of microbatches, and that number does not change the function.
 _OF_THE_RUN = "microbatches"
-# Values inside tuples, and functions inside functions, are read to this depth.
+# Nested tuples and nested functions are read to this depth.
 _DEPTH = 16
 
 
@@ -35,19 +35,19 @@ def code_hash(function: Any) -> dict[str, str]:
     """The hash of a function's code.
 
     Args:
-        function: A function, a method, a `functools.partial`, a jitted function, or an object that
-            can be called.
+        function: A function, a method, a `functools.partial`, a jitted function, or a callable
+            object.
 
     Returns:
-        The hash by the name of the interpreter's bytecode, as `{"cpython-311": "9f0c..."}`, since
-        another version of Python compiles the same function to other bytecode.
+        The hash, under the name of the interpreter's bytecode, as in `{"cpython-311": "9f0c..."}`,
+        because each Python version compiles to different bytecode.
     """
     text = _Reader().read(function, 0)
     return {str(sys.implementation.cache_tag): xxhash.xxh3_128_hexdigest(text.encode())}
 
 
 class _Reader:
-    """Reads functions as text, each of them once."""
+    """Writes functions as text, each one once."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -81,7 +81,7 @@ class _Reader:
         return type(value).__qualname__
 
     def _object(self, value: Any, depth: int) -> str:
-        """The type and the plain public attributes of an object whose method is called."""
+        """The type and the plain public attributes of a method's object."""
         rows = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
         plain = {k: v for k, v in rows.items() if isinstance(v, _PLAIN)}
         return f"{type(value).__qualname__} {self._named(plain, depth)}"
@@ -122,7 +122,7 @@ def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _globals(function: types.FunctionType) -> dict[str, Any]:
-    """Plain globals that a function reads, and functions of its own package."""
+    """Plain globals that a function reads, and the functions it reads from its own package."""
     if _package(function) in LIBRARIES:
         return {}
     found = {}

@@ -1,17 +1,17 @@
-"""Effects of a loss (`jax.debug.print`, callbacks): finding them, and firing each once.
+"""Effects of a loss (`jax.debug.print`, callbacks): finds them and fires each one once.
 
-A stage's backward computes its forward again, so what its forward has fired is taken out of the
-backward's trace. An effect that depends on a cotangent, as a print in a derivative rule, belongs to
-the backward and stays.
+A stage's backward recomputes its forward. Effects that the forward has already fired are removed
+from the backward's trace. An effect that depends on a cotangent, such as a print in a derivative
+rule, belongs to the backward and stays.
 
-A worked example, the backward of a stage that prints `w` and gives `sin(w)`, as it is traced::
+Example: the traced backward of a stage that prints `w` and returns `sin(w)`::
 
-    debug_print w    # taken out: nothing it reads depends on the cotangent, and forward fired it
+    debug_print w    # removed: it does not depend on the cotangent, and forward fired it
     a = cos w
-    d = mul dy a     # `dy` is the cotangent: late, as all that depends on it
+    d = mul dy a     # `dy` is the cotangent; `d` depends on it, so `d` is "late"
     debug_print d    # stays, if a derivative rule prints it
 
-In the last stage, whose backward is its only forward, both stay.
+The last stage has no separate forward, so in its backward both stay.
 """
 
 import functools
@@ -22,22 +22,22 @@ import jax
 
 from megatrain_jax._src.program import jaxpr as jx
 
-# By name, as JAX keeps the classes to itself; every second one is ordered.
+# By name, because JAX keeps the classes private; every second one is ordered.
 _KINDS = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
 
 
 def fires(eqn_or_jaxpr: Any) -> bool:
-    """Whether something outside sees an equation, or a jaxpr, being computed."""
+    """Whether evaluating an equation or a jaxpr has an effect visible outside."""
     return any(type(effect).__name__ in _KINDS for effect in eqn_or_jaxpr.effects)
 
 
 def is_ordered(eqn: Any) -> bool:
-    """Whether an equation's effects have to keep their place among other ordered ones."""
+    """Whether an equation has effects that must keep their order."""
     return any(type(effect).__name__ in _KINDS[1::2] for effect in eqn.effects)
 
 
 def ordered_callbacks(jaxpr: Any) -> list[str]:
-    """The ordered prints and callbacks in a jaxpr, as users write them: `io_callback(log)`."""
+    """The ordered prints and callbacks of a jaxpr, as users write them: `io_callback(log)`."""
     found: dict[str, None] = {}
     for eqn in jaxpr.eqns:
         if not is_ordered(eqn):
@@ -60,7 +60,7 @@ def _shown(eqn: Any) -> str:
 
 
 def answers(eqn: Any) -> bool:
-    """Whether a callback within an equation that holds jaxprs gives a result that is read."""
+    """Whether a callback inside an equation's jaxprs returns a result that is read."""
     return any(
         (fires(e) and not jx.inner_jaxprs(e) and not used.isdisjoint(e.outvars)) or answers(e)
         for inner in jx.inner_jaxprs(eqn)
@@ -70,23 +70,23 @@ def answers(eqn: Any) -> bool:
 
 
 def read_in(jaxpr: Any) -> set[Any]:
-    """The variables that an equation or the result of a jaxpr reads."""
+    """The variables read by a jaxpr's equations or by its results."""
     atoms = [a for eqn in jaxpr.eqns for a in eqn.invars]
     return set(jx.variables([*atoms, *jaxpr.outvars]))
 
 
 def silent(jaxpr: Any) -> Any:
-    """A jaxpr without the effects whose results nothing reads."""
+    """A jaxpr without its effects, except for callbacks with results that are read."""
     return _without(jaxpr, [False] * len(jaxpr.invars), False)[0]
 
 
 def firing_once(differentiated: Callable, position: int, has_forward: bool) -> Callable:
-    """A function that computes another one's forward again, without firing its effects again.
+    """Wraps a function that recomputes a forward, so that it does not fire effects twice.
 
     Args:
         differentiated: The function; one of its arguments is the cotangents, a list of arrays.
         position: Position of that argument.
-        has_forward: Whether this is the only forward, so that it has to fire once.
+        has_forward: Whether this is the only forward, so that it must fire the effects.
     """
 
     @functools.wraps(differentiated)
@@ -99,7 +99,7 @@ def firing_once(differentiated: Callable, position: int, has_forward: bool) -> C
 
         traced = jx.trace(reordered, cotangents, others)
         values = [*traced.consts, *jax.tree.leaves((cotangents, others))]
-        # Cotangents were traced as the first arguments, so that theirs are the first inputs.
+        # Cotangents were traced as the first arguments, so they are the first inputs.
         first, count = len(traced.consts), len(cotangents)
         late = [first <= i < first + count for i in range(len(values))]
         jaxpr, _ = _without(traced.jaxpr, late, has_forward)
@@ -112,9 +112,9 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
     """Drops effects that don't depend on `late` inputs, unless their results are read.
 
     Args:
-        jaxpr: The jaxpr, open.
+        jaxpr: The open jaxpr.
         late: For each input, whether it is a cotangent or depends on one.
-        has_forward: Whether equations of which no operand is late fire here, and so stay.
+        has_forward: Whether equations without late operands fire here, and so stay.
 
     Returns:
         The jaxpr, and for each output whether it is late.
@@ -129,7 +129,7 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
         if fires(eqn) and not (has_forward and not any(flags)):
             if jx.inner_jaxprs(eqn):
                 eqn = _within(eqn, flags)
-            # A callback whose result is read has to run again, fired or not.
+            # A callback with a result that is read must run again, fired or not.
             elif not any(flags) and used.isdisjoint(eqn.outvars):
                 continue
         eqns.append(eqn)
@@ -138,14 +138,14 @@ def _without(jaxpr: Any, late: Sequence[bool], has_forward: bool) -> tuple[Any, 
 
 
 def _effects(before: Any, eqns: Sequence[Any]) -> frozenset:
-    """The effects that remain with these equations; those of other kinds are as before."""
+    """The effects that remain with these equations; further kinds of effects stay as before."""
     left = {effect for eqn in eqns for effect in eqn.effects}
     kept = (e for e in before.effects if type(e).__name__ not in _KINDS or e in left)
     return frozenset(kept)
 
 
 def _within(eqn: Any, flags: Sequence[bool]) -> Any:
-    """An equation without the effects, within the jaxprs that it holds, of what is not late."""
+    """An equation whose inner jaxprs have lost the effects that do not depend on late values."""
     params = dict(eqn.params)
     inner = []
     for name, value in params.items():
@@ -160,16 +160,16 @@ def _within(eqn: Any, flags: Sequence[bool]) -> Any:
 
 
 def _repeated(eqn: Any, jaxpr: Any, flags: Sequence[bool]) -> Any:
-    """A jaxpr within an equation, without the effects of what is not late in any iteration."""
-    # The first operand of a `cond` says which branch is taken, and is none of a branch's inputs.
+    """An inner jaxpr without the effects that are not late in any iteration."""
+    # The first operand of a `cond` selects the branch; it is not an input of the branches.
     operands = list(flags[1:] if eqn.primitive.name == "cond" else flags)
-    if len(operands) != len(jaxpr.invars):  # a loop with two jaxprs
-        # Which operands are whose is not told apart: if any is late, all of its effects stay.
+    if len(operands) != len(jaxpr.invars):  # a `while`, with two jaxprs
+        # Operands are not matched to the two jaxprs: if any is late, all effects stay.
         operands = [any(flags)] * len(jaxpr.invars)
     silenced, outs = _without(jaxpr, operands, False)
     if eqn.primitive.name == "scan":
         consts, carry = jx.scan_parts(eqn)
-        # A carry that one iteration makes late is late from the start in the next one.
+        # A carry that becomes late in one iteration is late from the start of the next.
         while any(
             o and not i
             for o, i in zip(outs[:carry], operands[consts : consts + carry], strict=True)

@@ -1,16 +1,17 @@
-"""Fingerprints of traced functions: equal in every process for functions that compute the same.
+"""Fingerprints of traced functions, equal in every process if they compute the same.
 
-A structural key compares functions within one process. A fingerprint is kept in a checkpoint and
-compared by a later process, so it is a hash of a canonical text. The text numbers the variables and
-has no memory addresses, no names of nested jits and no source lines.
+A structural key compares functions within one process. A fingerprint is saved in a checkpoint and
+compared by a later process, so it hashes a canonical text, in which variables are numbered. The
+text has no memory addresses, no names of nested jits and no source lines, and no prints or other
+equations from which no output is computed.
 
-An example, `lambda w: w - 0.1 * w`:
+Example, `lambda w: w - 0.1 * w`:
 
-    form     the hash of "in f32[3]; mul 0 # f32[] -> f32[3]; sub 0 1 -> f32[3]; out 2"
+    form     hash of "in f32[3]; mul 0 # f32[] -> f32[3]; sub 0 1 -> f32[3]; out 2"
     numbers  {"0.1": 1}
-    values   the hash of the bytes of 0.1
+    values   hash of the bytes of 0.1
 
-Two runs whose forms are equal differ in numbers alone, which a message can then name.
+If two runs have equal forms, they differ only in numbers, and a message can name these.
 """
 
 import re
@@ -27,22 +28,22 @@ import xxhash
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.jaxpr import Traced
 
-# Libraries whose functions appear in the trace of a loss or an optimizer.
+# Libraries with functions that appear in the trace of a loss or an optimizer.
 LIBRARIES = ("jax", "flax", "equinox", "optax", "megatrain_jax")
 _ADDRESS = re.compile("0x[0-9a-f]+")
-# A text of more numbers would tell nobody which of them matters.
+# With more numbers, a text would not tell a reader the number that matters.
 _MOST_NUMBERS = 200
-# Types whose text is short and has no address.
+# Types with short text that contains no address.
 _PLAIN = frozenset((int, bool, float, str, type(None)))
 
 
 def fingerprint(traced: Traced) -> dict[str, Any]:
-    """The fingerprint of a traced function, as JSON can hold it.
+    """The fingerprint of a traced function, in a form that JSON can hold.
 
     Returns:
         `form`, a hash of the equations without their numbers; `values`, a hash of the bytes of all
-        literals and constants; and `numbers`, how often each scalar among them appears, by its
-        text without a sign.
+        literals and constants; and `numbers`, the count of each scalar among them, by its text
+        without sign.
     """
     found = _Writer({}).write(traced.jaxpr, traced.consts)
     numbers = dict(found.numbers) if len(found.numbers) <= _MOST_NUMBERS else {}
@@ -51,9 +52,9 @@ def fingerprint(traced: Traced) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """A jaxpr that was written as text; see `fingerprint`.
+    """A jaxpr written as text; see `fingerprint`.
 
-    The jaxpr is held so that no other gets its id.
+    It holds the jaxpr, so that no new jaxpr gets the same id.
     """
 
     jaxpr: Any
@@ -63,19 +64,19 @@ class _Written:
 
 
 class _Writer:
-    """Writes one jaxpr as canonical text, and notes the literals and constants apart from it."""
+    """Writes one jaxpr as canonical text, and collects its literals and constants separately."""
 
     def __init__(self, known: dict[int, _Written]):
-        """Starts with the inner jaxprs that were written before, by id.
+        """Starts with the inner jaxprs that are already written, by id.
 
-        Layers that call one function share its jaxpr, which is written once.
+        Layers that call one function share its jaxpr, so it is written once.
         """
         self._known = known
         self._numbers: Counter[str] = Counter()
         self._values = xxhash.xxh3_128()
 
     def write(self, jaxpr: Any, consts: Sequence[Any]) -> _Written:
-        """Writes a jaxpr whose first inputs have these values."""
+        """Writes a jaxpr; `consts` are the values of its first inputs."""
         numbers: dict[Any, int] = {}
 
         def define(variable: Any) -> str:
@@ -92,7 +93,7 @@ class _Writer:
         for const in consts:
             self._note(const)
         lines = ["in " + " ".join(map(define, (*opened.constvars, *opened.invars)))]
-        for eqn in opened.eqns:
+        for eqn in jx.live_equations(opened):
             ins, params = " ".join(map(read, eqn.invars)), self._params(eqn)
             outs = " ".join(map(define, eqn.outvars))
             lines.append(f"{eqn.primitive.name} {ins} {params} -> {outs}")
@@ -106,7 +107,7 @@ class _Writer:
             written = _Writer(self._known).write(jaxpr, jx.constants(jaxpr))
             self._known[id(jaxpr)] = written
         found = self._known[id(jaxpr)]
-        # For every call, since whether calls share one jaxpr depends on the caches of a process.
+        # Repeated for every call, because sharing of a jaxpr depends on the process's caches.
         self._values.update(found.values.encode())
         self._numbers.update(found.numbers)
         return found.form
@@ -120,12 +121,12 @@ class _Writer:
         self._values.update(f"{array.dtype}{array.shape}".encode())
         self._values.update(array.tobytes())
         if array.size == 1 and array.dtype != np.bool_:
-            # An update subtracts a learning rate by multiplying with its negative: messages name
-            # numbers as the user wrote them.
+            # An update multiplies by the negative learning rate; messages show numbers as the user
+            # wrote them.
             self._numbers[f"{abs(float(array.reshape(())[()])):.6g}"] += 1
 
     def _params(self, eqn: Any) -> str:
-        # Names of nested jits are those of Python functions, which may be renamed.
+        # Names of nested jits are names of Python functions, which may be renamed.
         skipped = ("name",) if "jaxpr" in eqn.params else ()
         rows = sorted((k, v) for k, v in eqn.params.items() if k not in skipped)
         return " ".join(f"{name}={self._param(value)}" for name, value in rows)
@@ -145,7 +146,8 @@ class _Writer:
         if isinstance(value, np.ndarray | jax.Array):
             self._note(value)
             return f"# {value.dtype}{value.shape}"
-        # A function's equations are not known. Where it has a jaxpr, that is another parameter.
+        # A function's equations are not known here. If it has a jaxpr, that is a separate
+        # parameter.
         if callable(value):
             return getattr(value, "__qualname__", type(value).__qualname__)
         return _ADDRESS.sub("", str(value))

@@ -1,7 +1,7 @@
-"""Floating-point operations of a jaxpr, counted from its equations.
+"""Counts the floating-point operations of a jaxpr from its equations.
 
-The plan compares arithmetic with transfers before anything is compiled, so the count can't
-come from a compiler: it is read off shapes, and works for models no machine here could hold.
+The plan compares computation with transfers before anything is compiled, so the count cannot come
+from a compiler. It needs only shapes, so it also works for models too large for this machine.
 """
 
 import math
@@ -26,18 +26,18 @@ _COUNTED_BY_OPERAND = REDUCTIONS | ARG_REDUCTIONS | CUMULATIVE
 def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) -> int:
     """Counts the floating-point operations that one evaluation of a jaxpr performs.
 
-    A multiplication and an addition are two operations. Matrix products and convolutions count
-    in full, elementwise operations one per output element, reductions and running sums one per
-    input element, an FFT of length `n` 5·n·log2(n); moving, comparing, converting and integer
+    A multiplication and an addition are two operations. Matrix products and convolutions count in
+    full, elementwise operations one per output element, reductions and running sums one per input
+    element, and an FFT of length `n` 5·n·log2(n). Moving, comparing, converting and integer
     arithmetic count nothing. Inner jaxprs count where they are called: a `scan` body times its
-    length, the most expensive branch of a `cond`, and the body and the condition of a `while`
-    *once*, as its trip count isn't known; with a `while` the result is a lower bound. So it is
-    for dense factorisations, which count nothing. Of kernels, those of attention count by formula
-    (`attention_flops`: a causal mask leaves half, packed documents count as one), one of Pallas
-    what its `cost_estimate` says, or without one its body at each point of its grid, and others
-    nothing.
+    length, the most expensive branch of a `cond`, and the body and condition of a `while` *once*,
+    because its trip count is unknown; the result is then a lower bound. It is one for dense
+    factorisations too, because they count nothing. Attention kernels count by formula
+    (`attention_flops`: a causal mask halves it, packed documents count as one). A Pallas kernel
+    counts its `cost_estimate`, or else its body at each point of its grid. All remaining kernels
+    count nothing.
 
-    A worked example, with `x` of shape (8, 4) and `w` of shape (4, 16)::
+    Example, with `x` of shape (8, 4) and `w` of shape (4, 16)::
 
         a = dot x w      # 2 * (8 * 16) * 4 = 1024
         b = tanh a       # 8 * 16 = 128
@@ -45,12 +45,12 @@ def count_flops(jaxpr: Any, counts: Callable[[Any], bool] = lambda eqn: True) ->
 
     Args:
         jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`, as `jax.make_jaxpr` returns it.
-        counts: Which of its innermost equations to count.
+        counts: Predicate that selects the innermost equations to count.
 
     Returns:
         The number of operations on floating or complex numbers.
     """
-    # From JAX 0.11 closed and open jaxprs are one class, whose `.jaxpr` is itself.
+    # From JAX 0.11 closed and open jaxprs are one class, and `.jaxpr` returns itself.
     return sum(_equation_flops(eqn, counts) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
@@ -67,7 +67,7 @@ def _equation_flops(eqn: Any, counts: Callable[[Any], bool]) -> int:
         return eqn.params["length"] * count_flops(eqn.params["jaxpr"], counts)
     if name == "cond":
         return max(count_flops(branch, counts) for branch in eqn.params["branches"])
-    # A special primitive may have a jaxpr inside, as a scatter has its addition of two numbers.
+    # A special primitive may contain a jaxpr: a scatter contains its addition of two numbers.
     if inner := jx.inner_jaxprs(eqn) if name not in _SPECIAL else []:
         return sum(count_flops(jaxpr, counts) for jaxpr in inner)
     if not counts(eqn):
@@ -97,8 +97,8 @@ def _dot_general(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    # Every row of the left operand meets at most one of the right operand's matrices, along
-    # the contracted axes; with a ragged contracted axis the groups split that same work.
+    # Every row of the left operand meets at most one of the right operand's matrices, along the
+    # contracted axes. With a ragged contracted axis, the groups divide that same work.
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
     taken = {*contracting, *batch, *numbers.rhs_group_dimensions}
@@ -108,8 +108,8 @@ def _ragged_dot(eqn: Any) -> int:
 
 
 def _conv_general_dilated(eqn: Any) -> int:
-    # The kernel's own input axis is already features / groups. A dilated input (the gradient of
-    # a strided convolution) is mostly inserted zeros, which nobody should be credited for.
+    # The kernel's own input axis is already features / groups. A dilated input (the gradient of a
+    # strided convolution) is mostly inserted zeros, which are not useful work.
     kernel = eqn.invars[1].aval.shape
     per_output = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2 * _size(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
@@ -124,7 +124,7 @@ def _scatter(eqn: Any) -> int:
 
 
 def _fft(eqn: Any) -> int:
-    # The usual count for a Cooley-Tukey transform; real ones do half of it.
+    # The usual count for a Cooley-Tukey transform; real transforms take half of it.
     lengths = eqn.params["fft_lengths"]
     is_complex = all(jnp.iscomplexobj(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     points = max(_size(eqn.invars[0]), _size(eqn.outvars[0]))
@@ -132,14 +132,14 @@ def _fft(eqn: Any) -> int:
 
 
 def _polynomial(eqn: Any) -> int:
-    # By Horner's rule, a multiplication and an addition for each coefficient but the first.
+    # Horner's rule: a multiplication and an addition for each coefficient but the first.
     return 2 * _size(eqn.outvars[0]) * (len(eqn.invars) - 2) if _is_inexact(eqn.outvars[0]) else 0
 
 
 def _pallas_call(eqn: Any) -> int:
     if (estimate := eqn.params["cost_estimate"]) is not None:
         return int(estimate.flops)
-    # What isn't known before it runs, of a grid as of a loop, counts once.
+    # Grid dimensions unknown before running count once, like loops of unknown length.
     points = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
     return points * count_flops(eqn.params["jaxpr"])
 
@@ -151,7 +151,7 @@ _SPECIAL: dict[str, Callable[[Any], int]] = {
     "reduce_window_sum": _reduce_window,
     "reduce_window_max": _reduce_window,
     "reduce_window_min": _reduce_window,
-    # Written, not added: but its parameters hold a jaxpr, which would be counted.
+    # Not an addition, but its parameters hold a jaxpr that would be counted.
     "scatter": lambda eqn: 0,
     "scatter-add": _scatter,
     "scatter-mul": _scatter,

@@ -1,15 +1,16 @@
-"""Keys of functions among the parameters of equations: equal for those that do the same.
+"""Keys of functions in equations' parameters, equal if the functions do the same.
 
-A model may make a function for each layer: a policy of a `remat`, the function of a callback. All
-of them have one code. They do the same if what they close over is the same, and stays the same.
+A model may make a function for each layer: a `remat` policy, or a callback's function. All have the
+same code. They do the same if the values they close over are equal and stay so.
 
 Example: `make` is called for every layer, with equal names and a new list::
 
     def make(name, rows):
         return lambda x: print(name, x), lambda x: rows.append(x)
 
-The first functions have equal keys, as a text never changes. The second functions have different
-keys: each layer has its own list. So have functions with a variable that is assigned later.
+The first functions have equal keys, because text never changes. The second functions have different
+keys, because each layer has its own list. Functions with a variable that is assigned later have
+different keys too.
 """
 
 import dis
@@ -21,30 +22,29 @@ from typing import Any
 
 from jax.tree_util import PyTreeDef
 
-# Objects of these types never change, so that their values are compared.
+# Objects of these types never change, so they are compared by value.
 _FIXED = (bool, int, str, bytes, type(None), PyTreeDef)
-_NUMBERS = (float, complex)  # -0.0 is equal to 0.0, but written otherwise
+_NUMBERS = (float, complex)  # -0.0 equals 0.0, but prints differently
 _COLLECTIONS = (list, dict, set)
-# Functions that lie in functions are compared to this depth: one that closes over itself has no
-# end.
+# Nested functions are compared to this depth: a function that closes over itself never ends.
 _DEPTH = 8
 
 
 def is_function(value: Any) -> bool:
-    """Whether a value is a function whose code is known, or a call of one with fixed arguments."""
+    """Whether a value is a function with known code, or such a function with fixed arguments."""
     return isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
 
 
 def function_key(function: Any, depth: int = 0) -> Hashable:
     """A key that is equal for two functions only if they do the same.
 
-    It holds ids of objects, so that whoever keeps it has to keep the function.
+    The key contains ids of objects, so the caller must keep the function alive as long as the key.
 
     Args:
-        function: The function; anything else is equal to itself alone.
-        depth: Number of functions that it lies in.
+        function: The function; any object that is not a function equals only itself.
+        depth: Number of functions that enclose it.
     """
-    # Its code may read what somebody has written to it.
+    # A function's code may read attributes that have been set on it.
     written = not isinstance(function, types.MethodType) and getattr(function, "__dict__", None)
     if depth > _DEPTH or not is_function(function) or written:
         return ("object", id(function))
@@ -70,8 +70,8 @@ def _num_variables(function: types.FunctionType) -> int:
 def _variable_key(function: types.FunctionType, i: int, depth: int) -> Hashable:
     """The key of a variable that a function closes over.
 
-    Variables are compared by their values if nobody can assign another one: neither the function
-    itself, nor another function or a call that has the variable, too.
+    Variables are compared by value if nothing can assign them: neither the function itself, nor
+    another function or a running call that shares the variable.
     """
     cells = function.__closure__ or ()
     if _references(function, i) > _ALONE or _assigns(function.__code__):
@@ -80,7 +80,7 @@ def _variable_key(function: types.FunctionType, i: int, depth: int) -> Hashable:
         value = cells[i].cell_contents
     except ValueError:  # not assigned yet
         return ("variable", id(cells[i]))
-    # JAX's own functions change nothing that they close over.
+    # JAX's own functions never change the variables they close over.
     return _value_key(value, depth, (function.__module__ or "").startswith("jax."))
 
 
@@ -99,12 +99,12 @@ def _probe() -> types.FunctionType:
     return function
 
 
-# The references to a variable that nobody else has: how many there are depends on the interpreter.
+# The reference count of an unshared variable; it depends on the interpreter.
 _ALONE = _references(_probe(), 0)
 
 
 def _value_key(value: Any, depth: int, with_collections: bool = False) -> Hashable:
-    """The key of a value that a function closes over: by what it is, if it can't change."""
+    """The key of a value that a function closes over: by value if it cannot change, else by id."""
     kind = type(value)
     if kind in (tuple, frozenset) or with_collections and kind in _COLLECTIONS:
         items = value.items() if kind is dict else value
@@ -117,7 +117,7 @@ def _value_key(value: Any, depth: int, with_collections: bool = False) -> Hashab
 
 @functools.lru_cache(maxsize=256)
 def _assigns(code: types.CodeType) -> bool:
-    """Whether a function, or one within it, assigns a variable that it closes over."""
+    """Whether a function, or one nested in it, assigns a variable that it closes over."""
     return any(
         step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
         for step in dis.get_instructions(code)

@@ -1,15 +1,16 @@
-"""The movement of a stacked array's slices by operations, without computing on them.
+"""Moves the slices of a stacked array as an operation would, without computing on them.
 
-A stacked array is a grid of slices: an array of whatever stands for a slice, and the axes of the
-whole that the grid's own axes are. Transposing, reversing, slicing or regrouping the whole along
-those axes only rearranges the grid; along others it is an operation within each slice.
+A stacked array is a grid of slices: an array with one object per slice, and the axes of the whole
+array that the grid's axes stand for. Transposing, reversing, slicing or regrouping the whole array
+along those axes only rearranges the grid. Along all remaining axes, the operation applies within
+each slice.
 
-A worked example: `w` of shape (6, 4, 5) is a grid `[s0 ... s5]` along axis 0, each slice (4, 5)::
+Example: `w` of shape (6, 4, 5) is a grid `[s0 ... s5]` along axis 0, each slice (4, 5)::
 
     w[::-1].transpose(1, 0, 2)   # grid [s5 ... s0] along axis 1; nothing within a slice
     w.reshape(2, 3, 4, 5)        # grid [[s0, s1, s2], [s3, s4, s5]] along axes 0 and 1
     w.transpose(0, 2, 1)         # the same grid; transpose(1, 0) within each slice
-    w.reshape(3, 8, 5)           # None: a row of it is made of two slices
+    w.reshape(3, 8, 5)           # None: each row of the result spans two slices
 """
 
 import dataclasses
@@ -29,13 +30,13 @@ _KnownOperand = Callable[[int], np.ndarray | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Moved:
-    """A grid after an operation, and what is left of the operation within each slice.
+    """A grid after an operation, and the operation that remains to be done within each slice.
 
     Attributes:
         grid: Slices of the result, object[...].
-        axes: Axes of the result that the grid's axes are, ascending.
-        params: Parameters of the operation within a slice; None if nothing is left to be done.
-        operands: Positions of the other operands that the operation takes within a slice.
+        axes: Axes of the result that the grid's axes stand for, ascending.
+        params: Parameters of the operation within a slice; None if nothing remains to be done.
+        operands: Positions of the further operands that the operation takes within a slice.
     """
 
     grid: np.ndarray
@@ -52,10 +53,11 @@ def moved(
     Args:
         eqn: The equation.
         grid: The slices of its first operand.
-        axes: The axes of that operand along which it is sliced, ascending.
-        known: Gives the integers that another operand holds, by its position, or None.
+        axes: The axes along which that operand is sliced, ascending.
+        known: Maps the position of another operand to its known integers, or None.
 
     Returns:
+        The grid of each result; None if the operation mixes slices or has no rule here.
         The grid of each result; None if the operation mixes slices, or isn't known here.
     """
     name = eqn.primitive.name
@@ -67,12 +69,12 @@ def moved(
 
 
 def _inner(axes: Sequence[int], dim: int) -> int:
-    """The number within a slice of an axis of the whole that is not sliced."""
+    """The number, within a slice, of an axis of the whole that is not sliced."""
     return dim - sum(a < dim for a in axes)
 
 
 def _inner_all(axes, dims) -> tuple[int, ...]:
-    """The numbers within a slice of those axes that are not sliced."""
+    """The numbers, within a slice, of all given axes that are not sliced."""
     return tuple(_inner(axes, d) for d in dims if d not in axes)
 
 
@@ -114,7 +116,7 @@ def _dynamic_slice(eqn, grid, axes, known):
         start = known(1 + a)
         if start is None:
             return None
-        # A dynamic slice that would reach over an end is moved inside, as XLA does it.
+        # XLA clamps a dynamic slice that would reach past an end; so do we.
         first = min(max(int(start), 0), shape[a] - sizes[a])
         places.append(slice(first, first + sizes[a]))
     within = remaining(sizes, axes)
@@ -143,12 +145,12 @@ def _gather(eqn, grid, axes, known):
     places = places[..., 0]
     if eqn.params["mode"] == GatherScatterMode.CLIP:
         places = np.clip(places, 0, shape[axis] - 1)
-    # Out of bounds, other modes fill or drop: no slice stands for that.
+    # Out of bounds, the remaining modes fill or drop; no slice represents that.
     if places.size and (places.min() < 0 or places.max() >= shape[axis]):
         return None
     rank, offsets = len(eqn.outvars[0].aval.shape), numbers.offset_dims
-    # The axes of the result are those of the places, and the operand's others in the order of
-    # `offset_dims`; sorted by where they end up, the grid's axes are ascending again.
+    # The result has the axes of the places and, in the order of `offset_dims`, the operand's
+    # remaining axes. Sorted by their final position, the grid's axes ascend again.
     batch = [d for d in range(rank) if d not in offsets]
     kept = dict(zip((d for d in range(len(shape)) if d != axis), offsets, strict=True))
     at = axes.index(axis)
@@ -173,12 +175,12 @@ def _squeeze(eqn, grid, axes, known):
 
 
 def _reshape(eqn, grid, axes, known):
-    """Regroups axes; of each run that is regrouped all axes are sliced, or none."""
+    """Regroups axes; in each regrouped run, either all axes or none must be sliced."""
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None or 0 in old:
         return None
     found: list[int] = []
-    # A run of axes is regrouped row by row, so slices move as wholes only if all of it is sliced.
+    # A run of axes is regrouped row by row, so slices stay whole only if all of it is sliced.
     for olds, news in segments(old, new):
         if any(d in axes and old[d] > 1 for d in olds):
             if any(d not in axes and old[d] > 1 for d in olds):
@@ -190,7 +192,7 @@ def _reshape(eqn, grid, axes, known):
 
 
 def segments(old: tuple[int, ...], new: tuple[int, ...]):
-    """Pairs of runs of axes of two shapes that hold the same elements, as short as can be.
+    """Splits two shapes into the shortest pairs of runs of axes with equal numbers of elements.
 
     (6, 4, 5) and (2, 3, 20) give ([0], [0, 1]) and ([1, 2], [2]).
     """
@@ -212,7 +214,7 @@ def segments(old: tuple[int, ...], new: tuple[int, ...]):
 
 def _broadcast(eqn, grid, axes, known):
     dims, shape = tuple(eqn.params["broadcast_dimensions"]), eqn.params["shape"]
-    # A sliced axis of length 1 that is repeated would need the same slice several times.
+    # Repeating a sliced axis of length 1 would need the same slice several times.
     new = tuple(dims[a] for a in axes)
     if len(eqn.invars) != 1 or any(shape[d] != n for d, n in zip(new, grid.shape, strict=True)):
         return None

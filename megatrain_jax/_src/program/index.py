@@ -1,7 +1,7 @@
-"""Indices: the part of a whole array that the store keeps as an array of its own.
+"""Indices of slices: the part of a parameter that the store keeps as a separate array.
 
-An index has a number for each axis that is sliced and None for each that is not, up to the last
-one that is: `()` is the whole array, `(3,)` is `w[3]`, `(None, 3)` is `w[:, 3]`.
+An index has a number for each sliced axis and None for each whole axis before the last sliced one:
+`()` is the whole array, `(3,)` is `w[3]`, `(None, 3)` is `w[:, 3]`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ Index = tuple[int | None, ...]
 
 
 def selector(index: Index) -> tuple[int | slice, ...]:
-    """The subscript of an array that takes this part of it: `x[selector(index)]`."""
+    """The subscript that takes this part of an array: `x[selector(index)]`."""
     return tuple(slice(None) if i is None else i for i in index)
 
 
@@ -23,12 +23,12 @@ def numbers(index: Index) -> tuple[int, ...]:
 
 
 def sliced_axes(index: Index) -> tuple[int, ...]:
-    """The axes that an index has numbers for."""
+    """The sliced axes of an index."""
     return tuple(axis for axis, i in enumerate(index) if i is not None)
 
 
 def index_of(axes: Sequence[int], positions: Sequence[int]) -> Index:
-    """The index with these numbers on these axes, which are in ascending order.
+    """The index with these numbers on these axes, given in ascending order.
 
     `index_of((1,), (3,))` is `(None, 3)`.
     """
@@ -37,7 +37,7 @@ def index_of(axes: Sequence[int], positions: Sequence[int]) -> Index:
 
 
 def remaining(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """A shape without some axes."""
+    """A shape without the given axes."""
     return tuple(n for axis, n in enumerate(shape) if axis not in axes)
 
 
@@ -47,7 +47,7 @@ def shown(index: Index) -> str:
 
 
 def joined(rows: Iterable[tuple[Index, ArrayLike]], shape: Sequence[int]) -> np.ndarray:
-    """A whole array from its slices; the only slice of index `()` is given back as it is."""
+    """Joins slices to a whole array; a single slice with index `()` is returned as it is."""
     rows = list(rows)
     if len(rows) == 1 and not rows[0][0]:
         return np.asarray(rows[0][1])

@@ -1,10 +1,10 @@
-"""Rewrites a traced function so that it can be cut: opens nested calls, unrolls loops over layers.
+"""Opens nested calls and unrolls loops over layers, so that a traced function can be cut.
 
-The rewriting evaluates the jaxpr equation by equation under a second trace. A stacked parameter
-(one array for all layers) is represented as `Pieces`, its slices, and stays so through whatever
-does not mix them. A loop that takes it layer by layer is unrolled.
+The jaxpr is evaluated equation by equation under a second trace. A stacked parameter (one array for
+all layers) is represented by `Pieces`, its slices, and stays so through every operation that does
+not mix them. A loop that takes it layer by layer is unrolled.
 
-A worked example, with `w` a stack of `w0`, `w1`, `w2` of shape (4, 4)::
+Example, with `w` a stack of `w0`, `w1`, `w2` of shape (4, 4)::
 
     scan(lambda x, layer: (tanh(x @ layer), None), x, w)    # one equation, w of shape (3, 4, 4)
 
@@ -44,8 +44,8 @@ class Inliner:
     """Rewrites jaxprs by evaluating them on traced values.
 
     Attributes:
-        primal: Whether the function is never differentiated, as an optimizer's. Then conditionals
-            become selections, and custom derivative rules are opened, too.
+        primal: Whether the function is never differentiated, like an optimizer's update. Then
+            conditionals become selections, and custom derivative rules are opened too.
     """
 
     primal: bool = False
@@ -57,7 +57,7 @@ class Inliner:
         env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             ins = [constant(a.val) if jx.is_literal(a) else env[a] for a in eqn.invars]
-            with eqn.ctx.manager:  # the mesh may differ from equation to equation
+            with eqn.ctx.manager:  # the mesh may differ between equations
                 env.update(zip(eqn.outvars, self._eqn(eqn, ins), strict=True))
         return [constant(a.val) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
@@ -67,13 +67,13 @@ class Inliner:
         pieces = [v for v in ins if isinstance(v, Pieces)]
         if name in CALLS:
             return self._call(eqn.params[CALLS[name]], ins)
-        # A remat over several blocks would be one equation that reads all of them. One within a
-        # block stays as the user wrote it.
+        # A remat over several blocks would be one equation that reads all of them, so it is opened.
+        # A remat within a block stays as the user wrote it.
         if name in REMAT and (pieces or len(_join_known(ins)) > 1):
             return self._call(eqn.params["jaxpr"], ins)
         if self.primal and name in CUSTOM_RULES:
             return self._call(eqn.params["call_jaxpr"], ins)
-        # In an unrolled loop, "every third layer" is decided by a counter, which is known now.
+        # In an unrolled loop, "every third layer" depends on a counter with a known value.
         if name == "cond" and ins[0].integers is not None:
             which = int(np.clip(ins[0].integers.value, 0, len(eqn.params["branches"]) - 1))
             return self._call(eqn.params["branches"][which], ins[1:])
@@ -86,7 +86,7 @@ class Inliner:
         if self.primal and name in ("scan", "while"):
             out = loop_by_slice(eqn, ins, self._call)
             return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
-        # An equation that mixes slices gets the whole array, and reads their blocks together.
+        # An equation that mixes slices gets the whole array, so it reads all their blocks.
         out = piecewise(eqn, ins)
         return self._plain(eqn, [stack(v) for v in ins]) if out is None else out
 
@@ -95,7 +95,7 @@ class Inliner:
         blocks = join(ins)
         integers = known.results(eqn, [v.integers for v in ins])
         if is_constant_scalar(eqn, ins):
-            # As NumPy's scalars: under a trace they become literals of whoever reads them.
+            # NumPy scalars become literals of the equations that read them.
             if all(integers):
                 return [Value(k.value[()], blocks, integers=k) for k in integers if k]
             return [Value(a, blocks) for a in folded(eqn, ins)]
@@ -107,13 +107,13 @@ class Inliner:
         return self.run(jx.opened(jaxpr), jx.constants(jaxpr), ins)
 
     def _select(self, eqn, ins):
-        """A conditional as a selection between the results of all its branches.
+        """A conditional, computed as a selection between the results of all its branches.
 
-        Slice by slice, so that each group's slices need that group's operands alone.
+        It is computed slice by slice, so each group's slices need only that group's operands.
         """
         index, *operands = ins
         branches = eqn.params["branches"]
-        # An index out of bounds takes the nearest branch, as in a `cond`.
+        # An index out of bounds takes the nearest branch, as `cond` does.
         which = jax.lax.clamp(0, index.array, len(branches) - 1)
         results = [self._call(b, operands) for b in branches]
         out = []
@@ -126,15 +126,15 @@ class Inliner:
         return out
 
     def _unrolled(self, eqn, ins):
-        """A scan as its iterations; its stacked results are slices along axis 0."""
+        """A scan, computed as its iterations; its stacked results are slices along axis 0."""
         num_consts, num_carry = jx.scan_parts(eqn)
         consts = ins[:num_consts]
         carry = ins[num_consts : num_consts + num_carry]
         xs = ins[num_consts + num_carry :]
         length = eqn.params["length"]
         order = range(length - 1, -1, -1) if eqn.params["reverse"] else range(length)
-        # A cell of a grid is one array: what an iteration gives in slices is put together, and the
-        # results are sliced by iteration.
+        # A grid's cell is one array, so sliced results of an iteration are joined first, and the
+        # scan's results are then sliced by iteration.
         given: dict[int, list] = {}
         for i in order:
             out = self._call(eqn.params["jaxpr"], [*consts, *carry, *(first(x, i) for x in xs)])
@@ -144,7 +144,7 @@ class Inliner:
 
 
 def _is_over_layers(eqn, ins) -> bool:
-    """Whether a scan with stacked operands takes some of them layer by layer."""
+    """Whether a scan takes some of its stacked operands layer by layer."""
     num_consts, num_carry = jx.scan_parts(eqn)
     stacked = [isinstance(v, Pieces) and not v.run for v in ins]
     xs = zip(ins[num_consts + num_carry :], stacked[num_consts + num_carry :], strict=True)
@@ -155,7 +155,7 @@ def _is_over_layers(eqn, ins) -> bool:
 
 
 def is_constant_scalar(eqn, ins) -> bool:
-    """Whether an equation makes scalars of scalars that are known at trace time."""
+    """Whether an equation computes scalars from scalars known at trace time."""
     outs = [v.aval for v in eqn.outvars]
     return (
         bool(ins)
@@ -171,14 +171,14 @@ def is_constant_scalar(eqn, ins) -> bool:
 def folded(eqn, ins) -> list:
     """The results of an equation on known scalars, computed now.
 
-    So such a scalar is a literal, however the model spells it, and blocks stay alike.
+    The scalar then is a literal, however the model spells it, so blocks stay alike.
     """
     with jax.ensure_compile_time_eval():
         return [np.asarray(jax.device_get(a))[()] for a in jx.bind(eqn, [v.array for v in ins])]
 
 
 def _choose(which, cases):
-    """The case of this number; of identical cases, the one."""
+    """The case with this number, or the only case if all are identical."""
     arrays = [c.array for c in cases]
     if len(arrays) == 1 or all(a is arrays[0] for a in arrays):
         return arrays[0]
@@ -186,5 +186,5 @@ def _choose(which, cases):
 
 
 def _join_known(values) -> frozenset:
-    """The blocks of those operands that depend on parameters only."""
+    """The blocks of the operands that depend only on parameters."""
     return NOTHING.union(*(v.blocks for v in values if v.blocks is not None))

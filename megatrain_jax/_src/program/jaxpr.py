@@ -1,7 +1,7 @@
-"""Everything that touches the form of a jaxpr: tracing, rebinding, slicing.
+"""Everything that depends on the structure of a jaxpr: tracing, rebinding, slicing.
 
-Kept in one module because jaxprs change between JAX versions (from 0.11 a closed jaxpr is a jaxpr
-and `scan` has other parameters) while the rest of the package should not notice.
+It is kept in one module because jaxprs change between JAX versions (from 0.11 a closed jaxpr is a
+jaxpr, and `scan` has different parameters).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Traced:
     """A traced function.
 
     Attributes:
-        jaxpr: Open jaxpr whose inputs are the constants, then the leaves of the arguments.
+        jaxpr: Open jaxpr; its inputs are the constants, then the leaves of the arguments.
         consts: Values of the constants.
         out_tree: Structure of the outputs.
     """
@@ -53,30 +53,30 @@ def trace(fn: Callable, *args: Any) -> Traced:
     with short_errors():
         closed = jax.make_jaxpr(flat)(*leaves)
     jaxpr = opened(closed)
-    # Constants become the first inputs, so that a piece of the jaxpr has those it reads among its
-    # own.
+    # Constants become the first inputs, so that each piece of the jaxpr can have the constants it
+    # reads among its own inputs.
     consts = tuple(map(_host_constant, closed.consts))
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     return Traced(jaxpr=jaxpr, consts=consts, out_tree=out_tree)
 
 
-# Reentrant: what is traced may trace in turn, as a kernel does that fires its effects once.
+# Reentrant, because tracing may trace again inside, as a kernel that fires its effects once does.
 _SHORT_ERRORS = threading.RLock()
 
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Spares a trace the search for an error's origin where nobody sees the error.
+    """Makes tracing skip JAX's costly search for the origin of an error that nobody sees.
 
-    NNX asks the new value of every variable for its sharding, which a tracer has none of. JAX
-    before 0.12 then goes through all equations so far to word an `AttributeError` that its own
-    `__getattr__` replaces at once: tracing would take a time quadratic in the model's depth.
+    NNX asks each new variable value for its sharding, which a tracer does not have. Before 0.12,
+    JAX then walks all equations so far to word an `AttributeError`, and its own `__getattr__`
+    replaces that error at once: tracing time would be quadratic in the model's depth.
     """
 
     def refuse(tracer: core.Tracer) -> None:
         raise AttributeError("a tracer has no sharding")
 
-    with _SHORT_ERRORS:  # or the second of two threads would restore what the first one put there
+    with _SHORT_ERRORS:  # else a second thread could restore our replacement
         before = core.Tracer.sharding
         setattr(core.Tracer, "sharding", property(refuse))  # noqa: B010
         try:
@@ -86,7 +86,7 @@ def short_errors() -> Iterator[None]:
 
 
 def _host_constant(value: Any) -> Any:
-    """A constant as a numpy array, so that baking it into a program moves nothing implicitly."""
+    """A constant as a NumPy array, so that embedding it in a program transfers nothing."""
     if isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
         # NumPy has no dtype for keys.
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -96,7 +96,7 @@ def _host_constant(value: Any) -> Any:
 
 
 def outlived(values: Iterable[Any]) -> str | None:
-    """Shape and dtype of the first value that belongs to a trace that has ended, or None."""
+    """Shape and dtype of the first value that belongs to a finished trace, or None."""
     found = (v for v in values if isinstance(v, core.Tracer))
     return next((v.aval.str_short() for v in found), None)
 
@@ -112,7 +112,7 @@ def closed(jaxpr: Any) -> Any:
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """The constants a possibly closed jaxpr carries."""
+    """The constants of a jaxpr that may be closed."""
     return tuple(getattr(jaxpr, "consts", ()))
 
 
@@ -127,7 +127,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def num_elements(aval: Any) -> int:
-    """Elements of an abstract value."""
+    """Number of elements of an abstract value."""
     return math.prod(getattr(aval, "shape", ()))
 
 
@@ -141,13 +141,13 @@ def num_bytes(aval: Any) -> int:
 
 
 def is_float(aval: Any) -> bool:
-    """Whether an abstract value can carry a cotangent."""
+    """Whether an abstract value can have a cotangent."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def strong(aval: Any) -> Any:
-    """An abstract value without a weak type, as an argument of a program is."""
+    """An abstract value without a weak type, like an argument of a program."""
     return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
 
 
@@ -159,8 +159,8 @@ def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
 def is_automatic(value: Any) -> bool:
     """Whether a parameter is a sharding that leaves every axis to the compiler.
 
-    Derivatives on several devices ask for the ones that their operands' types have, which are such
-    unless the user's mesh is explicit.
+    Derivatives on several devices ask for their operands' shardings, and these are automatic unless
+    the user's mesh is explicit.
     """
     if not isinstance(value, NamedSharding):
         return False
@@ -169,7 +169,7 @@ def is_automatic(value: Any) -> bool:
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Applies an equation's primitive to other operands, in its own context; always a list."""
+    """Applies an equation's primitive to new operands, in its own context; returns a list."""
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -178,14 +178,14 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 def scan_parts(eqn: Any) -> tuple[int, int]:
     """Number of constants and of carried values of a `scan` equation."""
     if "num_consts" in eqn.params:
-        # Before JAX 0.11; from then on three trees that say how many of each there are.
+        # Before JAX 0.11; from then on three trees hold the counts.
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs among an equation's parameters, opened."""
+    """The jaxprs among an equation's parameters, in open form."""
     found = []
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -200,7 +200,7 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def called(eqn: Any) -> Any | None:
-    """The open jaxpr that an equation does nothing but call, or None."""
+    """The open jaxpr of an equation that only calls one, or None."""
     name = eqn.primitive.name
     if name in CALLS or name in REMAT:
         return opened(eqn.params[CALLS.get(name, "jaxpr")])
@@ -208,19 +208,19 @@ def called(eqn: Any) -> Any | None:
 
 
 def with_body(jaxpr: Any, body: Any) -> Any:
-    """The same jaxpr, closed if it was, around another open form."""
+    """A jaxpr with a new open body, closed if it was closed."""
     return body if opened(jaxpr) is jaxpr else jaxpr.replace(jaxpr=body)
 
 
 def largest_mesh(jaxpr: Any) -> Any:
-    """The mesh of most devices that an equation was traced in, or None; also within equations."""
+    """The largest mesh that any equation, also an inner one, was traced in, or None."""
     found: dict[Any, None] = {}
     seen: set[int] = set()  # layers that call one function share its jaxpr
     todo = [jaxpr]
     while todo:
         for eqn in todo.pop().eqns:
             found.setdefault(eqn.ctx.cur_abstract_mesh)
-            found.setdefault(eqn.params.get("mesh"))  # of a shard_map
+            found.setdefault(eqn.params.get("mesh"))  # for a shard_map
             inner = [j for j in inner_jaxprs(eqn) if id(j) not in seen]
             seen.update(map(id, inner))
             todo += inner
@@ -228,22 +228,27 @@ def largest_mesh(jaxpr: Any) -> Any:
     return max(entered, key=lambda m: m.size, default=None)
 
 
-def without_dead_code(traced: Traced) -> Traced:
-    """Drops equations that no output needs; keeps all inputs."""
-    used = [True] * len(traced.jaxpr.outvars)
+def without_dead_code(traced: Traced, used: Sequence[bool] | None = None) -> Traced:
+    """Drops equations that no output needs; keeps all inputs.
+
+    Args:
+        traced: A traced function.
+        used: For each output whether it is kept; None keeps all.
+    """
+    used = [True] * len(traced.jaxpr.outvars) if used is None else list(used)
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, used, instantiate=True)
     return dataclasses.replace(traced, jaxpr=jaxpr)
 
 
 def used_inputs(traced: Traced) -> list[bool]:
-    """Tells for each input, constants first, whether an output depends on it."""
+    """Whether an output depends on each input, constants first."""
     used = [True] * len(traced.jaxpr.outvars)
     return list(partial_eval.dce_jaxpr(traced.jaxpr, used)[1])
 
 
 def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -> Any:
-    """A jaxpr made of some equations of another, with no constants but among its inputs."""
-    # Left as they are, every piece would claim the effects of the whole.
+    """A jaxpr of some of another's equations; its constants are among its inputs."""
+    # Without this, every piece would claim the effects of the whole.
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     return jaxpr.replace(
         constvars=[],
@@ -254,35 +259,45 @@ def sub_jaxpr(jaxpr: Any, eqns: Sequence, invars: Sequence, outvars: Sequence) -
     )
 
 
+def live_equations(jaxpr: Any) -> list[Any]:
+    """The equations that outputs are computed from, without prints and callbacks that give none."""
+    needed, found = set(variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            found.append(eqn)
+    return found[::-1]
+
+
 def dependent(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """The variables of a jaxpr that depend on the sources, themselves included."""
+    """The variables of a jaxpr that depend on the sources, including the sources."""
     found = set(sources)
     for eqn in jaxpr.eqns:
-        # One pass: an equation comes after those that make its operands.
+        # One pass is enough, because an equation comes after the equations that make its operands.
         if not found.isdisjoint(variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr that has no constants, also under a transformation."""
+    """Evaluates a jaxpr without constants, also under a transformation."""
     return core.eval_jaxpr(jaxpr, (), *args)
 
 
 def split(mask: Sequence[bool], values: Sequence) -> tuple[list, list]:
-    """Two lists: the values where the mask holds, and the others."""
+    """Splits values into two lists, by a mask."""
     yes = [v for m, v in zip(mask, values, strict=True) if m]
     return yes, [v for m, v in zip(mask, values, strict=True) if not m]
 
 
 def merge(mask: Sequence[bool], yes: Sequence, no: Sequence) -> list:
-    """The values that `split` has divided, back in their order."""
+    """Joins the two lists of `split` in their original order."""
     yes_iter, no_iter = iter(yes), iter(no)
     return [next(yes_iter) if m else next(no_iter) for m in mask]
 
 
 def members(owners: Sequence[int | None], num_owners: int) -> tuple[tuple[int, ...], ...]:
-    """Positions of each owner, ascending: ((0, 2), (1,)) of the owners [0, 1, 0]."""
+    """Positions by owner, ascending: owners [0, 1, 0] give ((0, 2), (1,))."""
     found: list[list[int]] = [[] for _ in range(num_owners)]
     for position, owner in enumerate(owners):
         if owner is not None:

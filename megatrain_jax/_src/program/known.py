@@ -1,15 +1,15 @@
-"""Integers that are known when a function is traced, such as the number of a loop's iteration.
+"""Integers known at trace time, such as the number of a loop's iteration.
 
-`w[i]` in an unrolled loop reads layer `i`, which only shows once the arithmetic that jnp puts
-around an index (negative ones count from the end) is computed. A worked example, `w[1]` of a `w`
-with three layers::
+`w[i]` in an unrolled loop reads layer `i`. This shows only when the arithmetic that jnp adds around
+an index (negative ones count from the end) is evaluated. Example, `w[1]` for a `w` with three
+layers::
 
     a = lt 1 0                 # False
     b = add 1 3                # 4
     c = select_n a 1 b         # 1: all operands are known, so `results` knows the result
     s = dynamic_slice w c 0    # reads layer 1
 
-Values are computed when somebody asks for them: most integers in a model are never an index.
+Values are computed only on request: most integers in a model never become an index.
 """
 
 import functools
@@ -21,9 +21,9 @@ import numpy as np
 
 from megatrain_jax._src.program import jaxpr as jx
 
-_LARGEST = 4096  # elements: larger arrays of integers are no indices of layers
+_LARGEST = 4096  # elements: larger integer arrays are not indices of layers
 
-# The operations that jnp puts around an index, in NumPy, since a device takes milliseconds for one.
+# The operations that jnp adds around an index, in NumPy, because a device call takes milliseconds.
 _QUICK: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "convert_element_type": np.asarray,
@@ -34,7 +34,7 @@ _QUICK: dict[str, Callable[..., Any]] = {
 
 
 class Known:
-    """An integer array that depends on no input; computed once, when it is first asked for."""
+    """An integer array that depends on no input; computed once, on first use."""
 
     def __init__(self, compute: Callable[[], np.ndarray]):
         """Makes an array that is not computed yet."""
@@ -51,7 +51,7 @@ class Known:
 
 
 def is_index(aval: Any) -> bool:
-    """Whether a value of this kind can be an index, or an array of some."""
+    """Whether a value with this type can be an index or an array of indices."""
     dtype = getattr(aval, "dtype", None)
     return (
         isinstance(dtype, np.dtype)
@@ -61,7 +61,7 @@ def is_index(aval: Any) -> bool:
 
 
 def constant(value: Any) -> Known | None:
-    """A literal or a constant, if it can be an index."""
+    """A literal or a constant, if it can be an index; else None."""
     if isinstance(value, (bool, int, np.generic, np.ndarray)):
         array = np.asarray(value)
         if is_index(array):
@@ -70,7 +70,7 @@ def constant(value: Any) -> Known | None:
 
 
 def results(eqn: Any, ins: Sequence[Known | None]) -> list[Known | None]:
-    """The results of an equation whose operands are all known; None for each otherwise.
+    """The results of an equation with known operands; None for each if any operand is unknown.
 
     Args:
         eqn: The equation.

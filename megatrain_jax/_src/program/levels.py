@@ -1,9 +1,9 @@
-"""Chooses the level of nested lists at which a model is cut into blocks.
+"""Chooses the nesting level of lists at which a model is cut into blocks.
 
 A list is a row of indexed siblings (`layers/0`, `layers/1`; `Block_0`, `Block_1`), or an array that
-a scan reads slice by slice. The lists nearest to the root are always cut into their elements. An
-element that has lists inside is opened, and cut at those, if they are lists of layers that hold
-most of it. `block_keys` has an example.
+a scan reads slice by slice. The outermost lists are always cut into their elements. An element that
+contains lists of layers is cut at these instead if they hold most of its parameters. `block_keys`
+has an example.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from megatrain_jax._src.common.model_path import ModelPath
 
 # The matrices of an element: path below the element, and shape.
 Matrices = frozenset[tuple[ModelPath, tuple[int, ...]]]
-STACK = "[]"  # stands in a path where a slice's number will
+STACK = "[]"  # stands in a path for the number of a slice
 _INDEXED = re.compile(r"^(?:(.*)[-._])?(\d+)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter as the choice of blocks sees it: where it is, how large, what runs before it.
+    """A parameter, as the choice of blocks sees it: path, size and order of use.
 
     Attributes:
-        path: Path of the parameter; with `STACK` after its list's path if it is a stack of layers.
-        shape: Shape of the parameter; of one slice if it is stacked.
+        path: Path of the parameter; for a stack of layers, `STACK` follows its list's path.
+        shape: Shape of the parameter; for a stack, of one slice.
         count: Number of slices; 1 if it is not stacked.
-        upstream: Parameters that run before it, a bit mask (bit i is parameter i); None if no
-            equation reads it. A stack whose slices run one after another has its own bit.
+        upstream: Bit mask of the parameters that run before it (bit i is parameter i); None if no
+            equation reads it. A stack with slices that run one after another has its own bit.
     """
 
     path: ModelPath
@@ -49,8 +49,8 @@ class _Opened:
     """The cut of an element at the lists inside it.
 
     Attributes:
-        keys: Block of each parameter in a list of layers, by the parameter's number; the others
-            belong to no block.
+        keys: Block of each parameter in a list of layers, by the parameter's number; parameters not
+            listed belong to no block.
         largest: Elements of the largest layer.
     """
 
@@ -61,24 +61,24 @@ class _Opened:
 def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
     """Chooses the block of each parameter: the path down to the chosen list's index, or None.
 
-    Elements are layers if they are alike, run one after another, and have several matrices each:
-    two are enough. Those of a single matrix are layers if at least three are alike and they are
-    more than their surrounding element has likes. An element is opened if layers inside it hold
-    three quarters of it; arrays that are larger than a layer, as an embedding, don't count. What
-    it has beside its lists of layers belongs to no block.
+    List elements are layers if they are alike, run one after another and have several matrices
+    each; two such elements are enough. Elements with a single matrix are layers if at least three
+    are alike and outnumber the elements like the one that encloses them. An element is opened if
+    the layers inside it hold three quarters of it; arrays larger than a layer, such as an
+    embedding, don't count. Its parameters outside the lists of layers belong to no block.
 
-    Example: a ConvNeXt has four stages that run one after another, `stages_2` nine layers
+    Example: a ConvNeXt has four stages that run one after another; `stages_2` has nine layers
 
         stages_2/downsample/kernel                 (2, 2, 192, 384)
         stages_2/layers_0/{dwconv, up, down}/...   (7, 7, 384), (384, 1536), (1536, 384)
         ...
         stages_2/layers_8/...
 
-    The layers are alike, have several matrices, each reads what the one before it made, and they
-    hold 97% of the stage: the blocks are `stages_2/layers_0` to `stages_2/layers_8`, and the
-    downsampling is in none. In `layers_0/mlp_0`, `layers_0/mlp_1`, two matrices of other shapes,
-    or in `layers_0/experts_0` ... `layers_0/experts_7`, none of which reads what another made,
-    the block would stay `layers_0`.
+    The layers are alike, have several matrices, each reads the result of the one before, and they
+    hold 97% of the stage. So the blocks are `stages_2/layers_0` to `stages_2/layers_8`, and the
+    downsampling is in none. With `layers_0/mlp_0`, `layers_0/mlp_1` (two matrices of different
+    shapes) or `layers_0/experts_0` ... `layers_0/experts_7` (none reads a result of another), the
+    block would stay `layers_0`.
     """
     lists = Lists(parameters)
     keys: list[ModelPath | None] = [None] * len(parameters)
@@ -93,7 +93,7 @@ def block_keys(parameters: Sequence[Parameter]) -> list[ModelPath | None]:
 
 
 class Lists:
-    """The lists of a model: their elements, and which of these are alike, in series, or layers."""
+    """The lists of a model, with tests whether their elements are alike, in series, or layers."""
 
     def __init__(self, parameters: Sequence[Parameter]):
         """Finds the indexed siblings among parameters."""
@@ -106,7 +106,7 @@ class Lists:
         for i in members:
             path = self.parameters[i].path
             for d in range(depth, len(path)):
-                # An index without siblings makes no list: `Dense_0` is a layer's name.
+                # An index without siblings makes no list: `Dense_0` is just a layer's name.
                 if path[d] == STACK or len(self.siblings.get(_list_of(path, d), ())) > 1:
                     if path[d] == STACK or path[: d + 1] in self.siblings[_list_of(path, d)]:
                         rows[_list_of(path, d)][path[: d + 1]].append(i)
@@ -114,9 +114,9 @@ class Lists:
         return list(rows.values())
 
     def kinds(self, row: dict[ModelPath, list[int]]) -> list[tuple[list[ModelPath], int]]:
-        """The elements of a list, like with like, and the number of each kind (slices if stacked).
+        """The elements of a list, grouped by likeness, with each group's size (slices if stacked).
 
-        An element joins a kind if it is alike to any member: likeness is not transitive.
+        An element joins a group if it is like any member: likeness is not transitive.
         """
         kinds: list[tuple[list[ModelPath], set[Matrices]]] = []
         for element, members in row.items():
@@ -131,7 +131,7 @@ class Lists:
         return [(kind, self._number(kind, row)) for kind, _ in kinds]
 
     def opened(self, element: ModelPath, members: Sequence[int], likes: int) -> _Opened | None:
-        """The cut of an element into layers; None if it is better left whole.
+        """The cut of an element into layers; None if it should stay whole.
 
         Args:
             element: Path of the element.
@@ -154,12 +154,11 @@ class Lists:
                         any_layers = True
                         layers[inner] = row[inner]
                         largest = max(largest, cut.largest if cut else self._size(row[inner]))
-            # A list is cut as a whole: beside layers of one kind, its other elements are blocks,
-            # too.
+            # A list is cut as a whole: if it has layers of one kind, all its elements are blocks.
             if any_layers:
                 keys.update(found)
-        # Layers have to hold three quarters of what is no larger than they are: an embedding beside
-        # them, larger than any layer, says nothing against them.
+        # Layers must hold three quarters of the parameters that are no larger than they are. A
+        # larger embedding beside them is no reason against the cut.
         held = {i for rows in layers.values() for i in rows}
         sizes = {i: self.parameters[i].size * self.parameters[i].count for i in members}
         beside = sum(n for i, n in sizes.items() if i not in held and n <= largest)
@@ -177,7 +176,7 @@ class Lists:
     def in_series(self, elements: Sequence[Sequence[int]]) -> bool:
         """Whether elements run one after another, in either order: layers do, experts don't.
 
-        Elements that no equation reads are passed over.
+        Elements that no equation reads are ignored.
         """
         before = [[self.parameters[i].upstream for i in members] for members in elements]
         masks = [sum(1 << i for i in members) for members in elements]
@@ -186,18 +185,18 @@ class Lists:
         def follows(b: int, a: int) -> bool:
             return any(up is not None and up & masks[a] for up in before[b])
 
-        if len(elements) == 1:  # a stack: a slice that meets the one before it runs after it
+        if len(elements) == 1:  # a stack: if it is upstream of itself, its slices run in series
             return any(
                 up is not None and up >> i & 1 for i, up in zip(elements[0], before[0], strict=True)
             )
-        # A list may be gone through backwards: paths don't tell the order of calls.
+        # A list may be traversed backwards: paths don't tell the order of calls.
         pairs = list(zip(read, read[1:], strict=False))
         return bool(pairs) and all(follows(b, a) or follows(a, b) for a, b in pairs)
 
     def _matrices(self, members: Sequence[int], depth: int) -> Matrices:
-        """An element's arrays of two axes or more, by name and shape, without very small ones."""
+        """An element's arrays with two axes or more, by name and shape, without very small ones."""
         own = [self.parameters[i] for i in members]
-        # Gates and biases with two axes would make unlike layers alike.
+        # Gates and biases with two axes would make unlike layers look alike.
         least = max(p.size for p in own) / 16
         return frozenset(
             (p.path[depth:], p.shape)
@@ -216,7 +215,8 @@ class Lists:
 def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
     """The elements of each list of indexed siblings.
 
-    One whose parameters are all in one stack (`group_0/[]/w`) is left out: its list is the stack.
+    An element with all its parameters in one stack (`group_0/[]/w`) is left out: its list is the
+    stack.
     """
     stacks: dict[ModelPath, set[ModelPath | None]] = defaultdict(set)
     for path in (p.path for p in parameters):
@@ -232,23 +232,23 @@ def _siblings(parameters: Sequence[Parameter]) -> dict[tuple, set[ModelPath]]:
 
 
 def _list_of(path: ModelPath, depth: int) -> tuple:
-    """The list that a component of a path is an index of: the path above it, and its stem.
+    """The list that a component of a path indexes: the path above it, and its stem.
 
-    The stem of `Block_3` is `Block`, that of an integer empty, that of `STACK` None.
+    The stem of `Block_3` is `Block`, an integer's is empty, and the stem of `STACK` is None.
     """
     found = _index(path[depth])
     return path[:depth], found[0] if found else None
 
 
 def _alike(one: Matrices, other: Matrices) -> bool:
-    """Whether as many matrices agree, in path and shape, as a third of the larger set."""
+    """Whether the common matrices, by path and shape, are at least a third of the larger set."""
     return bool(one) and 3 * len(one & other) >= max(len(one), len(other))
 
 
 def _index(component: str | int) -> tuple[str, int] | None:
-    """Stem and number of a component: ("Block", 3) of `Block_3`; None if it has no number.
+    """Stem and number of a component: ("Block", 3) for `Block_3`; None if it has no number.
 
-    A hyphen and a dot separate them, too. Without any of these, `norm1` is a name.
+    A hyphen or a dot may replace the underscore. Without a separator, `norm1` is a name.
     """
     if isinstance(component, int):
         return "", component
@@ -257,5 +257,5 @@ def _index(component: str | int) -> tuple[str, int] | None:
 
 
 def is_indexed(component: str | int) -> bool:
-    """Whether a component of a path is an index, or ends in one as `Block_3` does."""
+    """Whether a component of a path is an index, or ends in one like `Block_3`."""
     return _index(component) is not None

@@ -1,18 +1,17 @@
-"""Loops of a jaxpr, whose many short kernels take a device longer than their arithmetic.
+"""Counts the short kernels of loops, which can cost a device more time than their arithmetic.
 
-A device gets the kernels of a loop one after another, which takes a few microseconds each, however
-little they compute. A mixture of experts may go through its tokens in blocks of one expert each, a
-linear attention goes through chunks of a row: hundreds of short products for each layer.
-
-A worked example, a loop over 640 blocks of 512 rows of 2,048 numbers, one after the
-other, each of which passes through an expert of three matrices of 2,048 x 768::
+A device launches a loop's kernels one after another, at a few microseconds each, however little
+they compute. A mixture of experts may process its tokens in blocks, each with one expert, and
+linear attention works in chunks of a row: hundreds of short products per layer.
+Example: a loop over 640 blocks of 512 rows with 2,048 numbers; each block passes through an expert
+with three matrices of 2,048 x 768::
 
     kernels      3 slices of the weights, 3 products, a slice of the rows, a result written: 640 * 8
     operations   640 * 3 * 2 * 512 * 2048 * 768
 
-At 6 microseconds a kernel they take 31 ms, and the operations at 700 TFLOP/s 4.4 ms. In 10 turns of
-64 blocks there are 80 kernels, which slice the weights of 64 experts at a time. They copy as many
-bytes as before, and meanwhile a device does nothing else::
+At 6 microseconds per kernel they take 31 ms, and the operations at 700 TFLOP/s 4.4 ms. Done in 10
+turns of 64 blocks, there are 80 kernels, each on the weights of 64 experts. They copy as many bytes
+as before, and the device does nothing else meanwhile::
 
     copied       640 * 3 * 2048 * 768 numbers, 6 GB in bf16, read and written: 2.5 ms at 4.8 TB/s
 """
@@ -23,17 +22,17 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops
 from megatrain_jax._src.program.primitives import CUSTOM_RULES, FUSED
 
-# What takes parts of an array as they are, as a block's expert of all experts' weights.
+# Operations that copy parts of an array unchanged, such as one expert's weights.
 _COPIES = ("dynamic_slice", "gather")
 
 
 class Loops(NamedTuple):
-    """Kernels, operations and copies of loops in one evaluation.
+    """Kernels, operations and copies of the loops in one evaluation.
 
     Attributes:
-        kernels: Number of kernels, about: elementwise operations are one with what reads them.
+        kernels: Approximate number of kernels: elementwise operations fuse with their reader.
         flops: Their floating-point operations; see `count_flops`.
-        copied: Bytes that they copy as they are.
+        copied: Bytes that they copy unchanged.
     """
 
     kernels: int
@@ -41,14 +40,14 @@ class Loops(NamedTuple):
     copied: int
 
     def plus(self, other: "Loops", times: int = 1) -> "Loops":
-        """These and `times` others."""
+        """The sum of these counts and `times` the given ones."""
         return Loops(*(own + times * more for own, more in zip(self, other, strict=True)))
 
 
 def count_loops(jaxpr: Any) -> Loops:
-    """Counts kernels and operations of the loops of a jaxpr.
+    """Counts the kernels and operations of the loops in a jaxpr.
 
-    How often a `while` goes round isn't known: of one trip, the loops within it count.
+    The trip count of a `while` is unknown: the loops inside it count for one trip.
 
     Args:
         jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
@@ -60,12 +59,12 @@ def count_loops(jaxpr: Any) -> Loops:
             of_trip = Loops(kernels, count_flops(eqn.params["jaxpr"]), copied)
             found = found.plus(of_trip, eqn.params["length"])
         elif inner := _inner(eqn):
-            found = found.plus(max(map(count_loops, inner)))  # of a `cond` the most
+            found = found.plus(max(map(count_loops, inner)))  # for a `cond`, the costliest branch
     return found
 
 
 def _inner(eqn: Any) -> list[Any]:
-    """The jaxprs that an equation calls: one, or the branches of a `cond`."""
+    """The jaxprs that an equation calls: one, or all branches of a `cond`."""
     if eqn.primitive.name == "while":
         return [eqn.params["body_jaxpr"]]
     if eqn.primitive.name == "cond":
@@ -77,7 +76,7 @@ def _inner(eqn: Any) -> list[Any]:
 
 
 def _trip(scan: Any) -> tuple[int, int]:
-    """Kernels of one trip, also to slice what a scan goes through and to write results; copies."""
+    """Kernels and copied bytes of one trip; slicing inputs and writing results are kernels too."""
     num_consts, num_carry = jx.scan_parts(scan)
     taken = len(scan.invars) - num_consts - num_carry
     given = len(scan.outvars) - num_carry

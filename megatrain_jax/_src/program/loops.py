@@ -1,16 +1,17 @@
-"""Finds the loops that take a stacked array layer by layer with the number of their iteration.
+"""Finds loops that slice a stacked array by their iteration number.
 
-`for i in range(n): x = layer(x, w[i])` in a `scan` or a `fori_loop` has all of `w` as a constant
-of its body, which slices it by a counter.
+`for i in range(n): x = layer(x, w[i])` in a `scan` or a `fori_loop` passes all of `w` to the body
+as a constant, and the body slices it by a counter.
 
-A worked example, the body of that loop with `w` of shape (3, 4, 4), `i` and `x` carried::
+Example: the body of that loop with `w` of shape (3, 4, 4), and `i` and `x` carried::
 
-    j = add i 1                          # i starts at a constant and follows from itself: a counter
-    h = select_n (i < 0) i (i + 3)       # made of a counter and constants: a counter
+    j = add i 1                          # i starts at a constant and depends on itself: a counter
+    h = select_n (i < 0) i (i + 3)       # made from a counter and constants: a counter
     s = dynamic_slice[sizes=(1, 4, 4)] w h 0 0    # one position of axis 0, by a counter: found
     y = tanh (dot x s)                   # a float: unknown
 
-If `i` followed from `x`, one walk would show it, and a second one would know nothing of `h`.
+If `i` depended on `x`, the first walk would show that, and the second walk would treat `h` as
+unknown.
 """
 
 from collections.abc import Sequence
@@ -20,16 +21,16 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program import known
 from megatrain_jax._src.program.primitives import LAYOUT, is_elementwise
 
-# The knowledge of a value: nothing, that it is a constant, or that it follows from a counter.
+# Levels of knowledge of a value: unknown, constant, or computed from a counter.
 _UNKNOWN, _CONSTANT, _COUNTER = range(3)
 
 
 def reads_by_counter(eqn: Any, stacked: Sequence[bool], integers: Sequence[bool]) -> bool:
-    """Whether a loop slices one of some operands by a number that each iteration knows.
+    """Whether a loop slices one of the marked operands by a counter.
 
     Args:
         eqn: A `scan` or `while` equation.
-        stacked: Whether to look for each of its operands.
+        stacked: Mask of the operands to look for.
         integers: Whether each of its operands is a known integer.
     """
     if not any(stacked):
@@ -39,7 +40,7 @@ def reads_by_counter(eqn: Any, stacked: Sequence[bool], integers: Sequence[bool]
 
 
 class _Search:
-    """One search of a loop's body: follows stacked values and counters through its equations."""
+    """Searches a loop's body, following stacked values and counters through its equations."""
 
     def __init__(self):
         self.found = False
@@ -47,27 +48,29 @@ class _Search:
     def loop(self, eqn, stacked, levels) -> bool:
         """Whether a loop slices a stacked operand by a counter; see `reads_by_counter`."""
         if eqn.primitive.name == "while":
-            # Operands of a `while`: its condition's constants, its body's, then what is carried.
+            # Operands of a `while`: constants of its condition, constants of its body, then the
+            # carry.
             skipped, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
             body, stacked, levels = eqn.params["body_jaxpr"], stacked[skipped:], levels[skipped:]
             carry = len(stacked) - count
         else:
             body, (count, carry) = eqn.params["jaxpr"], jx.scan_parts(eqn)
         counters = [_COUNTER if level and k >= count else level for k, level in enumerate(levels)]
-        # A carried number is a counter if it follows from itself and constants alone. All that
-        # start known are taken for counters; each walk takes back what is wrong, so this ends.
+        # A carried number is a counter if it depends only on itself and constants. At first, each
+        # carried number with a known start is assumed to be a counter; each walk removes the wrong
+        # ones, so this ends.
         while True:
             given = self._follow(jx.opened(body), stacked, counters)
             lost = [k for k, level in enumerate(given[:carry], count) if counters[k] and not level]
             if not lost:
                 return self.found
-            # What was found may rest on numbers that turned out to be no counters.
+            # The finding may have relied on numbers that turned out not to be counters.
             self.found = False
             for k in lost:
                 counters[k] = _UNKNOWN
 
     def _follow(self, jaxpr, stacked, levels) -> list[int]:
-        """Walks a body and notes slices by a counter; returns what is known of its results."""
+        """Walks a body and notes slices by a counter; returns the level of each result."""
         level: dict[Any, int] = dict(zip(jaxpr.invars, levels, strict=True))
         level.update((v, _UNKNOWN) for v in jaxpr.constvars)
         whole = {v for v, s in zip(jaxpr.invars, stacked, strict=True) if s}

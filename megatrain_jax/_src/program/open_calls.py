@@ -1,14 +1,14 @@
-"""Opens the calls of a traced function by renaming variables, where nothing has to be computed.
+"""Opens the calls in a traced function by renaming variables, if nothing has to be retraced.
 
-`Inliner` traces a function again, equation by equation, since slices of stacked parameters take the
-place of arrays. Where nothing is stacked, the equations stay what they are but for their variables,
-and to copy them takes a tenth of the time.
+`Inliner` retraces a function equation by equation, because slices of stacked parameters replace
+arrays. Without stacked parameters, only the variables of the equations change, and copying them
+takes a tenth of the time.
 
-A worked example, with two calls of `f(x) = sin(2 * x)`::
+Example, with two calls of `f(x) = sin(2 * x)`::
 
     a = f p;  b = f a                                      # two equations; x is one variable
 
-    c = mul 2 p;  a = sin c;  d = mul 2 a;  b = sin d      # four, and each call has its own 2 * x
+    c = mul 2 p;  a = sin c;  d = mul 2 a;  b = sin d      # four; each call has its own 2 * x
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES
 
 
 class _NeedsTrace(Exception):
-    """The error of an equation that would be another one, traced again."""
+    """Raised for an equation that would change if it were retraced."""
 
 
 def with_open_calls(traced: jx.Traced) -> jx.Traced | None:
-    """Opens calls and custom derivative rules, as an `Inliner` does that is `primal`.
+    """Opens calls and custom derivative rules, as a `primal` `Inliner` does.
 
     Returns:
-        The function with the same inputs and outputs; None if it has to be traced again: for a
-        conditional, which becomes a selection, for effects, or since types would change.
+        The function with the same inputs and outputs. None if it must be retraced: it has effects
+        or a conditional (which becomes a selection), or types would change.
     """
-    # Single numbers become literals when they are traced again.
+    # Retracing would turn single numbers into literals.
     if any(np.shape(c) == () for c in traced.consts):
         return None
     eqns: list[Any] = []
@@ -48,8 +48,8 @@ def with_open_calls(traced: jx.Traced) -> jx.Traced | None:
 
 
 def _copy(jaxpr: Any, operands: Sequence[Any], eqns: list[Any]) -> list[Any]:
-    """Appends a jaxpr's equations on some operands, with new results; gives those of the jaxpr."""
-    # Of operands of other types than it was traced for, its results may have others, too.
+    """Appends a jaxpr's equations, applied to the operands; returns its new results."""
+    # With operand types other than it was traced for, result types might differ too.
     if any(a.aval != v.aval for a, v in zip(operands, jaxpr.invars, strict=True)):
         raise _NeedsTrace
     env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -66,7 +66,7 @@ def _copy(jaxpr: Any, operands: Sequence[Any], eqns: list[Any]) -> list[Any]:
         elif (numbers := _numbers(eqn, ins)) is not None:
             outs = numbers
         else:
-            # New ones, since all calls of a function have one jaxpr.
+            # New variables, because all calls of a function share one jaxpr.
             outs = [jex.Var(v.aval) for v in eqn.outvars]
             eqns.append(eqn.replace(invars=ins, outvars=outs))
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -74,7 +74,7 @@ def _copy(jaxpr: Any, operands: Sequence[Any], eqns: list[Any]) -> list[Any]:
 
 
 def _called(eqn: Any) -> Any | None:
-    """The open jaxpr that an equation only calls, or None."""
+    """The open jaxpr of an equation that only calls one, or None."""
     name = eqn.primitive.name
     if name not in CALLS and name not in CUSTOM_RULES:
         return None
@@ -85,13 +85,13 @@ def _called(eqn: Any) -> Any | None:
 
 
 def _numbers(eqn: Any, ins: Sequence[Any]) -> list[Any] | None:
-    """The results of an equation on literals alone, as literals, if they are single numbers."""
+    """The results of an equation on literals alone, as literals if they are single numbers."""
     if jx.variables(ins):
         return None
     values = [constant(a.val) for a in ins]
     if not is_constant_scalar(eqn, values):
         return None
-    # A number that is computed has a type of its own, which is handed on to what reads it.
+    # A computed number's weak type would propagate to the equations that read it.
     if any(v.aval.weak_type for v in eqn.outvars):
         raise _NeedsTrace
     results = zip(folded(eqn, values), eqn.outvars, strict=True)

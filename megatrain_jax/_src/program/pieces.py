@@ -1,13 +1,13 @@
-"""Values under a trace, stacked ones as grids of slices.
+"""Traced values, with stacked arrays represented as grids of their slices.
 
-A worked example: `w` of shape (2, 4, 5) is a stack of two blocks' leaves `w0`, `w1` of (4, 5)::
+Example: `w` of shape (2, 4, 5) stacks the leaves `w0`, `w1` of two blocks, each (4, 5)::
 
     w = rows([w0, w1])                # Pieces, grid [w0, w1], axes (0,)
     y = sin(w).transpose(1, 0, 2)     # grid [sin(w0), sin(w1)], axes (1,): no array of (2, 4, 5)
     piece(y, (1,), (0,))              # sin(w0), which depends on block 0 alone
     stack(y)                          # the array of (4, 2, 5), which depends on both blocks
 
-Where the axis of the layers is merged with others, each slice is a run of entries of that axis::
+If the layers' axis is merged with further axes, each slice is a run of entries of that axis::
 
     w.reshape(8, 5)                   # grid [w0, w1], axes (0,), run 4: w0 is the first four rows
 """
@@ -23,7 +23,7 @@ import numpy as np
 from megatrain_jax._src.program import known
 from megatrain_jax._src.program.index import Index, numbers, remaining, sliced_axes
 
-# The operation that makes one slice of two in a reduction along a sliced axis.
+# Binary operations that combine two slices in a reduction along a sliced axis.
 FOLDS = {
     "reduce_sum": jax.lax.add,
     "reduce_max": jax.lax.max,
@@ -38,14 +38,15 @@ NOTHING: frozenset = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A traced value, and what it depends on.
+    """A traced value, with its dependencies.
 
     Attributes:
         array: The value: a tracer, an array or a number.
-        blocks: Blocks whose parameters it depends on, and on nothing else; None if also on data.
-        row: If all its slices are alike, computes the one along some axes, or gives None where it
+        blocks: Blocks with parameters it depends on, if it depends on nothing else; None if it
+            depends on data.
+        row: If all its slices are alike, computes the slice along some axes, or returns None if it
             can't.
-        integers: Integers that it holds, if they are known at trace time.
+        integers: Its integers, if they are known at trace time.
     """
 
     array: Any
@@ -60,9 +61,9 @@ class Pieces:
 
     Attributes:
         grid: The slices, `Value`s in an object array.
-        axes: Axes of the stacked value that the grid's axes are, ascending.
-        run: Number of entries that each slice has along the only one of these axes, which slices
-            keep then; 0 if slices lack these axes.
+        axes: Axes of the stacked value that the grid's axes stand for, ascending.
+        run: If nonzero, there is one such axis, and each slice has this many entries along it; if
+            0, slices lack the axes.
     """
 
     grid: np.ndarray
@@ -81,27 +82,27 @@ def constant(value: Any) -> Value:
 
 
 def join(values: Sequence["Value | Pieces"] | Any) -> frozenset | None:
-    """The blocks that values depend on together, or None if one depends on data as well."""
+    """The blocks that values depend on together, or None if one depends on data."""
     blocks = [v.blocks for v in values]
     known_blocks = [b for b in blocks if b is not None]
     return NOTHING.union(*known_blocks) if len(known_blocks) == len(blocks) else None
 
 
 def rows(values: Sequence[Value]) -> Pieces:
-    """The stacked value that has these slices along axis 0."""
+    """The stacked value with these slices along axis 0."""
     return Pieces(grid_of((len(values),), values), (0,))
 
 
 def grid_of(shape: Sequence[int], values: Sequence[Value]) -> np.ndarray:
-    """The grid of some slices, in the order of its elements."""
-    # Filled, not converted: NumPy would look into what it is given for arrays and sequences.
+    """A grid with these slices, in the order of its elements."""
+    # Filled instead of converted: NumPy would try to unpack the values as sequences.
     grid = np.empty(len(values), dtype=object)
     grid[:] = values
     return grid.reshape(shape)
 
 
 def _of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
-    """The value of a grid: its only slice if it is sliced along no axis."""
+    """The value of a grid: its only slice if it has no sliced axis."""
     return Pieces(grid, axes) if axes else grid.item()
 
 
@@ -109,7 +110,7 @@ def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> 
     """The slice of a value at these positions of these axes, which are ascending."""
     if isinstance(value, Pieces):
         own = dict(zip(axes, at, strict=True))
-        # A slice across pieces is made of several of them.
+        # A slice across pieces needs several of them.
         if not own.keys() >= set(value.axes):
             return piece(stack(value), axes, at)
         if value.run:
@@ -129,14 +130,14 @@ def piece(value: Value | Pieces, axes: tuple[int, ...], at: tuple[int, ...]) -> 
 
 
 def first(value: Value | Pieces, i: int) -> Value | Pieces:
-    """Slice `i` of a value along axis 0, which may be a stacked value itself."""
+    """Slice `i` of a value along axis 0; it may itself be a stacked value."""
     if isinstance(value, Pieces) and value.run and value.axes[0] == 0:
         return piece(value, (0,), (i,))
     if isinstance(value, Pieces) and value.axes[0] == 0:
         grid = value.grid[i : i + 1].reshape(value.grid.shape[1:])
         return _of(grid, tuple(a - 1 for a in value.axes[1:]))
     if isinstance(value, Pieces):
-        # Axis 0 lies within each slice, and all of them have a row of it.
+        # Axis 0 lies within each slice, so every slice contributes a row.
         cells = [piece(part, (0,), (i,)) for part in value.grid.flat]
         return Pieces(grid_of(value.grid.shape, cells), tuple(a - 1 for a in value.axes), value.run)
     return piece(value, (0,), (i,))
@@ -149,7 +150,7 @@ def stack(value: Value | Pieces) -> Value:
     if value.run:
         arrays = [v.array for v in value.grid]
         return Value(jax.lax.concatenate(arrays, value.axes[0]), value.blocks)
-    # Along the last sliced axis first: the axes still sliced are those before it, so its number
+    # The last sliced axis goes first. The axes still sliced then all precede it, so its number
     # within a slice is its own less their count.
     *outer, axis = value.axes
     parts = []
@@ -162,12 +163,12 @@ def stack(value: Value | Pieces) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """The slices of a value of a known shape, without the values of these.
+    """The slicing of a value, without the slices themselves.
 
     Attributes:
         axes: The sliced axes, ascending; none if the value is whole.
         lengths: Number of slices along each of these axes.
-        run: Number of entries that a slice has along the only sliced axis; 0 if it lacks it.
+        run: Number of entries of a slice along the only sliced axis; 0 if slices lack the axis.
     """
 
     axes: tuple[int, ...] = ()
@@ -176,7 +177,7 @@ class Slicing:
 
     @classmethod
     def of(cls, value: Value | Pieces) -> "Slicing":
-        """The slices that a value has."""
+        """The slicing of a value."""
         if isinstance(value, Value):
             return cls()
         return cls(value.axes, value.grid.shape, value.run)
@@ -187,11 +188,11 @@ class Slicing:
         return math.prod(self.lengths)
 
     def shifted(self, by: int) -> "Slicing":
-        """The same slices of a value that has so many more axes in front."""
+        """The same slicing for a value with this many additional axes in front."""
         return dataclasses.replace(self, axes=tuple(a + by for a in self.axes))
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a slice of a value of this shape."""
+        """The shape of one slice, for a value of the given shape."""
         if self.run:
             return tuple(self.run if d == self.axes[0] else n for d, n in enumerate(whole))
         return remaining(whole, self.axes)
@@ -210,16 +211,16 @@ class Slicing:
         return Value(part, value.blocks)
 
     def whole(self, cells: Sequence[Value]) -> Value | Pieces:
-        """The value that has these slices."""
+        """The value with these slices."""
         if not self.axes:
             return cells[0]
         return Pieces(grid_of(self.lengths, cells), self.axes, self.run)
 
 
 def common_slicing(values: Sequence[Value | Pieces], shape: Sequence[int]) -> Slicing:
-    """The slices of several values of one shape that are computed on together.
+    """The slicing in which several values of one shape are computed together.
 
-    They are whole where their slices don't fit each other.
+    It is whole if their slices don't match.
     """
     found = {Slicing.of(v) for v in values if isinstance(v, Pieces)}
     if len(found) < 2:
@@ -231,12 +232,12 @@ def common_slicing(values: Sequence[Value | Pieces], shape: Sequence[int]) -> Sl
 
 
 def sliced(shape: Sequence[int], axes: tuple[int, ...], cells: Sequence[Value]) -> Pieces:
-    """The stacked value of this shape that has these slices at all positions of some axes."""
+    """The stacked value of this shape with these slices at all positions of some axes."""
     return Pieces(grid_of([shape[a] for a in axes], cells), axes)
 
 
 def stacked(slices: Mapping[Index, Value]) -> Value | Pieces:
-    """The value that has these slices, by index; a slice of index `()` is the value itself."""
+    """The value with these slices, by index; a slice with index `()` is the value itself."""
     if () in slices:
         return slices[()]
     axes = sliced_axes(next(iter(slices)))

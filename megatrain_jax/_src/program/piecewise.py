@@ -1,6 +1,6 @@
-"""Equations applied to stacked values slice by slice.
+"""Applies equations to stacked values slice by slice.
 
-A worked example: `w` of shape (2, 4, 5), a stack of `w0` and `w1`, both of (4, 5)::
+Example: `w` of shape (2, 4, 5), a stack of `w0` and `w1`, both (4, 5)::
 
     exp w                           exp w0, exp w1
     w.transpose(0, 2, 1)            transpose(1, 0) of w0 and of w1, by a rule of `grid.py`
@@ -78,7 +78,7 @@ def piecewise(eqn, ins: Sequence[Value | Pieces]) -> list | None:
 
 
 def _of(grid: np.ndarray, axes: tuple[int, ...]) -> Value | Pieces:
-    """The value of a grid: its only slice if it is sliced along no axis."""
+    """The value of a grid: its only slice if it has no sliced axis."""
     return Pieces(grid, axes) if axes else grid.item()
 
 
@@ -102,25 +102,25 @@ def _map(eqn, ins) -> list[Pieces]:
 
 
 def _within(atom, axes: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
-    """Positions in a result as those in an operand, which may be of length 1 along an axis."""
+    """Positions in a result, as positions in an operand that may have length 1 along an axis."""
     return tuple(min(i, atom.aval.shape[axis] - 1) for axis, i in zip(axes, at, strict=True))
 
 
 def _fold(eqn, operand: Pieces) -> Value | Pieces:
-    """A reduction along sliced axes, and maybe others: within each slice, then slice to slice."""
+    """A reduction along sliced axes (and maybe more): within each slice, then between slices."""
     reduced, axes = tuple(eqn.params["axes"]), operand.axes
     within = tuple(d - sum(a < d for a in axes) for d in reduced if d not in axes)
     parts = list(operand.grid.flat)
     if within:
         changed = eqn.replace(params={**eqn.params, "axes": within})
         parts = [_bound(changed, [part])[0] for part in parts]
-    # Axes that stay sliced go to the front: then each row of what is left is one sum.
+    # Axes that stay sliced move to the front, so each remaining row is one sum.
     kept = tuple(k for k, a in enumerate(axes) if a not in reduced)
     grid = np.moveaxis(grid_of(operand.grid.shape, parts), kept, range(len(kept)))
     shape = grid.shape[: len(kept)]
     totals = []
     for cells in grid.reshape(math.prod(shape), -1):
-        # In the order of slices, which may round otherwise than one reduction of the whole.
+        # In the order of slices, which may round differently from one reduction of the whole.
         total = cells[0].array
         for part in cells[1:]:
             total = FOLDS[eqn.primitive.name](total, part.array)
@@ -134,10 +134,10 @@ class _Group:
     """Axes of an equation's operands and results that are sliced together.
 
     Attributes:
-        axes: The axis of each operand and result that has one, by its position among both.
-        kind: How slices make the results; see `axis_rules.py`.
+        axes: The axis of each operand and result that has one, by position (operands first).
+        kind: How slices form the results; see `axis_rules.py`.
         count: Number of slices.
-        run: Entries of a slice along these axes, which it keeps; 0 if it lacks them.
+        run: Entries of a slice along these axes; 0 if slices lack them.
     """
 
     axes: Mapping[int, int]
@@ -147,15 +147,15 @@ class _Group:
 
 
 def _groups(eqn, ins: Sequence[Value | Pieces]) -> list[_Group] | None:
-    """The groups of the axes along which operands are sliced; None if slices mix."""
+    """The groups of axes along which operands are sliced; None if slices mix."""
     known = {place: (dict(places), kind) for places, kind in together(eqn) for place in places}
     stacks = {at: v for at, v in enumerate(ins) if isinstance(v, Pieces)}
     found: dict[tuple[tuple[int, int], ...], _Group] = {}
     for at, value in stacks.items():
         for axis, count in zip(value.axes, value.grid.shape, strict=True):
             axes, kind = known.get((at, axis), ({}, None))
-            # Two operands sliced along axes of their own: each slice of one would meet all of the
-            # other's.
+            # If two operands are sliced along separate axes, each slice of one would need all
+            # slices of the second.
             if kind not in (MAPPED, FOLDED) or not axes.keys() >= stacks.keys():
                 return None
             group = _Group(axes=axes, kind=kind, count=count, run=value.run)
@@ -165,19 +165,19 @@ def _groups(eqn, ins: Sequence[Value | Pieces]) -> list[_Group] | None:
     kinds = {group.kind for group in groups}
     results = range(len(ins), len(ins) + len(eqn.outvars))
     if kinds == {MAPPED}:
-        # A result that isn't sliced would be made of all slices. Runs lie along one axis alone.
+        # A result that isn't sliced would need all slices. Runs lie along one axis only.
         whole = any(at not in group.axes for group in groups for at in results)
         return None if whole or len(groups) > 1 and any(g.run for g in groups) else groups
-    # Of sums over slices only numbers: arrays that are made of several slices are made at once.
+    # Only scalar sums are formed from slices; an array summed over slices is computed at once.
     return groups if kinds == {FOLDED} and not shape_of(eqn, results[0]) else None
 
 
 def _apart(eqn, ins: Sequence[Value | Pieces]) -> list | None:
-    """Applies an equation slice by slice where its rule keeps the sliced axes of operands apart.
+    """Applies an equation slice by slice if its rule keeps the operands' sliced axes separate.
 
-    The layers of a product of stacked matrices are one example, with the layers as a batch. Slices
-    that lack these axes get them with length 1 meanwhile, so that all axes keep their numbers. None
-    if slices mix.
+    One example is a product of stacked matrices with the layers as batch axis. Slices that lack
+    these axes get them with length 1 meanwhile, so all axes keep their numbers. Returns None if
+    slices mix.
     """
     if eqn.effects or (groups := _groups(eqn, ins)) is None:
         return None
@@ -207,7 +207,7 @@ def _part(value: Value | Pieces, at: int, groups: Sequence[_Group], position) ->
     """The part of an operand that one slice of each group needs."""
     pairs = [(g, p) for g, p in zip(groups, position, strict=True) if at in g.axes]
     if not pairs:
-        return stack(value)  # it has no slices
+        return stack(value)  # no slices
     if run := groups[0].run:  # of the only group
         return Slicing((groups[0].axes[at],), (groups[0].count,), run).cell(value, position[0])
     axes, places = zip(*sorted((g.axes[at], p) for g, p in pairs), strict=True)
@@ -216,7 +216,7 @@ def _part(value: Value | Pieces, at: int, groups: Sequence[_Group], position) ->
 
 
 def _result(cells: Sequence[Value], at: int, groups: Sequence[_Group], lengths) -> Value | Pieces:
-    """A result from its slices, in the order of the groups' positions."""
+    """A result, assembled from its slices in the order of the groups' positions."""
     axes = [group.axes[at] for group in groups]
     if groups[0].run:
         return Slicing(tuple(axes), lengths, groups[0].run).whole(cells)
@@ -225,9 +225,9 @@ def _result(cells: Sequence[Value], at: int, groups: Sequence[_Group], lengths) 
 
 
 def _regrouped(eqn, operand: Pieces) -> Value | Pieces | None:
-    """A reshape that merges the sliced axes with others behind them, or parts them again.
+    """A reshape that merges the sliced axes with following axes, or splits them again.
 
-    None if the entries of a slice do not lie together afterwards.
+    Returns None if the entries of a slice are not contiguous afterwards.
     """
     old, new = eqn.invars[0].aval.shape, tuple(eqn.params["new_sizes"])
     if eqn.params.get("dimensions") is not None or 0 in old:
@@ -240,7 +240,7 @@ def _regrouped(eqn, operand: Pieces) -> Value | Pieces | None:
         return None
     olds, news = [d for d in pairs[0][0] if old[d] > 1], [d for d in pairs[0][1] if new[d] > 1]
     own = tuple(d for d in operand.axes if old[d] > 1)
-    # Row by row, a slice is a run of entries if its axes change slowest.
+    # In row-major order, a slice is a run of entries if its axes change slowest.
     if tuple(olds[: len(own)]) != own or not news:
         return None
     ends = [k for k in range(1, len(news) + 1) if math.prod(new[d] for d in news[:k]) == count]
@@ -256,9 +256,9 @@ def _regrouped(eqn, operand: Pieces) -> Value | Pieces | None:
 
 
 def uniform_row(eqn, ins: Sequence[Value]) -> Callable[[tuple[int, ...]], Any] | None:
-    """A function that computes one slice of a result whose slices are all alike, or None.
+    """A function that computes one slice of a result with identical slices, or None.
 
-    Zeros of a stack's shape, broadcast from a scalar, so become zeros of each slice.
+    Zeros of a stack's shape, broadcast from a scalar, thus become zeros for each slice.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim" and params.get("sharding") is None and len(ins) == 1:

@@ -1,17 +1,17 @@
-"""Lists the reads of a traced loss: which slices of parameters its equations take, and in order.
+"""Lists the reads of a traced loss: the parameter slices that its equations take, in order.
 
-Nothing is computed: the walk carries, for each value, what is known of it. A value that is only
-parameters, rearranged or changed element by element, has views of them; an equation on data that
-takes one is a read. A worked example, with `w` of shape (2, 4, 4), parameter 0::
+Nothing is computed. The walk tracks, for each value, the parameters in it. A value that consists
+only of parameters, rearranged or changed elementwise, has views of them. An equation that combines
+data with such a value is a read. Example, with `w` of shape (2, 4, 4), parameter 0::
 
     x = tanh(x @ w[0])   # w[0]: a view of position 0 along axis 0
-    x = tanh(x @ w[1])   # w[1]: of position 1; this x comes after read 0
+    x = tanh(x @ w[1])   # w[1]: a view of position 1; this x comes after read 0
 
     reads[0] = Read(positions={0: {0: 0}}, before=0b0)
     reads[1] = Read(positions={0: {0: 1}}, before=0b1)
     mixed = {(0, 1): "dot_general", (0, 2): "dot_general"}
 
-The product takes all positions of axes 1 and 2 together, so only axis 0 can be one of layers.
+The product takes all positions of axes 1 and 2 together, so only axis 0 can be the layers' axis.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ from megatrain_jax._src.program.primitives import CALLS, REDUCTIONS, is_elementw
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _View:
-    """The slices of a parameter along one of its axes, and where they are in a value.
+    """The slices of a parameter along one of its axes, and their places in a value.
 
     Attributes:
         parameter: Number of the parameter.
         axis: Axis of the parameter.
-        grid: Positions along that axis, int[...]: which slice lies at each place of `axes`.
-        axes: Axes of the value that the grid's axes are, ascending.
-        plain: Whether the value is the parameter itself, changed at most element by element and
-            with no other parameter.
+        grid: Positions along that axis, int[...]: the slice at each place along `axes`.
+        axes: Axes of the value that the grid's axes stand for, ascending.
+        plain: Whether the value is the parameter itself, changed at most elementwise and combined
+            with no further parameter.
     """
 
     parameter: int
@@ -55,14 +55,14 @@ class _View:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Trail:
-    """The trail of a value: the slices of parameters in it, and the reads that come before it.
+    """The trail of a value: the parameter slices in it, and the reads before it.
 
     Attributes:
         views: Slices of parameters in the value.
         parameters: Parameters that the value depends on; empty if it depends on data.
-        before: Reads that the value comes after, a bit mask (bit r is read r).
+        before: Bit mask of the reads that the value comes after (bit r is read r).
         of_data: Whether the value depends on data.
-        integers: Integers that the value holds, if they are known at trace time.
+        integers: The value's integers, if they are known at trace time.
     """
 
     views: tuple[_View, ...] = ()
@@ -74,12 +74,12 @@ class _Trail:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """An equation on data that takes parameters.
+    """An equation that combines data with parameters.
 
     Attributes:
-        positions: For each parameter, by axis, the one position that the equation takes; axes of
-            which it takes several are left out.
-        before: Earlier reads that it depends on, a bit mask (bit r is read r).
+        positions: For each parameter, by axis, the one position that the equation takes; axes with
+            several positions are left out.
+        before: Bit mask of the earlier reads that it depends on (bit r is read r).
     """
 
     positions: Mapping[int, Mapping[int, int]]
@@ -87,18 +87,18 @@ class Read:
 
 
 class Reads:
-    """The reads of a loss, and what stands against cutting a parameter into slices.
+    """The reads of a loss, and the reasons not to cut a parameter into slices.
 
     Attributes:
         reads: All reads, in the order of their equations.
         scans: For each scan over plain parameters along axis 0, these parameters.
         mixed: For (parameter, axis), the name of an equation that takes several slices together.
-        remade: Parameters whose slices are mixed in an array that a scan takes slice by slice.
-        looped: Parameters that a loop which stays one slices by its counter.
+        remade: Parameters with slices mixed in an array that a scan takes slice by slice.
+        looped: Parameters sliced by the counter of a loop that is not unrolled.
     """
 
     def __init__(self, traced: jx.Traced, num_parameters: int):
-        """Walks a loss whose inputs are constants, then parameters, then data."""
+        """Walks a loss; its inputs are constants, then parameters, then data."""
         self.reads: list[Read] = []
         self.scans: list[tuple[int, ...]] = []
         self.mixed: dict[tuple[int, int], str] = {}
@@ -118,7 +118,7 @@ class Reads:
         return [_literal(a) if jx.is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def _call(self, jaxpr, ins):
-        """Walks a called jaxpr that may have constants."""
+        """Walks a called jaxpr, which may have constants."""
         opened = jx.opened(jaxpr)
         consts = [_Trail(integers=known.constant(c)) for c in jx.constants(jaxpr)]
         env = [*consts, *ins]
@@ -133,13 +133,13 @@ class Reads:
             return self._call(eqn.params[CALLS.get(name, "jaxpr")], ins)
         if name == "cond" and ins[0].integers is not None:
             branches = eqn.params["branches"]
-            # As JAX itself clamps the index of a branch.
+            # JAX clamps the index of a branch in the same way.
             which = int(np.clip(ins[0].integers.value, 0, len(branches) - 1))
             return self._call(branches[which], ins[1:])
         if name == "scan" and self._is_over_layers(eqn, ins):
             return self._unrolled(eqn, ins)
-        # Still a loop: an array that it goes along may be made of parameters (a concatenation), and
-        # a warning then says why their layers stay together.
+        # Not unrolled: the array it scans may be made from parameters (a concatenation). A warning
+        # then explains why their layers stay together.
         if name == "scan":
             for x in ins[sum(jx.scan_parts(eqn)) :]:
                 self.remade |= set() if x.of_data else x.parameters
@@ -148,14 +148,14 @@ class Reads:
         return self._applied(eqn, ins)
 
     def _is_candidate(self, view: _View) -> bool:
-        """Whether a view's axis may still turn out to be one of layers: nothing has mixed it.
+        """Whether a view's axis may still be the layers' axis: nothing has mixed it.
 
-        A scan over the parameter itself takes axis 0 slice by slice whatever else does.
+        A scan over the parameter itself takes axis 0 slice by slice, so that axis always may.
         """
         return view.grid.size > 1 and (view.plain and not view.axis or view.key not in self.mixed)
 
     def _is_over_layers(self, eqn, ins) -> bool:
-        """Whether to walk a scan iteration by iteration; notes one over plain parameters."""
+        """Whether to walk a scan iteration by iteration; notes a scan over plain parameters."""
         num_consts, num_carry = jx.scan_parts(eqn)
         xs = [v for x in ins[num_consts + num_carry :] for v in x.views if v.axes[:1] == (0,)]
         scanned = [v.parameter for v in xs if v.plain and not v.axis]
@@ -168,7 +168,7 @@ class Reads:
         return reads_by_counter(eqn, stacked, [x.integers is not None for x in ins])
 
     def _note_loop(self, eqn, ins) -> None:
-        """Notes parameters that a loop slices by its counter though it stays a loop."""
+        """Notes parameters that a loop slices by its counter without being unrolled."""
         for k, x in enumerate(ins):
             if any(map(self._is_candidate, x.views)):
                 alone = [j == k for j in range(len(ins))]
@@ -176,7 +176,7 @@ class Reads:
                     self.looped |= x.parameters
 
     def _unrolled(self, eqn, ins):
-        """Walks a scan's body once for each iteration, in the order in which they run."""
+        """Walks a scan's body once per iteration, in execution order."""
         num_consts, num_carry = jx.scan_parts(eqn)
         consts, xs = ins[:num_consts], ins[num_consts + num_carry :]
         carry = ins[num_consts : num_consts + num_carry]
@@ -190,8 +190,8 @@ class Reads:
         return [*carry, *(self._together(column) for column in zip(*given, strict=True))]
 
     def _together(self, trails: Sequence[_Trail]) -> _Trail:
-        """The trail of a scan's stacked results, in which slices are lost as views."""
-        # A scan's results are stacked anew: a slice of a parameter among them is one of several.
+        """The trail of a scan's stacked results, which keep no views."""
+        # A scan's results are stacked anew, so a parameter slice among them is one of several.
         for view in (v for x in trails for v in x.views):
             self.mixed.setdefault(view.key, "scan")
         return _joined(trails)
@@ -199,14 +199,15 @@ class Reads:
     def _applied(self, eqn, ins: list[_Trail]) -> list[_Trail]:
         """The trails of an equation's results; notes the read, or the slices that it mixes.
 
-        An equation on data takes a view of one slice, and the view ends there. Any other view moves
-        with the equation; where it can't, one slice stays a view at no axis, several are mixed.
+        If an equation on data takes a view of one slice, the view ends there. Any other view moves
+        with the equation. If it can't, a single slice keeps a view without axes, and several slices
+        are mixed.
         """
         joined = _joined(ins)
         integers = known.results(eqn, [x.integers for x in ins])
         views: list[list[_View]] = [[] for _ in eqn.outvars]
         taken: dict[int, dict[int, int]] = {}
-        # Data meet parameters here: a read, even where it takes all of them.
+        # Data meets parameters: this is a read, even if it takes all slices.
         if joined.of_data:
             taken = {p: {} for x in ins if not x.of_data for p in sorted(x.parameters)}
         for k, view in ((k, v) for k, x in enumerate(ins) for v in x.views):
@@ -222,7 +223,7 @@ class Reads:
             else:
                 self.mixed.setdefault(view.key, eqn.primitive.name)
         before = joined.before
-        # The results come after this read as well. A mask is a set of reads that is joined by one
+        # The results come after this read too. A bit mask lets sets of reads be joined in one
         # operation, however many there are.
         if taken:
             self.reads.append(Read(positions=taken, before=before))
@@ -255,7 +256,7 @@ def _literal(atom: Any) -> _Trail:
 
 
 def _joined(trails: Sequence[_Trail]) -> _Trail:
-    """The trail of a value that depends on all of these, without its views."""
+    """The trail of a value that depends on all of these, without views."""
     of_data = any(x.of_data for x in trails)
     before = 0
     for x in trails:
@@ -280,18 +281,17 @@ def _row(x: _Trail, i: int) -> _Trail:
 
 
 def _moved(eqn, k: int, view: _View, ins: Sequence[_Trail]) -> list[_View | None] | None:
-    """The view of operand `k` as it is in each result; None if its slices are mixed or lost."""
+    """The view of operand `k` in each result; None if its slices are mixed or lost."""
     name, aval = eqn.primitive.name, eqn.invars[k].aval
     if is_elementwise(eqn):
         if any(v.aval.shape != aval.shape for v in eqn.outvars):
             return None
-        # Two parameters in one array are no plain parameter, which a scan could take slice by
-        # slice.
+        # Two parameters combined in one array are not a plain parameter that a scan could slice.
         alone = all(v.parameter == view.parameter for x in ins for v in x.views)
         return [dataclasses.replace(view, plain=view.plain and alone) for _ in eqn.outvars]
     if k or not view.axes:
         return None
-    # A reduction along the slices (the norm of all layers) is no reason to keep them together.
+    # Reducing along the slices (a norm over all layers) is no reason to keep them together.
     if name in REDUCTIONS and not set(eqn.params["axes"]).isdisjoint(view.axes):
         return [None]
 

@@ -1,14 +1,14 @@
-"""Loops on stacked values whose slices never meet, as one loop for each slice.
+"""Splits a loop over stacked values with independent slices into one loop per slice.
 
 An optimizer may iterate on all layers of a stacked parameter at once, under a `vmap`. No layer
-needs another one for that, so each gets a loop of its own. Values that are not stacked, such as a
-counter, are computed in each of these loops again.
+depends on another, so each gets its own loop. Values that are not stacked, such as a counter, are
+recomputed in each of these loops.
 
-A worked example, `w` of shape (3, 4, 4) with the slices `w0`, `w1`, `w2`::
+Example: `w` of shape (3, 4, 4) with the slices `w0`, `w1`, `w2`::
 
     5 trips with (k, w):     k + 1, w - w w      one loop, its products with the layers as a batch
 
-    5 trips with (k, w0):    k + 1, w0 - w0 w0   three loops, with w0, w1 and w2; one of k alone
+    5 trips with (k, w0):    k + 1, w0 - w0 w0   three loops, for w0, w1 and w2; one for k alone
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ _Call = Callable[[Any, Sequence[Value | Pieces]], Sequence[Value | Pieces]]
 
 
 class _SlicesMeet(Exception):
-    """The error of a loop in which a slice depends on another one."""
+    """Raised for a loop in which one slice depends on another."""
 
 
 def loop_by_slice(eqn: Any, ins: Sequence[Value | Pieces], call: _Call) -> list | None:
-    """Makes one loop for each slice of stacked operands of a `scan` or a `while`.
+    """Makes one loop for each slice of a `scan` or `while` with stacked operands.
 
     Args:
         eqn: The loop.
@@ -52,11 +52,11 @@ def loop_by_slice(eqn: Any, ins: Sequence[Value | Pieces], call: _Call) -> list 
 
 def _scans(eqn, ins, count: int, call: _Call) -> list:
     num_consts, num_carry = jx.scan_parts(eqn)
-    first = num_consts + num_carry  # of what the scan goes through, along axis 0
+    first = num_consts + num_carry  # of the scanned operands, which move along axis 0
     slicings = [Slicing.of(v) for v in ins]
     if any(0 in own.axes for own in slicings[first:]):
-        raise _SlicesMeet  # a scan over the merged axis of layers and others
-    # A trip gets and gives parts without the scan's own axis 0.
+        raise _SlicesMeet  # a scan over an axis in which layers are merged with more
+    # One trip's inputs and outputs lack the scan's own axis 0.
     inner = [*slicings[:first], *(own.shifted(-1) for own in slicings[first:])]
     body = _SlicedBody.of(eqn.params["jaxpr"], call, count, num_consts, num_carry, inner)
     before = [*body.operands[:first], *slicings[first:]]
@@ -110,7 +110,7 @@ def _whiles(eqn, ins, count: int, call: _Call) -> list:
 
 
 def _cell(slicing: Slicing, value: Value | Pieces, atom: Any, p: int | None) -> Any:
-    """A slice of an operand as an array of its own type, or all of an operand without slices."""
+    """A slice of an operand as an array of its type, or the whole operand if it has no slices."""
     array = slicing.cell(value, p or 0).array
     is_key = jnp.issubdtype(atom.aval.dtype, jax.dtypes.extended)
     return array if is_key else jnp.asarray(array, atom.aval.dtype)
@@ -119,7 +119,7 @@ def _cell(slicing: Slicing, value: Value | Pieces, atom: Any, p: int | None) -> 
 def _joined(
     run: Callable[[int | None], list[Any]], slicings: Sequence[Slicing], count: int
 ) -> list[Value | Pieces]:
-    """The results of all loops, from one loop for each slice and one of what has no slices."""
+    """Joins the results of one loop per slice, and of one loop for values without slices."""
     columns = [run(p) for p in range(count)]
     alone = iter(run(None) if any(not own.axes for own in slicings) else ())
     return [
@@ -133,10 +133,10 @@ class _SlicedBody:
     """A loop's body, or its condition, on slices.
 
     Attributes:
-        traced: The jaxpr on all slices of its operands, which gives all slices of its results.
-        operands: The slices of each operand.
-        results: The slices of each result.
-        count: Number of slices of what is sliced.
+        traced: The jaxpr from all slices of its operands to all slices of its results.
+        operands: The slicing of each operand.
+        results: The slicing of each result.
+        count: Number of slices of each sliced value.
     """
 
     traced: jx.Traced
@@ -148,10 +148,10 @@ class _SlicedBody:
     def of(
         cls, jaxpr, call: _Call, count: int, num_consts: int, num_carry: int, operands
     ) -> "_SlicedBody":
-        """Traces a jaxpr on slices; what is carried is sliced alike before and after.
+        """Traces a jaxpr on slices; carried values are sliced alike before and after.
 
         Raises:
-            _SlicesMeet: A slice of a result depends on other slices.
+            _SlicesMeet: A slice of a result depends on another slice.
         """
         avals = [v.aval for v in jx.opened(jaxpr).invars]
         operands, results = list(operands), []
@@ -162,13 +162,14 @@ class _SlicedBody:
                 own.whole(list(map(Value, row))) for row, own in zip(rows, operands, strict=True)
             ]
             values = call(jaxpr, args)
-            # What begins whole, as zeros do, may be sliced after a trip. The other way round, the
-            # slices of what the trip gives depend on one slice each, or they meet.
+            # A carried value that starts whole, such as zeros, may be sliced after a trip.
+            # Conversely, if the trip returns a sliced operand whole, each of its slices must depend
+            # on one slice, or slices meet.
             found = [Slicing.of(v) for v in values]
             given = [*operands[num_consts:last], *found[num_carry:]]
             results[:] = [g if g.axes else f for g, f in zip(given, found, strict=True)]
             if any(own.axes and own.count != count for own in found):
-                raise _SlicesMeet  # a part of the slices, or some of them together
+                raise _SlicesMeet  # only part of the slices, or several together
             return [
                 [own.cell(v, p).array for p in range(own.count)]
                 for v, own in zip(values, results, strict=True)
@@ -198,7 +199,7 @@ class _SlicedBody:
         return [[next(rest) for _ in range(own.count)] for own in self.results]
 
     def _check(self) -> None:
-        # By variable, the slices that it depends on, as the bits of a number.
+        # Bit mask of the slices that each variable depends on.
         behind: dict[Any, int] = {}
         for row, own in zip(self._inputs(), self.operands, strict=True):
             behind.update((v, 1 << p if own.axes else 0) for p, v in enumerate(row))
@@ -213,7 +214,7 @@ class _SlicedBody:
                     raise _SlicesMeet
 
     def of_slice(self, p: int | None) -> tuple[Callable[[Sequence[Any]], list[Any]], list[int]]:
-        """The function of one slice, or with None of what is whole.
+        """The function of one slice, or, with None, of the values without slices.
 
         Returns:
             `operands -> results` on arrays, and the numbers of the operands that it takes.

@@ -1,10 +1,20 @@
-"""Finds stacked parameters: one array for all layers, which the loss takes layer by layer.
+"""Finds stacked parameters: one array for all layers, which the loss reads layer by layer.
 
-A scan over plain parameters along axis 0 says so itself. Other slices, by hand, by a loop's
-counter, along another axis, are layers if every use of the parameter is such a slice, each layer
-is read after the one before, and a layer is more than what all of them share.
+Models often keep layers in one array: `w` of shape (layers, ...) that a `scan` or a Python loop
+slices. To stream such a model, each layer's slice must become a separate leaf in its own block.
+This module decides, from the reads of a traced loss (`reads.py`), which axes are layers.
 
-A worked example, with `w` of shape (3, 4, 4), parameter 0, and `b` of shape (3, 4), parameter 1::
+A scan over a parameter along axis 0 answers directly. Any other slicing (by hand, by a loop's
+counter, along another axis) counts as layers only if all of these hold:
+
+- every use of the parameter takes one slice, and every slice is used;
+- each slice is read after the one before it: experts, or query, key and value, are not;
+- a layer is larger than the parameters read between all layers, which they share.
+
+Parameters read in turn with each other form one stack. The order in which slices are first read is
+the order of the layers.
+
+Example, with `w` of shape (3, 4, 4), parameter 0, and `b` of shape (3, 4), parameter 1::
 
     for i in range(3):
         x = tanh(x @ w[i]) + b[i]
@@ -29,20 +39,21 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.index import Index, index_of, sliced_axes
 from megatrain_jax._src.program.reads import Reads
 
-# A stack of less than this part of a model's parameters is worth no stages of its own.
+# A stack smaller than this fraction of the model's parameters is not worth separate stages.
 _SMALLEST = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Parameters whose slices are the layers of one loop.
+    """Parameters with slices that are the layers of one loop.
 
     Attributes:
         slices: For each parameter, the index of its slice in each layer, in the layers' order.
-        layers: Index of each layer, as one of the parameter that is read first.
-        named: Parameters whose common path names the stack: not those that only join a scan.
-        between: Other parameters that are read between the layers.
-        scanned: Whether a scan over the parameters themselves says that they are layers.
+        layers: Index of each layer, taken from the parameter that is read first.
+        named: Parameters with a common path that names the stack; parameters that only join a scan
+            are not included.
+        between: Further parameters that are read between the layers.
+        scanned: Whether a scan over the parameters themselves shows that they are layers.
     """
 
     slices: Mapping[int, tuple[Index, ...]]
@@ -63,11 +74,11 @@ class Stacks:
 
     Attributes:
         stacks: Stacks that can be cut into layers.
-        mixed: For other parameters that are read layer by layer, the name of an operation that
-            takes several of these layers together.
-        partial: Parameters of whose layers only some are read.
-        remade: Parameters that a scan takes slices of in another array, made of them.
-        looped: Parameters that a loop which can't be unrolled slices by its counter.
+        mixed: For further parameters that are read layer by layer, the name of an operation that
+            takes several layers together.
+        partial: Parameters with layers of which only some are read.
+        remade: Parameters that a scan slices only inside another array made from them.
+        looped: Parameters sliced by the counter of a loop that can't be unrolled.
     """
 
     stacks: tuple[Stack, ...]
@@ -78,7 +89,7 @@ class Stacks:
 
     @property
     def scanned(self) -> tuple[Stack, ...]:
-        """The stacks of scans over parameters, without what is only read in turn with them."""
+        """The stacks of scans over parameters, without parameters only read in turn with them."""
         return tuple(
             dataclasses.replace(stack, slices={p: stack.slices[p] for p in stack.named})
             for stack in self.stacks if stack.scanned
@@ -86,7 +97,7 @@ class Stacks:
 
 
 def find_stacks(traced: jx.Traced, num_parameters: int) -> Stacks:
-    """Finds the stacks of a loss whose inputs are constants, then parameters, then data."""
+    """Finds the stacks of a loss; its inputs are constants, then parameters, then data."""
     finder = _Finder(traced, num_parameters)
     stacks = finder.stacks()
     cut = {p for stack in stacks for p in stack.slices}
@@ -108,7 +119,7 @@ class _Sliced:
         parameter: Number of the parameter.
         order: Indices of its slices, in the order in which they are first read.
         first: Number of the first read of each slice.
-        reads: All reads of each slice, a bit mask (bit r is read r).
+        reads: Bit mask of all reads of each slice (bit r is read r).
     """
 
     parameter: int
@@ -117,7 +128,7 @@ class _Sliced:
     reads: tuple[int, ...]
 
     def alternates_with(self, other: "_Sliced") -> bool:
-        """Whether both have as many slices, and are read in turn."""
+        """Whether both have the same number of slices, and are read in turn."""
         if len(self.order) != len(other.order):
             return False
         rows = list(zip(self.first, other.first, strict=True))
@@ -140,14 +151,14 @@ class _Finder:
         self.sliced = {p: s for p in range(num_parameters) if (s := self._sliced(p)) is not None}
 
     def _sliced(self, p: int) -> _Sliced | None:
-        """The slices of a parameter, along the axes that nothing mixes; None if some are not read.
+        """The slices of a parameter along its unmixed axes; None if some slices are not read.
 
-        Of several choices of axes it takes the most along which slices are read in turn: of an
-        array of shape (3, layers, ...) that holds queries, keys and values, axis 1 alone.
+        Of several choices of axes, it takes the largest along which slices are read in turn: for an
+        array of shape (3, layers, ...) with queries, keys and values, axis 1 alone.
         """
         taken = self.taken[p]
         axes = sorted({axis for _, at in taken for axis in at if self._may_be_cut(p, axis)})
-        # More axes first: smaller slices, each with its own read.
+        # More axes first: they give smaller slices, each with its own read.
         counts = range(len(axes), 0, -1)
         for chosen in itertools.chain(*(itertools.combinations(axes, n) for n in counts)):
             sliced = self._along(p, chosen)
@@ -156,17 +167,17 @@ class _Finder:
         return next(filter(None, (self._along(p, axes[:n]) for n in counts)), None)
 
     def _along(self, p: int, axes: Sequence[int]) -> _Sliced | None:
-        """The slices of a parameter along some axes, if all are read."""
+        """The slices of a parameter along the given axes, if all are read."""
         rows: dict[tuple[int, ...], int] = {}
         first: list[int] = []
         for r, at in self.taken[p]:
-            # A read that takes several positions of one of these axes is of no single slice.
+            # A read of several positions along one of these axes belongs to no single slice.
             if at.keys() >= set(axes):
                 place = tuple(at[axis] for axis in axes)
                 if place not in rows:
                     first.append(r)
                 rows[place] = rows.get(place, 0) | 1 << r
-        # A slice that is never read would be in no block, and its update in none either.
+        # A slice that is never read would be in no block, and so would never be updated.
         if len(rows) < math.prod(self.shapes[p][axis] for axis in axes):
             return None
         order = tuple(index_of(axes, place) for place in rows)
@@ -176,7 +187,7 @@ class _Finder:
         return (p, axis) not in self.found.mixed or axis == 0 and p in self.plain
 
     def stacks(self) -> list[Stack]:
-        """All stacks: those of scans, joined by what is read in turn with them, then others."""
+        """All stacks: first those of scans, joined by parameters read in turn with them."""
         stacks = [self._scanned(leaves) for leaves in self.found.scans]
         claimed = {p for stack in stacks for p in stack.slices}
         rest = [s for p, s in sorted(self.sliced.items()) if p not in claimed]
@@ -188,8 +199,7 @@ class _Finder:
                 added = {s.parameter: _in_order(stack, lead, s) for s in mine}
                 stacks[k] = dataclasses.replace(stack, slices={**stack.slices, **added})
         while rest:
-            # Of what is read in turn, the parameter that is read first leads, and gives the layers'
-            # order.
+            # Among parameters read in turn, the one read first leads, and gives the layers' order.
             lead = min(rest, key=lambda s: s.first)
             group = [s for s in rest if s is lead or s.alternates_with(lead)]
             rest = [s for s in rest if s not in group]
@@ -200,8 +210,8 @@ class _Finder:
     def _scanned(self, leaves: Sequence[int]) -> Stack:
         """The stack of one scan over these parameters along axis 0.
 
-        If its body takes all of them slice by slice along a further axis as well, in turn, as
-        groups of layers are, the layers are these inner slices.
+        If its body takes all of them slice by slice along a further axis too, in turn, as with
+        groups of layers, these inner slices are the layers.
         """
         known = [self.sliced[p] for p in leaves if p in self.sliced]
         orders = {frozenset(s.order) for s in known}
@@ -215,34 +225,34 @@ class _Finder:
         return Stack(slices=slices, layers=layers, named=tuple(leaves), scanned=True)
 
     def _in_turn(self, one: _Sliced) -> bool:
-        """Whether each slice is read after the one before."""
+        """Whether each slice is read after the one before it."""
         pairs = zip(one.reads, one.reads[1:], strict=False)
         return all(a & self._before(b) for a, b in pairs)
 
     def _one_by_one(self, one: _Sliced) -> bool:
-        """Whether each slice is read after the one before, which is not read again."""
+        """Whether each slice is read after the one before it has been read for the last time."""
         pairs = zip(one.reads, one.reads[1:], strict=False)
-        # The highest bit is the last read of a slice, the lowest one the first of the next.
+        # The highest bit is a slice's last read; the lowest bit is the next slice's first read.
         over = all(a.bit_length() <= (b & -b).bit_length() for a, b in pairs)
         return over and self._in_turn(one)
 
     def _layers(self, lead: _Sliced, group: Sequence[_Sliced]) -> Stack | None:
-        """The stack of parameters that are read in turn; None if their slices are no layers."""
+        """The stack of parameters that are read in turn; None if their slices are not layers."""
         own = {s.parameter for s in group}
         reads = [
             functools.reduce(operator.or_, rows)
             for rows in zip(*(s.reads for s in group), strict=True)
         ]
         before = [self._before(row) for row in reads]
-        gaps = []  # what is read between a layer and the next, beside the stack
-        # `before` grows from layer to layer, so a gap's reads are what the last step has added.
+        gaps = []  # parameters read between a layer and the next, outside the stack
+        # `before` grows from layer to layer, so a gap's reads are the ones added by the last step.
         for k in range(1, len(reads)):
             if not before[k] & reads[k - 1]:
-                return None  # beside each other, as experts are, or query, key and value
+                return None  # in parallel, like experts, or query, key and value
             gaps.append(self._parameters(before[k] & ~before[k - 1]) - own)
         shared = set.intersection(*gaps)
         # Parameters read between all layers are shared by them. If they are larger than a layer,
-        # what was found is only the part that differs where one block is applied again and again.
+        # the stack is only the varying part of one block that is applied again and again.
         size, whole = sum(self.sizes[p] for p in own), sum(self.sizes)
         if size < _SMALLEST * whole or size / len(reads) < sum(self.sizes[p] for p in shared):
             return None
@@ -254,7 +264,7 @@ class _Finder:
         )
 
     def mixed(self) -> dict[int, str]:
-        """Parameters whose slices are read one after another, but also together."""
+        """Parameters with slices that are read one after another, but also together."""
         found: dict[int, str] = {}
         for (p, axis), name in self.found.mixed.items():
             if self._some_in_turn(p, axis):
@@ -262,14 +272,14 @@ class _Finder:
         return found
 
     def partial(self) -> list[int]:
-        """Parameters of whose slices some are read one after another, and others not at all."""
+        """Parameters with some slices read one after another, and some never read."""
         return [
             p for p, shape in enumerate(self.shapes)
             if p not in self.sliced and any(self._some_in_turn(p, a) for a in range(len(shape)))
         ]  # fmt: skip
 
     def _some_in_turn(self, p: int, axis: int) -> bool:
-        """Whether several slices along an axis are read, each after the one before."""
+        """Whether several slices along an axis are read, each after the one before it."""
         rows: dict[int, int] = {}
         for r, at in self.taken[p]:
             if axis in at:
@@ -279,11 +289,11 @@ class _Finder:
         return bool(pairs) and all(a & self._before(b) for a, b in pairs)
 
     def _before(self, reads: int) -> int:
-        """All reads that come before some reads, as bit masks."""
+        """Bit mask of all reads that come before any of the given reads."""
         return functools.reduce(operator.or_, (self.found.reads[r].before for r in _bits(reads)))
 
     def _parameters(self, reads: int) -> set[int]:
-        """The parameters that some reads take."""
+        """The parameters that the given reads take."""
         return {p for r in _bits(reads) for p in self.found.reads[r].positions}
 
 
@@ -296,6 +306,6 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _in_order(stack: Stack, lead: _Sliced, other: _Sliced) -> tuple[Index, ...]:
-    """Another parameter's slices in the order of a stack, of which `lead` is a part."""
+    """A parameter's slices in the order of the stack; `lead` is one of the stack's parameters."""
     partner = dict(zip(lead.order, other.order, strict=True))
     return tuple(partner[index] for index in stack.slices[lead.parameter])

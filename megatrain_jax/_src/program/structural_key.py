@@ -1,16 +1,15 @@
-"""Keys of jaxprs: equal for those that compute the same, so that they share one compiled function.
+"""Keys of jaxprs, equal if they compute the same, so that they share one compiled function.
 
-Two blocks of a model are traced to equations on different variables. Their keys are equal, since
-variables are numbered in the order in which they appear:
+Two blocks of a model are traced to equations on different variables. Their keys are equal, because
+variables are numbered in order of appearance:
 
     a:f32[8] = dot x w1; b:f32[8] = tanh a     dot 0 1 -> 2; tanh 2 -> 3
     c:f32[8] = dot b w2; d:f32[8] = tanh c     dot 0 1 -> 2; tanh 2 -> 3
 
-Literals and constants count by their bytes, parameters of equations recursively, functions among
-them by their code and what they close over, names of nested jits not at all, and a custom
-derivative rule by what its VJP computes. A rule that is told which operands are perturbed, or
-refuses some, is compared within the VJP of the whole jaxpr, where it sees what it will see in
-training.
+Literals and constants are compared by their bytes, parameters of equations recursively, functions
+among them by their code and closure, and a custom derivative rule by its VJP's jaxpr. Names of
+nested jits don't count. A rule that asks which operands are perturbed, or rejects some, is compared
+within the VJP of the whole jaxpr, under the same conditions as in training.
 """
 
 import dataclasses
@@ -31,35 +30,35 @@ from megatrain_jax._src.program.primitives import CUSTOM_RULES
 
 
 class StructuralKey:
-    """A stand-in for a computation: jaxprs that compute the same have one and the same object.
+    """A stand-in for a computation: equal jaxprs have the same key object.
 
-    A step looks a function up for every call, and what stands behind a key takes longer to hash
+    A step looks up a function for every call, and hashing the full description would take longer
     than the call.
     """
 
     __slots__ = ("__weakref__",)
 
 
-# Weak, so that a key goes with the last stage or fragment that has it.
+# Weak, so a key is freed with the last stage or fragment that holds it.
 _keys: WeakValueDictionary[Hashable, StructuralKey] = WeakValueDictionary()
-# The keys of jaxprs within equations, by the level of comparison.
+# The keys of jaxprs inside equations, by the level of comparison.
 _inner_keys: WeakKeyDictionary[Any, dict[int, StructuralKey]] = WeakKeyDictionary()
 
 
 def structural_key(
     jaxpr: Any, consts: Sequence[Any] = (), perturbed: Sequence[bool] | None = None
 ) -> StructuralKey:
-    """A key that is equal for two jaxprs exactly if they compute the same with the same derivative.
+    """A key that is equal for two jaxprs exactly if they and their derivatives compute the same.
 
-    Variables are numbered, literals and constants compared by their bytes, parameters recursively,
-    names of nested jits dropped, custom derivative rules compared by the jaxpr of their VJP.
-    The context that an equation was traced in, such as a mesh, counts, too.
+    Variables are numbered. Literals and constants are compared by their bytes, parameters
+    recursively, and custom derivative rules by the jaxpr of their VJP. Names of nested jits are
+    ignored. The context in which an equation was traced, such as a mesh, counts too.
 
     Args:
         jaxpr: Open jaxpr.
         consts: Values of its first inputs, if these are fixed.
-        perturbed: Whether the loss is differentiated by each of its other inputs; None for all that
-            are floating-point numbers.
+        perturbed: Whether the loss is differentiated by each of the remaining inputs; None for all
+            floating-point inputs.
     """
     try:
         return _standing_for(_jaxpr_key(jaxpr, consts, _RULES))
@@ -70,14 +69,14 @@ def structural_key(
     try:
         pullback = _pullback_key(jaxpr, [*[False] * len(consts), *perturbed])
     except Exception:
-        # Nothing tells such a derivative from another one, so that the key is equal to itself
-        # alone. Where the loss is differentiated, the error comes again, to the user.
+        # Nothing can tell such a derivative from another one, so the key equals only itself. When
+        # the loss is differentiated, the error is raised again, for the user.
         return StructuralKey()
     return _standing_for((_jaxpr_key(jaxpr, consts, _VALUES), pullback))
 
 
 class _AsksForPerturbedError(Exception):
-    """A derivative rule depends on which operands are perturbed, or allows only some to be."""
+    """A derivative rule depends on the perturbed operands, or allows only some to be perturbed."""
 
 
 def _standing_for(key: Hashable) -> StructuralKey:
@@ -85,12 +84,12 @@ def _standing_for(key: Hashable) -> StructuralKey:
 
 
 def form(eqn: Any) -> Hashable:
-    """The form of an equation: its primitive and parameters, but for the values of literals."""
+    """The form of an equation: its primitive and parameters, without the values of literals."""
     return eqn.primitive.name, _params_key(eqn, _FORM)
 
 
-# Levels of comparison of equations: by primitives and parameters; by literals within their jaxprs,
-# too; and by their derivative rules as well.
+# Levels of comparison of equations: by primitives and parameters; also by the literals in their
+# jaxprs; also by their derivative rules.
 _FORM, _VALUES, _RULES = range(3)
 
 
@@ -120,7 +119,7 @@ def _jaxpr_key(jaxpr, consts, level):
 
 
 def _inner_key(jaxpr, level):
-    """The key of a jaxpr within an equation; JAX gives all layers that call a function the same."""
+    """The key of a jaxpr inside an equation; layers that call one function share its jaxpr."""
     known = _inner_keys.setdefault(jaxpr, {})
     if level not in known:
         key = _jaxpr_key(jx.opened(jaxpr), jx.constants(jaxpr), level)
@@ -129,7 +128,7 @@ def _inner_key(jaxpr, level):
 
 
 def variable_numbers(jaxpr: Any) -> dict[Any, int]:
-    """The number `structural_key` gives to each variable."""
+    """The number that `structural_key` gives to each variable."""
     numbers: dict[Any, int] = {}
     for v in (*jaxpr.constvars, *jaxpr.invars, *(o for e in jaxpr.eqns for o in e.outvars)):
         numbers[v] = len(numbers)
@@ -145,14 +144,14 @@ def _aval_key(aval):
     )
 
 
-# NumPy composes a name anew each time it is asked, and every variable's is.
+# NumPy builds a dtype's name anew on each request, and every variable asks for it.
 _dtype_name = functools.lru_cache(maxsize=256)(str)
 
 
 def value_key(value: Any) -> tuple[Any, ...]:
-    """Shape, dtype and bytes of a fixed array; a hash of the bytes if they are many."""
+    """Shape, dtype and bytes of a fixed array; for many bytes, their hash."""
     if isinstance(value, Tracer):
-        # Kernels of Pallas close over references, which have no values: each is equal to itself.
+        # Pallas kernels close over references without values: each equals only itself.
         return ("tracer", id(value))
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), np.asarray(jax.random.key_data(value)).tobytes())
@@ -173,7 +172,7 @@ def _params_key(eqn, level):
     return tuple((k, _param_key(v, level)) for k, v in sorted(params.items()) if k not in skipped)
 
 
-# Types of most parameters, and of the numbers in their tuples.
+# The types of most parameters, and of the numbers in their tuples.
 _PLAIN = frozenset((int, bool, float, str, type(None)))
 
 
@@ -189,11 +188,11 @@ def _param_key(value, level):
     if isinstance(value, (np.ndarray, jax.Array)):
         return value_key(value)
     if _is_frozen_dataclass(value):
-        # A grid of Pallas, whose jaxprs each trace makes anew, or a function with its arguments.
+        # A Pallas grid, with jaxprs that are new in each trace, or a function with its arguments.
         fields = (getattr(value, field.name) for field in dataclasses.fields(value))
         return (type(value), *(_param_key(v, level) for v in fields))
-    # A stage with the key has its jaxpr, too, which holds the function: none that is made meanwhile
-    # gets its id, or that of what it closes over.
+    # A stage with this key also holds the jaxpr, which holds the function. So no new object gets
+    # the id of the function, or of an object it closes over.
     if is_function(value):
         return function_key(value)
     if callable(value) and not isinstance(value, type):
@@ -206,17 +205,13 @@ def _param_key(value, level):
 
 
 def _is_frozen_dataclass(value):
-    """Whether a value is what its fields are, and stays so."""
+    """Whether a value is a frozen dataclass, so that its fields define it for good."""
     params = getattr(type(value), "__dataclass_params__", None)
     return params is not None and params.frozen
 
 
 def _vjp_key(eqn):
-    """The key of the VJP of one equation: what tells two custom derivative rules apart.
-
-    Raises:
-        _AsksForPerturbedError: The rule can't be compared with all its operands perturbed.
-    """
+    """The key of one equation's VJP, which distinguishes two custom derivative rules."""
     if eqn.params.get("symbolic_zeros"):
         raise _AsksForPerturbedError
     try:
@@ -229,7 +224,7 @@ def _vjp_key(eqn):
 
 
 def _pullback_key(jaxpr, perturbed):
-    """The key of the VJP of a jaxpr with some inputs perturbed; of its rules it has the results."""
+    """The key of a jaxpr's VJP with some inputs perturbed; it contains the results of its rules."""
     if not jaxpr.outvars or not any(perturbed):
         return ()
     return _key_of_pullback(

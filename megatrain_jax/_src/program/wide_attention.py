@@ -1,11 +1,11 @@
-"""Attention of more elements than cuDNN counts, in pieces of its heads.
+"""Computes attention with too many elements for cuDNN in pieces of its heads.
 
-cuDNN's kernels number the elements of an array in 32 bits. Past 2^31 of them, as in 602,112 queries
-of 28 heads of width 128 or in 64 rows of 16,384, the gradient of the last queries is written to
-other places (seen with cuDNN 9 on an H200), and no error says so. Heads don't know of each other:
-queries, keys and values of some of them at a time give the same results, in smaller arrays.
+cuDNN's kernels index elements with 32 bits. Beyond 2^31 of them (602,112 queries with 28 heads of
+width 128, or 64 rows of 16,384), the gradient of the last queries is written to wrong places
+without an error (seen with cuDNN 9 on an H200). Heads are independent, so computing a few at a time
+gives the same results with smaller arrays.
 
-A worked example, the forward of 1,048,576 queries of 28 heads and as many keys of 4::
+Example: the forward of 1,048,576 queries with 28 heads, and as many keys with 4 heads::
 
     out, statistics = fwd(q, k, v)                         # 3.76e9 elements of q
 
@@ -29,7 +29,7 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 def is_wide(jaxpr: Any, num_devices: int = 1) -> bool:
-    """Whether a jaxpr has attention of more elements than its kernel counts, also within equations.
+    """Whether a jaxpr or an inner one has attention with more elements than cuDNN can index.
 
     Args:
         jaxpr: An open jaxpr.
@@ -39,7 +39,7 @@ def is_wide(jaxpr: Any, num_devices: int = 1) -> bool:
 
 
 def attention_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
-    """The shapes of queries, keys and values of a jaxpr's attention, also within equations."""
+    """The shapes of queries, keys and values of all attention in a jaxpr, also inside equations."""
     found: set[tuple[int, ...]] = set()
     for eqn in jaxpr.eqns:
         if is_attention(eqn):
@@ -50,7 +50,7 @@ def attention_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
 
 
 def are_wide(shapes: Iterable[tuple[int, ...]], num_devices: int = 1) -> bool:
-    """Whether one of queries, keys and values has more elements than their kernel counts.
+    """Whether queries, keys or values have more elements than cuDNN can index.
 
     Args:
         shapes: Their shapes.
@@ -69,7 +69,7 @@ def in_pieces(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], num_device
         num_devices: Number of devices that divide its rows.
 
     Raises:
-        ValueError: If attention can't be divided so.
+        ValueError: If attention can't be divided in this way.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -87,14 +87,14 @@ def in_pieces(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], num_device
 
 
 def _with_pieces_within(eqn: Any, num_devices: int) -> Any:
-    """An equation whose own jaxprs, as a loop's body, have their wide attention in pieces."""
+    """An equation with wide attention in its inner jaxprs, such as a loop's body, in pieces."""
 
     def rewritten(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(map(rewritten, value))
         if not jx.is_jaxpr(value) or not is_wide(body := jx.opened(value), num_devices):
             return value
-        # Weak types stay weak: what a loop carries has to come out as it went in.
+        # Weak types stay weak, because a loop's carry must keep its type.
         shapes = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
             for v in body.invars
@@ -114,29 +114,29 @@ def _is_wide(eqn: Any, num_devices: int) -> bool:
 
 
 def _num_elements(shape: tuple[int, ...], num_devices: int) -> int:
-    """Elements of queries, keys or values on each device."""
+    """Number of elements of queries, keys or values on each device."""
     rows, *others = shape
     return -(-rows // num_devices) * math.prod(others)
 
 
 def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Array]:
-    """The results of attention, computed for some heads of keys, and their queries, at a time.
+    """The results of attention, computed for a few key heads with their queries at a time.
 
-    If one of them is too many, some rows are computed at a time.
+    If even one head is too large, it is computed for some rows at a time.
     """
     query = eqn.invars[0].aval
     rows = query.shape[0]
     num_queries, num_keys = (v.aval.shape[heads_axis(eqn)] for v in eqn.invars[:2])
     size = max(_num_elements(v.aval.shape, num_devices) for v in eqn.invars[:3])
-    # Heads first: rows are what devices divide, and a slice of some of all rows would have to
-    # travel between them. So several devices divide heads or nothing.
+    # Heads first: devices divide the rows, and a slice of all rows would have to travel between
+    # them. So several devices divide heads or nothing.
     by_heads = size <= num_keys * _MOST_ELEMENTS
     count = num_keys if by_heads else rows
     fitting = count * _MOST_ELEMENTS // size
     _check(eqn, fitting if by_heads or num_devices == 1 else 0)
 
     def axis_of(x: Any) -> int:
-        """The axis that is divided: statistics, (rows, heads, length), have an axis less."""
+        """The divided axis: statistics, (rows, heads, length), have one axis less."""
         if not by_heads:
             return 0
         return heads_axis(eqn) if x.ndim == query.ndim else -2
@@ -144,7 +144,7 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
     def part(x: Any, first: int, last: int) -> Any:
         if not x.size or (by_heads and x.ndim < query.ndim - 1):  # absent, or lengths of rows
             return x
-        # The queries of one head of keys are neighbours, so that a piece of keys goes with its own.
+        # The queries of one key head are contiguous, so a piece of keys goes with its own.
         each = num_queries // num_keys if by_heads and x.shape[axis_of(x)] == num_queries else 1
         return jax.lax.slice_in_dim(x, first * each, last * each, axis=axis_of(x))
 
@@ -156,9 +156,9 @@ def _divided(eqn: Any, operands: Sequence[Any], num_devices: int) -> list[jax.Ar
 
 
 def _of_shapes(eqn: Any, piece: Callable[[Any], Any]) -> Any:
-    """The equation of a piece: a call that says what its results are says it of the piece's."""
+    """The equation of a piece; if it states its results' shapes, they are the piece's."""
     results = eqn.params.get("result_avals")
-    # What isn't lowered yet has its results' shapes from its operands.
+    # An equation that isn't lowered yet derives its results' shapes from its operands.
     if results is None:
         return eqn
     new = tuple(a.update(shape=jax.eval_shape(piece, jx.shape_of(a)).shape) for a in results)

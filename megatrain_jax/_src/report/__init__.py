@@ -1,1 +1,1 @@
-"""The plan of a run: what it needs, as numbers and as a table."""
+"""Plans, and how plans, histories and results are shown: numbers, tables, figures, warnings."""

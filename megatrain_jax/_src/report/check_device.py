@@ -1,4 +1,4 @@
-"""Refusing what can't fit the device, in words with numbers, before anything is allocated."""
+"""Refuses runs that can't fit the device, with numbers, before anything is allocated."""
 
 import math
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.program.tiling.tiled import FACTORS
 from megatrain_jax._src.report.plan import Plan
 
-# Along a shorter axis tiles would spare little.
+# Tiles along a shorter axis would save little.
 _LONG = 128
 
 
 def check_device(
     plan: Plan, free_bytes: int | None, values: Sequence[jax.ShapeDtypeStruct] = ()
 ) -> None:
-    """Refuses what can't fit the device, before anything is allocated.
+    """Refuses a plan that can't fit the device.
 
     Args:
         plan: A plan whose functions have been compiled for the device.
-        free_bytes: Device memory that there is; None if unknown.
-        values: The values that stages hand on, along whose axes they may be computed in tiles.
+        free_bytes: Free device memory; None if unknown.
+        values: The values between stages, along whose axes they may be tiled.
 
     Raises:
         MemoryError: If the plan needs more.
@@ -39,7 +39,7 @@ def check_device(
 
 
 def _undivided(values: Sequence[jax.ShapeDtypeStruct]) -> str:
-    """The length along which nothing is computed in tiles for its factors, and the remedy."""
+    """The length that can't be tiled because of its factors, and the remedy; empty if none."""
     largest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if largest is None:
         return ""

@@ -1,4 +1,4 @@
-"""Plans side by side: one row for each combination of arguments, refused ones with the reason."""
+"""Plans side by side: one row per combination of arguments; refused ones show the reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _MEASURES = ("fits", "a step", "bound by", "host", "device", "in, a step", "out,
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One combination of arguments, and its plan or the reason why there is none.
+    """One combination of arguments, with its plan or the reason why there is none.
 
     Attributes:
         names: For each axis of the comparison, the name of the row's value.
@@ -28,7 +28,7 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanComparison(Sequence[PlanRow]):
-    """Plans side by side, as a table at a prompt and in a notebook; a sequence of its rows.
+    """Plans side by side; a sequence of rows that prints as a table.
 
     Attributes:
         axes: The names of the arguments that differ.
@@ -51,7 +51,7 @@ class PlanComparison(Sequence[PlanRow]):
         return iter(self.rows)
 
     def __repr__(self) -> str:
-        """Returns the comparison as a table of plain text."""
+        """Returns the comparison as a plain text table."""
         return aligned(self._cells())
 
     def _repr_html_(self) -> str:
@@ -62,7 +62,7 @@ class PlanComparison(Sequence[PlanRow]):
 
 
 def _measured(row: PlanRow) -> list[str]:
-    """The cells of a row after its names: whether it fits, how long a step takes, its bytes."""
+    """The cells of a row after its names: whether it fits, the time of a step, its bytes."""
     plan = row.plan
     if plan is None:
         return ["refused", *[""] * (len(_MEASURES) - 2), row.refused or ""]
@@ -81,9 +81,9 @@ def _measured(row: PlanRow) -> list[str]:
 
 
 def _fits(plan: Plan) -> str:
-    """Whether host and device suffice; which of them doesn't."""
+    """Whether host and device suffice, and which of them does not."""
     known = {"host": plan.fits_host, "device": plan.fits_device}
-    # What is known not to fit decides, even where the other is unknown.
+    # If one is known not to fit, that decides, even if the second is unknown.
     if unfit := [name for name, fits in known.items() if fits is False]:
         return f"{UNFIT} the {' or the '.join(unfit)}"
     return "unknown" if None in known.values() else "yes"
@@ -93,7 +93,7 @@ def compare(axes: dict[str, dict[str, object]], make: Callable[..., Plan]) -> Pl
     """Makes the plan of each combination of some arguments' values.
 
     Args:
-        axes: The arguments' names, and their values by name.
+        axes: The arguments' names, with their values by name.
         make: Function that makes a plan from one value of each.
     """
     rows: list[tuple[tuple[str, ...], dict[str, object]]] = [((), {})]
@@ -111,6 +111,6 @@ def compare(axes: dict[str, dict[str, object]], make: Callable[..., Plan]) -> Pl
 def _row(names: tuple[str, ...], given: dict[str, object], make: Callable[..., Plan]) -> PlanRow:
     try:
         return PlanRow(names=names, plan=make(**given))
-    # Refusals are `ValueError`s with a text for users; anything else is a mistake of ours.
+    # Refusals are `ValueError`s with a message for users; any different error is a bug.
     except ValueError as error:
         return PlanRow(names=names, plan=None, refused=str(error))

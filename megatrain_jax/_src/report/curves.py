@@ -1,4 +1,4 @@
-"""The records of a run as a figure: curves of its metrics over the steps."""
+"""Draws the records of a run as curves of its metrics over the steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,24 +13,23 @@ if TYPE_CHECKING:
 
     from megatrain_jax._src.report.notebook_figure import NotebookFigure
 
-# Opacity of the curve as it is, behind the one that is smoothed.
+# Opacity of the raw curve behind its moving average.
 _FAINT = 0.3
 
 
 def draw_curves(
     records: Sequence[Mapping[str, Any]], metrics: Sequence[str], *, log: bool, smooth: int
 ) -> "NotebookFigure":
-    """Draws each metric over the steps, its evaluation's beside it, one above the other.
+    """Draws each metric over the steps, with its evaluation metric, in one panel per metric.
 
     Args:
         records: The records, each with "step".
         metrics: Names of metrics.
         log: Whether the vertical axes are logarithmic.
-        smooth: Number of records, the last ones up to each, whose mean is drawn; 1 draws them as
-            they are.
+        smooth: Number of records in the moving average; 1 for none.
 
     Returns:
-        A figure that belongs to no window, so that it works without a display; a notebook shows it.
+        A figure that belongs to no window, so it works without a display; a notebook shows it.
     """
     from megatrain_jax._src.report.notebook_figure import NotebookFigure
 
@@ -50,12 +49,12 @@ def draw_curves(
 
 
 def _draw(axes: "Axes", records: Sequence[Mapping[str, Any]], metric: str, smooth: int) -> None:
-    """Draws a metric and, where there is one, the evaluation's of the same name."""
+    """Draws a metric and, if there is one, the evaluation metric of the same name."""
     for name, marker in ((metric, ""), (EVALUATED + metric, "o")):
         steps, values = points(records, name)
         if not len(steps):
             continue
-        # A line through one point would be invisible.
+        # A line through a single point would be invisible.
         marker = marker if len(steps) > 1 else "o"
         if smooth > 1 and name == metric:
             (faint,) = axes.plot(steps, values, alpha=_FAINT)
@@ -67,16 +66,16 @@ def _draw(axes: "Axes", records: Sequence[Mapping[str, Any]], metric: str, smoot
 
 
 def points(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps that have a number under a name, and the numbers."""
+    """The steps with a number under a name, and the numbers."""
     found = [(r["step"], r[name]) for r in records if is_number(r.get(name))]
     table = np.array(found, np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """The mean of each value and those before it, `width` in all, fewer at the start.
+    """The moving average over the last `width` values, fewer at the start.
 
-    What is not finite is left out: of width 2, (1, 3, nan, 5) gives (1, 2, 3, 5).
+    Values that are not finite are left out: with width 2, (1, 3, nan, 5) gives (1, 2, 3, 5).
     """
     finite = np.isfinite(values)
     sums, counts = np.cumsum(np.where(finite, values, 0.0)), np.cumsum(finite)

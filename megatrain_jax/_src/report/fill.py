@@ -1,4 +1,4 @@
-"""The memories that a run fills, host's and device's: which parts take how much of how much."""
+"""Host and device memory as a run fills them: the parts, and the limit."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A memory and what fills it.
+    """A memory and the parts that fill it.
 
     Attributes:
         name: The memory's name.
         parts: The parts by name, in bytes.
-        limit: The bytes that there are; None if unknown.
+        limit: The available bytes; None if unknown.
     """
 
     name: str
@@ -28,18 +28,19 @@ class Fill:
 
     @property
     def fits(self) -> bool:
-        """Whether there is no less than what is needed, as far as is known."""
+        """Whether the parts fit, as far as is known."""
         return self.limit is None or self.needed <= self.limit
 
 
 def fills(plan: "Plan") -> tuple[Fill, Fill]:
-    """The memory of one host and of one device, and what a plan puts there.
+    """The memory of one host and of one device, filled by a plan.
 
-    For example, 100 GiB at rest on four devices of two hosts, 120 GiB at the peak and 65 GiB in
-    each host's process: a host has 50 GiB of state, 10 GiB that wait or move and 5 GiB of others.
+    For example, with 100 GiB at rest on four devices of two hosts, 120 GiB at the peak and 65 GiB
+    in each host's process, a host has 50 GiB of state, 10 GiB waiting or in flight, and 5 GiB of
+    the rest.
     """
     machine, own, of = plan.hardware, plan.devices_per_host, plan.num_devices
-    # A plan's bytes are of all devices; a host has those of its own.
+    # A plan's bytes cover all devices; a host has the bytes of its own devices.
     host = [(name, size * own // of) for name, size in plan.host_parts.items() if size]
     device = [
         ("state and activations", plan.device_state_bytes),

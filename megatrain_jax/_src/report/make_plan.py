@@ -5,7 +5,7 @@ from itertools import groupby
 
 from megatrain_jax._src.build.bound_step import BoundStep
 from megatrain_jax._src.build.budget import other_bytes
-from megatrain_jax._src.build.host import peak_bytes, process_bytes
+from megatrain_jax._src.build.host import peak_bytes, pool_bytes
 from megatrain_jax._src.build.run_spec import RunSpec
 from megatrain_jax._src.build.work import Work, backward_work, forward_work, saved_work
 from megatrain_jax._src.common.keys import Kind
@@ -18,6 +18,7 @@ from megatrain_jax._src.report.plan import GroupRow, Plan, TileRow
 from megatrain_jax._src.report.warnings import find_warnings
 from megatrain_jax._src.schedule.instructions import WAITS, Instruction, Op
 from megatrain_jax._src.schedule.workload import Workload
+from megatrain_jax._src.state.pool_limit import beside_bytes
 
 
 def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1) -> Plan:
@@ -37,7 +38,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
     workload, schedule = step.workload, step.schedule
     bytes_in, bytes_out = moved_bytes(schedule.steady, step.scheduled)
     state = [devices * (s[Kind.MASTERS] + s[Kind.OPTIMIZER_STATE]) for s in workload.sizes]
-    process = hardware and process_bytes(spec, num_processes, hardware.assumed_host_bytes)
+    pools = hardware and pool_bytes(spec, num_processes, hardware.assumed_host_bytes)
     num_parameters = [sum(jx.num_elements(spec.leaves[i]) for i in g) for g in grouping.leaves]
     templates, num_templates = _templates(step)
     work = microbatch_work(step)
@@ -52,8 +53,8 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         host_gradient_bytes=devices * schedule.passing.gradients,
         host_activation_bytes=devices * schedule.passing.activations,
         host_residual_bytes=devices * schedule.passing.residuals,
-        host_process_bytes=process and process[0],
-        host_pool_bytes=process and process[1],
+        host_process_bytes=None if pools is None else pools + beside_bytes(pools),
+        host_pool_bytes=pools,
         host_budget=spec.options.host_bytes,
         device_budget=spec.budget_bytes,
         device_state_bytes=schedule.peak_bytes,
@@ -69,6 +70,7 @@ def make_plan(spec: RunSpec, num_processes: int = 1, processes_per_host: int = 1
         seconds_loops=step.microbatches * loops,
         seconds_per_step=hardware and schedule.seconds,
         microbatches=step.microbatches,
+        waves=step.waves,
         update_mode="deferred" if workload.deferred else "immediate",
         num_stages=len(step.stages),
         num_kept=len(schedule.kept),
@@ -115,7 +117,8 @@ def _collective_bytes(step: BoundStep) -> int:
         if instruction.stage is not None:
             forward, backward = step.collectives[instruction.stage]
             received += {Op.FORWARD: forward, Op.BACKWARD: backward}.get(instruction.op, 0)
-    return received
+    # An instruction is of one wave, and its bytes are those of all.
+    return received // step.waves
 
 
 def microbatch_work(step: BoundStep) -> Work:

@@ -1,6 +1,6 @@
 """Figures that a notebook shows as pictures; imported only when something is drawn.
 
-Matplotlib takes a quarter of the time that this library takes to be imported.
+Importing Matplotlib takes a quarter of the time of importing this library.
 """
 
 import io
@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 
 
 class NotebookFigure(Figure):
-    """A Matplotlib figure that a notebook shows, whatever its backend.
+    """A Matplotlib figure that a notebook shows, with any backend.
 
     It belongs to no window, so pyplot does not know it and does not show it again at a cell's end.
-    `%matplotlib inline` registers a printer for `Figure` that goes before `_repr_png_`.
+    `%matplotlib inline` registers a printer for `Figure` that takes precedence over `_repr_png_`.
     """
 
     def __init__(self, **options: Any):
-        """Makes an empty figure whose parts are laid out without overlap.
+        """Makes an empty figure with a layout without overlaps.
 
         Args:
             options: Arguments of Matplotlib's figure.

@@ -1,7 +1,7 @@
-"""The plan of a run, before anything is allocated: memory, transfers, arithmetic.
+"""`Plan`: the memory, transfers and computation of a run, before anything is allocated.
 
-The figures come from shapes and from the schedule's own records, so a plan for a machine that
-isn't here, or a model that fits none, costs seconds; it prints as a table.
+The numbers come from shapes and from the schedule's own records, so a plan takes seconds even for
+an absent machine or a model too large for any. It prints as a table.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +32,9 @@ class GroupRow:
 
     Attributes:
         name: The group's name, or the first and the last one's.
-        count: How many groups the row stands for.
-        num_parameters: Parameters of each of them.
-        host_bytes: State at rest of each of them: master weights and optimizer state.
+        count: Number of groups in the row.
+        num_parameters: Parameters of each group.
+        host_bytes: State at rest of each group: master weights and optimizer state.
         template: The compiled template they share.
     """
 
@@ -47,14 +47,14 @@ class GroupRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TileRow:
-    """Stages whose forward or backward is computed in tiles, as its temporaries are too large.
+    """Stages with a forward or backward that is tiled, because its temporaries are too large.
 
     Attributes:
         name: The name of a stage's first group, or the first and the last such stage's.
-        count: How many stages the row stands for.
+        count: Number of stages in the row.
         what: "forward" or "backward".
-        num_tiles: Tiles that each is computed in, one after another.
-        num_rows: Rows of a tile, of the axis that is divided: tokens, say.
+        num_tiles: Number of tiles, computed one after another.
+        num_rows: Rows per tile along the divided axis, such as tokens.
     """
 
     name: str
@@ -66,61 +66,64 @@ class TileRow:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The memory, transfers and arithmetic that a run needs, and what bounds its step.
+    """The memory, transfers and computation that a run needs, and the bottleneck of its step.
 
     Attributes:
         num_parameters: Parameters of the model.
         num_frozen: Parameters of the model that are not trained.
         frozen_bytes: Host memory of the frozen parameters.
         groups: The parameter groups, consecutive equal ones as one row.
-        host_bytes: Host memory of the state at rest, of all devices' shares.
-        host_peak_bytes: That with waiting gradients, activations and arrays in flight.
-        host_gradient_bytes: Gradients in the host that wait for their update, when the most waits.
-        host_activation_bytes: Activations in the host at that time.
-        host_residual_bytes: Residuals in the host at that time.
-        host_process_bytes: Host memory that a process takes in all for its devices' shares, with
-            the pool's unused ends; None without a GPU.
-        host_pool_bytes: Pinned memory among it, the pool's unused ends included; None without one.
-        host_budget: Host memory that a process may take; None for its share of the machine's.
-        device_budget: Bytes of each device that state and activations may take; None for the least.
-        device_state_bytes: Most memory of each device that the schedule gives to them.
-        device_other_bytes: Estimate of the values between stages that the schedule doesn't count:
-            small ones, and what the batch alone determines.
-        device_temporary_bytes: Most that a compiled function needs for itself; None if unknown.
-        device_temporary_estimated: Whether that is an estimate from the stages' largest values,
-            since the functions aren't compiled for the device.
-        bytes_in: Bytes that a step moves to each device.
-        bytes_out: Bytes that a step moves from each device to the host.
-        flops_per_step: Floating-point operations of a step, of all devices, as `make_plan` counts
-            them.
-        attention_flops_per_step: Those of attention's kernels among them.
-        loop_kernels_per_step: Estimate of the kernels that loops in the stages start in a step, on
-            each device: loops over the experts of a layer, or over chunks of a row.
-        seconds_loops: Estimate of the seconds by which these loops take longer than their
-            arithmetic, since their kernels are short or only copy.
-        seconds_per_step: Estimate of a step's time, transfers and arithmetic overlapping as the
-            schedule lets them; `None` without hardware.
-        microbatches: Microbatches of a step.
+        host_bytes: Host memory of the state at rest, summed over all devices.
+        host_peak_bytes: The same plus waiting gradients, activations and arrays in flight.
+        host_gradient_bytes: Gradients that wait in the host for their update, at the moment when
+            most bytes wait there.
+        host_activation_bytes: Activations in the host at that moment.
+        host_residual_bytes: Residuals in the host at that moment.
+        host_process_bytes: Total host memory of a process for its devices' shares, with the pool's
+            unused ends; None without a GPU.
+        host_pool_bytes: Pinned memory in it, including the pool's unused ends; None without a GPU.
+        host_budget: Maximum host memory of a process; None for its share of the machine's.
+        device_budget: Bytes per device for state and activations; None for the minimum.
+        device_state_bytes: Peak bytes per device that the schedule uses for them.
+        device_other_bytes: Estimate of values between stages that the schedule doesn't count: small
+            ones, and values that depend only on the batch.
+        device_temporary_bytes: Peak temporary bytes of a compiled function; None if unknown.
+        device_temporary_estimated: Whether that is estimated from the stages' largest values,
+            because the functions aren't compiled for the device.
+        bytes_in: Bytes per step from the host to each device.
+        bytes_out: Bytes per step from each device to the host.
+        flops_per_step: Floating-point operations per step, over all devices, as counted by
+            `make_plan`.
+        attention_flops_per_step: Operations of attention kernels among them.
+        loop_kernels_per_step: Estimate of the kernels that loops in the stages launch per step, on
+            each device: loops over a layer's experts, or over chunks of a row.
+        seconds_loops: Estimate of the time of these loops beyond their computation, because their
+            kernels are short or only copy.
+        seconds_per_step: Estimate of a step's time, with transfers and computation overlapping as
+            scheduled; `None` without hardware.
+        microbatches: Microbatches per step.
+        waves: Equal parts of them that go through the stages one after another.
         update_mode: Whether parameters are updated in the stage's own backward.
         num_stages: Stages of the forward.
-        num_kept: Stages that keep the results of their matrix products for the backward, which
-            then need not compute them again.
-        keeps_costliest: Whether they keep the results that cost the most time for their bytes,
-            such as attention's on long sequences, instead of all.
+        num_kept: Stages that save the results of their matrix products for the backward, which then
+            need not recompute them.
+        keeps_costliest: Whether they save only the results that take the most time to recompute for
+            their bytes, such as attention's on long sequences.
         num_templates: Templates that are compiled for the stages.
-        tiles: What is computed in tiles, in the order of the stages.
+        tiles: The tiled stages, in order.
         num_again: Stages whose forward is computed once more before their backward, so that less
             waits in the host.
         num_devices: Devices that share the state and the batch.
         num_processes: Processes that share the run, each with equally many devices.
-        processes_per_host: How many of them share a host and its memory.
-        collective_bytes: Bytes that each device receives from the others in a step: gathered
+        processes_per_host: Number of them that share a host and its memory.
+        collective_bytes: Bytes that each device receives from its peers per step: gathered
             parameters, and gradients to be summed.
-        seconds_dispatch: Estimate of the seconds in which Python dispatches a step.
-        warnings: Sentences on what could not be done well.
+        seconds_dispatch: Estimate of the time in which Python dispatches a step.
+        warnings: Sentences about parts that could not be done well.
         hardware: The machine that times and limits refer to.
-        workload: What a step computes, on how many bytes and how fast: what it is scheduled by.
-        schedule: What moves when in a step; None, as the workload, of a plan made by hand.
+        workload: The computation, bytes and rates of a step, from which it is scheduled.
+        schedule: The transfers and computations of a step in order; None, like the workload, for a
+            plan made by hand.
     """
 
     num_parameters: int
@@ -143,6 +146,7 @@ class Plan:
     num_stages: int
     num_kept: int
     num_templates: int
+    waves: int = 1
     keeps_costliest: bool = False
     attention_flops_per_step: int = 0
     loop_kernels_per_step: int = 0
@@ -193,9 +197,9 @@ class Plan:
 
     @property
     def bytes_through_host(self) -> int:
-        """Bytes that a step moves through a host's memory, of all its devices, both ways.
+        """Bytes per step through a host's memory, for all its devices in both directions.
 
-        Without a connection of their own, devices write and read there what they send each other.
+        Without direct connections, devices exchange data through it too.
         """
         apart = self.hardware is None or self.hardware.peer_bytes_per_s is not None
         # Each byte is written there by its sender and read by its receiver.
@@ -204,56 +208,62 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for state, values and temporaries, where these are known."""
+        """Device memory for state, values and temporaries, as far as known."""
         temporary = self.device_temporary_bytes or 0
         return self.device_state_bytes + self.device_other_bytes + temporary
 
     @property
     def seconds_in(self) -> float | None:
-        """Seconds a step's transfers to the device take alone; `None` without hardware."""
+        """Seconds of a step's transfers to the device alone; `None` without hardware."""
         return self._seconds_alone(self.bytes_in)
 
     @property
     def seconds_out(self) -> float | None:
-        """Seconds a step's transfers to the host take alone; `None` without hardware."""
+        """Seconds of a step's transfers to the host alone; `None` without hardware."""
         return self._seconds_alone(self.bytes_out)
 
     @property
+    def link_share(self) -> float | None:
+        """Share of a step in which its link is busy, in its busier way; `None` without hardware."""
+        if not self.seconds_per_step:
+            return None
+        return max(self.seconds_in or 0.0, self.seconds_out or 0.0) / self.seconds_per_step
+
+    @property
     def seconds_compute(self) -> float | None:
-        """Seconds a step's arithmetic takes alone; `None` without hardware."""
+        """Seconds of a step's computation alone; `None` without hardware."""
         return self._seconds_computing(self.flops_per_step, self.attention_flops_per_step)
 
     @property
     def seconds_attention(self) -> float | None:
-        """Seconds that attention's kernels take of it; `None` without hardware."""
+        """Seconds of attention kernels in it; `None` without hardware."""
         attention = self.attention_flops_per_step
         return self._seconds_computing(attention, attention)
 
     @property
     def seconds_collectives(self) -> float | None:
-        """Seconds a step's exchange between devices takes alone; `None` without hardware."""
+        """Seconds of a step's exchange between devices alone; `None` without hardware."""
         if self.hardware is None:
             return None
         return self.collective_bytes / self.hardware.collective_bytes_per_s(self.devices_per_host)
 
     @property
     def seconds_host(self) -> float | None:
-        """Seconds the host's memory takes for what passes through; `None` without hardware."""
+        """Seconds of the host's memory for the bytes that pass it; `None` without hardware."""
         return self.hardware and self.bytes_through_host / self.hardware.host_bytes_per_s
 
     @property
     def bound(self) -> Bound:
-        """The bound of a perfectly overlapped step: what it would wait for, by `find_bound`.
+        """The bottleneck of a perfectly overlapped step, from `find_bound`.
 
         "link" is each device's own link, "host" the host's memory, which all of them share,
-        "collectives" what devices send each other, "loops" the short kernels of loops, "dispatch"
-        the Python that gives a step to them, which toy models wait for. "neither" if two of them
+        "collectives" the exchange between devices, "loops" the short kernels of loops, "dispatch"
+        the Python that dispatches a step, which matters for toy models. "neither" if two of them
         are within 10% of each other, or no hardware is given.
         """
         if self.hardware is None:
             return "neither"
-        # Of one host: its memory and its links are what bounds a step; other hosts do the same
-        # beside.
+        # For one host: its memory and its links limit a step; all hosts do the same in parallel.
         own, of = self.devices_per_host, self.num_devices
         return find_bound(
             hardware=self.hardware,
@@ -268,35 +278,35 @@ class Plan:
         )
 
     def _seconds_computing(self, flops: int, attention: int) -> float | None:
-        """Seconds for operations of all devices, and those of attention among them."""
+        """Seconds for operations of all devices, with attention's operations among them."""
         return self.hardware and self.hardware.compute_seconds(flops, attention) / self.num_devices
 
     def _seconds_alone(self, num_bytes: int) -> float | None:
-        """Seconds for a step's transfers one way, of all devices at once."""
+        """Seconds for a step's transfers in one direction, for all devices at once."""
         number = self.devices_per_host
         return self.hardware and num_bytes / self.hardware.transfer_bytes_per_s(number)
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether a host's memory suffices for its processes; `None` if it isn't known."""
-        # Without a GPU there is no pool, and a process takes what its arrays do.
+        """Whether a host's memory suffices for its processes; `None` if unknown."""
+        # Without a GPU there is no pool, and a process takes only its arrays.
         process = self.host_process_bytes or self.host_peak_bytes // self.num_processes
         return _fits(process, most_of_a_process(self))
 
     @property
     def fits_device(self) -> bool | None:
-        """Whether what JAX may take of the device suffices; `None` if it isn't known.
+        """Whether the device memory available to JAX suffices; `None` if unknown.
 
-        Without the functions' memory it is known only where the rest is too much already.
+        While the functions' memory is unknown, this is known only if the rest is already too much.
         """
         fits = _fits(self.device_bytes, self.hardware and self.hardware.usable_bytes)
         return None if fits and self.device_temporary_bytes is None else fits
 
     def timeline(self) -> "Figure":
-        """Draws a steady step as the schedule's clock has it: copies and computation, and memory.
+        """Draws a steady step by the schedule's clock: copies, computation, and memory.
 
-        It begins when the device is done with the step before, so copies that came early lie before
-        0. The times are estimates by the rates of `hardware`; without it, of an H200.
+        It begins when the device has finished the previous step, so copies made ahead lie before 0.
+        Times are estimates with the rates of `hardware`; without it, of an H200.
 
         Returns:
             A Matplotlib figure, which a notebook shows as a picture. It belongs to no window.
@@ -312,7 +322,7 @@ class Plan:
         return draw_timeline(timeline(*what), memory(*what), title)
 
     def __repr__(self) -> str:
-        """Returns the plan as a table of plain text."""
+        """Returns the plan as a plain text table."""
         return as_text(self)
 
     def _repr_html_(self) -> str:

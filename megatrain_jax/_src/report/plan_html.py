@@ -1,4 +1,4 @@
-"""A plan in HTML: its table, beside it bars of what fills host and device, warnings in red."""
+"""A plan as HTML: its table, bars of host and device memory, and warnings in red."""
 
 import html
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
 
 _COLOURS = ("#4c72b0", "#dd8452", "#937860", "#55a868", "#c44e52", "#8172b3", "#64b5cd")
-_FREE = "#8884"  # shows on a white page and on a black one
+_FREE = "#8884"  # visible on white and on black pages
 
 
 def as_html(plan: "Plan") -> str:
@@ -32,8 +32,8 @@ def as_html(plan: "Plan") -> str:
 
 
 def _bar(fill: Fill) -> str:
-    """A memory as a bar, as long as its limit, or as what is needed where that is more."""
-    # 1 for a memory of nothing, which can't be divided by.
+    """A memory as a bar, scaled to its limit, or to the needed bytes if they are more."""
+    # At least 1, to avoid a division by zero.
     scale = max(fill.needed, fill.limit or 0) or 1
     parts = [
         (name, size, colour) for (name, size), colour in zip(fill.parts, _COLOURS, strict=False)

@@ -9,7 +9,7 @@ from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.report.bound import Bound
 from megatrain_jax._src.report.table import UNFIT, aligned, seconds, short
 from megatrain_jax._src.state.hardware import Hardware
-from megatrain_jax._src.state.pool import most_process_bytes
+from megatrain_jax._src.state.pool import usable_bytes
 
 if TYPE_CHECKING:
     from megatrain_jax._src.report.plan import Plan
@@ -172,6 +172,10 @@ def _arithmetic_cells(plan: "Plan") -> list[list[str]]:
     flops, attention = plan.flops_per_step, plan.attention_flops_per_step
     name = f"arithmetic{of_all}, a step{batches}"
     cells = [[name, short(flops, flops=True), seconds(plan.seconds_compute)]]
+    if plan.waves > 1:
+        share = "" if plan.link_share is None else f"the link is busy for {plan.link_share:.0%}"
+        waves = f"waves of {plan.microbatches // plan.waves} microbatches"
+        cells.append([waves, str(plan.waves), share])
     if attention > _LARGE_SHARE * flops:
         said = [seconds(plan.seconds_attention), f"{attention / flops:.0%} of it"]
         cells.append(
@@ -216,11 +220,9 @@ def _rates(plan: "Plan", machine: Hardware) -> str:
 
 def most_of_a_process(plan: "Plan") -> int | None:
     """The most host memory that one of a plan's processes may take; None if it isn't known."""
-    limits = [] if plan.host_budget is None else [plan.host_budget]
-    if plan.hardware is not None and (total := plan.hardware.assumed_host_bytes) is not None:
-        own = plan.devices_per_host // plan.processes_per_host
-        limits.append(most_process_bytes(total, own, plan.processes_per_host))
-    return min(limits, default=None)
+    total = plan.hardware and plan.hardware.assumed_host_bytes
+    own = plan.devices_per_host // plan.processes_per_host
+    return usable_bytes(plan.host_budget, total, own, plan.processes_per_host)
 
 
 def _host_verdict(plan: "Plan") -> str:

@@ -1,4 +1,4 @@
-"""The tables that a history, a result and a trainer show: cells, from plain values."""
+"""Tables of a history, a result and a trainer, from plain values."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,13 @@ from megatrain_jax._src.report.table import short
 if TYPE_CHECKING:
     from megatrain_jax._src.build.run_spec import RunSpec
 
-# Records that a table shows from the start of a history, and from its end.
+# Number of records shown from the start of a history, and from its end.
 _SHOWN = 5
 
 
 def record_cells(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The table of a history, below a header; of many records the middle is left out."""
-    # A single record in the middle takes no more room than the dots.
+    """The table of a history, with a header; if there are many records, the middle is left out."""
+    # A single hidden record would take no more space than the dots.
     hidden = len(records) - 2 * _SHOWN
     shown = [*records] if hidden <= 1 else [*records[:_SHOWN], *records[-_SHOWN:]]
     names = list(dict.fromkeys(name for record in shown for name in record))
@@ -33,12 +33,12 @@ def record_cells(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def result_cells(
     num_steps: int, reason: str, records: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
-    """The table of a result: how far it came, why it ended, and its losses."""
+    """The table of a result: steps, reason of the end, and losses."""
     cells = [["steps", f"{num_steps}", reason]]
     for name in ("loss", EVALUATED + "loss"):
         numbers, values = points(records, name)
         if len(values):
-            # What is not a number comes last, as nothing is less than it.
+            # NaN comes last, because nothing compares less than it.
             best = min(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
             first = f"{values[0]:.6g} at step {numbers[0]:.0f}"
             least = f"least {values[best]:.6g} at step {numbers[best]:.0f}"
@@ -49,7 +49,7 @@ def result_cells(
 def trainer_cells(
     spec: "RunSpec", num_steps: int, records: Sequence[Mapping[str, Any]], devices: Sequence[Any]
 ) -> list[list[str]]:
-    """The table of a trainer: its model, how far it is, and what it may take of the device."""
+    """The table of a trainer: its model, its progress, and its device budget."""
     parameters = sum(map(jx.num_elements, spec.leaves))
     groups = len(spec.layouts)
     budget, schedule = spec.budget_bytes, spec.first.schedule
@@ -71,6 +71,6 @@ def _spelled(name: str, value: Any) -> str:
         return ""
     if name == "seconds" and is_number(value):
         return spelled(value)
-    if isinstance(value, list):  # such as samples, which would take a line of the table each
+    if isinstance(value, list):  # such as samples, which would each take a line of the table
         return f"{len(value)} of them"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Tables as plain text and as HTML, and numbers as they are written there."""
+"""Tables as plain text and as HTML, and the format of numbers in them."""
 
 import base64
 import html
@@ -18,22 +18,22 @@ def seconds(value: float | None) -> str:
         return ""
     if value == 0 or value >= 0.1:
         return f"{value:.3g} s"
-    # The next larger unit where three digits would round up to a thousand.
+    # The larger unit is used if three digits would round up to a thousand.
     return f"{value * 1e3:.3g} ms" if value >= 0.9995e-3 else f"{value * 1e6:.3g} µs"
 
 
 def short(value: int, flops: bool = False) -> str:
-    """A count with three digits, of operations if they are `flops`."""
+    """A count with three digits; with `flops`, a count of operations."""
     steps = ("", "K", "M", "G" if flops else "B", "T", "P", "E")
     size = float(value)
-    # From 999.5 on three digits would be rounded to a thousand.
+    # From 999.5 on, three digits would round to a thousand.
     while size >= 999.5 and len(steps) > 1:
         size, steps = size / 1000, steps[1:]
     return f"{size:.3g} {steps[0]}FLOP" if flops else f"{size:.3g}{steps[0]}"
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """A table as text: the first column to the left, the last as it is, the others to the right."""
+    """A table as text: the first column left-aligned, the last unpadded, the rest right-aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
@@ -44,23 +44,23 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
 
 
 def html_row(cells: Sequence[str], tag: str = "td") -> str:
-    """One row of a table in HTML; what does not fit is red."""
+    """One row of a table in HTML; cells that say something does not fit are red."""
     return f"<tr>{''.join(f'<{tag}>{_html(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def html_table(cells: Sequence[Sequence[str]], *, header: bool = False) -> str:
-    """A table in HTML, whose first row may be a header."""
+    """A table in HTML; its first row may be a header."""
     rows = [html_row(cells[0], "th"), *map(html_row, cells[1:])] if header else map(html_row, cells)
     return f"<table>{''.join(rows)}</table>"
 
 
 def html_box(*parts: str) -> str:
-    """Parts one below the other, never wider than the cell of a notebook that they are shown in."""
+    """Parts one below the other, never wider than the notebook cell."""
     return f'<div style="max-width:100%;overflow-x:auto">{"".join(parts)}</div>'
 
 
 def html_beside(left: str, right: str) -> str:
-    """Two parts side by side, or one below the other where there is no room for both."""
+    """Two parts side by side, or one below the other if there is not enough space."""
     outer = "display:flex;flex-wrap:wrap;gap:16px 24px;align-items:flex-start;max-width:100%"
     inner = "min-width:0;max-width:100%;overflow-x:auto"
     return (

@@ -1,4 +1,4 @@
-"""The timeline of a step as a figure: copies in, computation, copies out, and the memory below."""
+"""Draws the timeline of a step: copies in, computation, copies out, and the memory below."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ _GIB, _MIB = 2**30, 2**20
 def draw_timeline(
     spans: Iterable[Span], memory: Sequence[tuple[float, int]], title: str
 ) -> "NotebookFigure":
-    """Draws the spans of a step, and the memory that the device gives to state and activations.
+    """Draws the spans of a step, and the device memory used for state and activations.
 
     Args:
         spans: The spans.
@@ -48,19 +48,19 @@ def draw_timeline(
         title: Title of the figure.
 
     Returns:
-        A figure that belongs to no window, so that it works without a display; a notebook shows it.
+        A figure that belongs to no window, so it works without a display; a notebook shows it.
     """
     from megatrain_jax._src.report.notebook_figure import NotebookFigure
 
     bars: dict[tuple[Lane, str], list[tuple[float, float]]] = {}
     for span in spans:
-        name = _NAMES.get(span.what, "update")  # zeros, sums and scalars of one, too
+        name = _NAMES.get(span.what, "update")  # includes zeroing and summing an update's gradients
         bars.setdefault((span.lane, name), []).append((span.start, span.end - span.start))
     last = max((start + length for rows in bars.values() for start, length in rows), default=0.0)
     scale, unit = (1.0, "s") if last >= 0.1 else (1e3, "ms") if last >= 1e-3 else (1e6, "µs")
     figure = NotebookFigure(figsize=(10, 4))
     axes, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    # One entry of the legend for a name, though it may be in two lanes.
+    # One legend entry per name, even if it is in two lanes.
     labelled = set()
     for (lane, name), rows in bars.items():
         axes.broken_barh(
@@ -91,5 +91,5 @@ def draw_timeline(
 
 
 def title_of(step_seconds: float, machine: str) -> str:
-    """The title of a timeline: how long a step takes, and on what."""
+    """The title of a timeline: the time of a step, and the machine."""
     return f"a step of {seconds(step_seconds)}, as scheduled for {machine}"

@@ -1,4 +1,4 @@
-"""Warnings of what a run can't do well: found in its spec, raised at the user's own line."""
+"""Warnings about parts of a run that perform badly, reported at the user's own line."""
 
 import sys
 import warnings
@@ -14,14 +14,14 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.flops import count_flops, is_product
 
 _PACKAGE = __name__.partition(".")[0]
-# Parameters below which a model fits any device as a whole.
+# Below this number of parameters, a model fits any device as a whole.
 _WORTH_CUTTING = 2**24
-# Share of the parameters from which on a stage is most of the model.
+# Fraction of the parameters from which on a stage counts as most of the model.
 _MOST = 3 / 4
 
 
 class PlanWarning(UserWarning):
-    """The category of warnings of what a run can't do well; `Plan.warnings` has the texts.
+    """The category of warnings about a run's performance; `Plan.warnings` has the texts.
 
     Examples:
         To silence them:
@@ -32,7 +32,7 @@ class PlanWarning(UserWarning):
 
 
 def warn_of(texts: Iterable[str]) -> None:
-    """Warns of each text at the first line outside this package that led here."""
+    """Warns of each text at the innermost line outside this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         frame, level = frame.f_back, level + 1
@@ -41,13 +41,13 @@ def warn_of(texts: Iterable[str]) -> None:
 
 
 def find_warnings(spec: RunSpec) -> tuple[str, ...]:
-    """The texts of a run's warnings: first what cutting the loss has met."""
+    """The texts of a run's warnings, beginning with those of cutting the loss."""
     own = (_one_stage, _wide_products, _coded_differences)
     return (*spec.first.program.warnings, *(text for find in own for text in find(spec)))
 
 
 def _one_stage(spec: RunSpec) -> list[str]:
-    """Warns where most of the model is one stage: then little or nothing is streamed by block."""
+    """Warns if most of the model is one stage, so that little is streamed by block."""
     sizes = [*map(jx.num_elements, spec.leaves)]
     stages = [bound.stage for bound in spec.first.stages]
     whole, held = sum(sizes), [[sizes[i] for i in stage.leaves] for stage in stages]
@@ -60,7 +60,7 @@ def _one_stage(spec: RunSpec) -> list[str]:
     has_blocks = any(stage.is_block for stage in stages)
     if has_blocks and not large:
         return []
-    # Said before, with a reason of its own.
+    # Already reported, with a specific reason.
     if any(f"stage {name} holds" in text or "can't be separated" in text
            for text in spec.first.program.warnings):  # fmt: skip
         return []
@@ -83,11 +83,11 @@ def _one_stage(spec: RunSpec) -> list[str]:
 
 
 def _wide_products(spec: RunSpec) -> list[str]:
-    """Warns of arithmetic that does not run in the compute dtype, which users rarely intend."""
+    """Warns of computation that does not run in the compute dtype, which users rarely intend."""
     compute = np.dtype(spec.precision.compute)
     jaxprs = [bound.stage.jaxpr for bound in spec.first.stages]
     every = sum(count_flops(j, is_product) for j in jaxprs)
-    # A router or a loss in fp32 is a few percent, and meant so.
+    # A router or a loss in fp32 takes a few percent, and is intended.
     wide = sum(count_flops(j, lambda e: _is_wide(e, compute.itemsize)) for j in jaxprs)
     if wide <= every / 10:
         return []
@@ -100,15 +100,15 @@ def _wide_products(spec: RunSpec) -> list[str]:
 
 
 def _is_wide(eqn: Any, itemsize: int) -> bool:
-    """Whether an equation is a product of numbers wider than `itemsize` that could be narrower."""
+    """Whether an equation is a product of operands wider than `itemsize` that could be narrower."""
     if not is_product(eqn, itemsize):
         return False
-    # The narrowest complex numbers that there are have 8 bytes.
+    # The narrowest complex numbers have 8 bytes.
     return not np.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating)
 
 
 def _coded_differences(spec: RunSpec) -> list[str]:
-    """Warns of coded state that makes parameters that are no numbers."""
+    """Warns of coded state that can turn parameters into NaN."""
     counts = [len(rows) for rows in spec.grouping.leaves]
     paths = coded_differences(spec.precision, spec.optimizer, counts)
     if not paths:

@@ -1,1 +1,1 @@
-"""The training of a run: its state, transfers, the engine, interrupts."""
+"""A run while it trains: state, transfers, the engine, interrupts."""

@@ -1,4 +1,4 @@
-"""A batch's way to the devices, and its shapes once all processes' parts are joined."""
+"""Puts batches on the devices, and joins the shapes of all processes' parts."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from megatrain_jax._src.state.placement import Placement
 
 
 def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Array]:
-    """Puts the arrays of a batch on the devices, which share it if its microbatches divide.
+    """Puts the arrays of a batch on the devices, divided among them if microbatches allow.
 
     Args:
-        batch: A pytree of arrays whose first axes are of examples: this process's part of them.
-        step: The step that is to read it.
+        batch: A pytree of arrays with examples as first axis: this process's part of them.
+        step: The step that will read it.
         placement: The devices.
     """
-    # All arrays have as many examples, as has been checked; a microbatch is what devices divide.
+    # All arrays have equally many examples, as checked before; devices divide each microbatch.
     leaves = jax.tree.leaves(batch)
     examples = leaves[0].shape[0] * placement.processes.count
     sharding = placement.batch(examples // step.microbatches)
@@ -26,7 +26,7 @@ def put_batch(batch: Any, step: BoundStep, placement: Placement) -> list[jax.Arr
 
 
 def joined_shapes(batch: Any, num_processes: int) -> Any:
-    """The shapes and dtypes of a batch of which each process has an equal part."""
+    """The shapes and dtypes of a whole batch of which each process has an equal part."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] * num_processes, *x.shape[1:]), x.dtype), batch
     )

@@ -1,4 +1,4 @@
-"""The steps made by hand, `Trainer.step` after `Trainer.step`, on their way into the history."""
+"""Steps made by hand (`Trainer.step`), until their records are in the history."""
 
 import time
 from collections import deque
@@ -13,16 +13,16 @@ from megatrain_jax._src.runtime.training import StepMetrics
 class StepsByHand:
     """Steps that were made by hand and have no record yet, in order.
 
-    Steps 7 and 8 were dispatched, and 9 is about to be. `records(keep=1)` gives the record of 7,
-    which has been computed, and doesn't wait for 8; `records()` waits for both.
+    Example: steps 7 and 8 were dispatched, and 9 is about to be. `records(keep=1)` yields the
+    record of 7, which has been computed, and doesn't wait for 8; `records()` waits for both.
     """
 
     def __init__(self, skips: bool):
         """Starts without steps.
 
         Args:
-            skips: Whether a step whose numbers are not finite is skipped and counted; of others
-                that end in an error there are no records.
+            skips: Whether a step with numbers that are not finite is skipped and counted; otherwise
+                it ends in an error and has no record.
         """
         self._skips = skips
         self._waiting: deque[tuple[float, StepMetrics]] = deque()
@@ -31,19 +31,24 @@ class StepsByHand:
         """Adds a step that began at a time of `time.perf_counter`."""
         self._waiting.append((began, metrics))
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there are steps without a record."""
+        return bool(self._waiting)
+
     def forget(self) -> None:
         """Forgets all steps without a record."""
         self._waiting.clear()
 
     def records(self, keep: int = 0) -> Iterator[dict[str, Any]]:
-        """Gives the records of all but the newest `keep` steps, which are forgotten here.
+        """Yields the records of all but the newest `keep` steps, and forgets these steps.
 
-        A step took until the next one began; the newest until it was asked for.
+        A step lasts until the next one begins, the newest until its record is requested.
         """
         while len(self._waiting) > keep:
             began, metrics = self._waiting[0]
             healthy, values = jax.device_get((metrics.healthy, dict(metrics)))
-            # Only now: a signal while it was waited for leaves it to be recorded later.
+            # Not earlier, so that a step whose wait was interrupted is recorded later.
             self._waiting.popleft()
             if not (healthy or self._skips):
                 continue

@@ -1,4 +1,4 @@
-"""The sources that updates draw random bits from: the run's key, the gradient's step, the group."""
+"""The arguments of updates that draw random bits: the run's key, the gradient's step, the group."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ from megatrain_jax._src.runtime.store import Store
 
 
 class Draws:
-    """The arguments that make updates draw; groups' numbers are put on the devices once."""
+    """Supplies these arguments; groups' numbers are put on the devices once."""
 
     def __init__(self, store: Store):
         """Starts with no group's number on the devices."""
@@ -15,15 +15,15 @@ class Draws:
         self._numbers: dict[int, jax.Array] = {}
 
     def of(self, group: int, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-        """The sources of a group's update by a step's gradient; None if it draws nothing.
+        """The arguments for a group's update by a step's gradient; None if it draws nothing.
 
-        The run's key, the number of the step and that of the group, as arrays on the devices.
+        The run's key, the number of the step and the number of the group, as device arrays.
         """
         store = self._store
         if not store.layouts[group].draws:
             return None
         if group not in self._numbers:
-            # Once a run: sent with each update it would be a copy between others.
+            # Once per run: sent with each update, it would be an extra copy.
             number = store.placement.put(np.uint32(group), store.placement.small_on_device)
             self._numbers[group] = number
         return store.key, step, self._numbers[group]

@@ -57,6 +57,7 @@ class Engine:
     def train(self, step: BoundStep, batch: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one training step and returns its metrics, which may not be ready yet."""
         schedule = step.schedule
+        assert not schedule.left_out
         # A steady step goes on from what its own schedule has left on the device: another one's
         # starts at rest.
         if self._running is not None and self._running != schedule:
@@ -175,7 +176,8 @@ class Engine:
         waits = instruction.op in WAITS
         key = instruction.key
         if key is not None and not waits:
-            self._transfers.move(instruction.op, key, task, [] if live is None else live.rows)
+            # An activation moves within the wave that makes and reads it.
+            self._transfers.move(instruction.op, key, task, [] if live is None else live.wave_rows)
             return
         if not waits or self._transfers.fetching:
             self._transfers.dispatch()
@@ -195,12 +197,12 @@ class Engine:
         elif instruction.op is Op.REDUCE:
             self._reduce(live, _known(instruction.group), task)
         else:
-            stage = _known(instruction.stage)
+            stage, live.wave = _known(instruction.stage), instruction.wave
             compute = self._forward if instruction.op is Op.FORWARD else self._backward
             compute(live, stage, task)
             for i in live.step.last_read.get(_known(instruction.task), ()):
                 self.store.host.pop(Key(Kind.ACTIVATION, i), None)  # a copy that was fetched again
-                for row in live.rows:
+                for row in live.wave_rows:
                     row.pop(i, None)
 
     def _find(self, key: Hashable, make: Callable[[], Kernel]) -> Callable:
@@ -235,7 +237,7 @@ class Engine:
     def _forward(self, live: LiveValues, number: int, task: int) -> None:
         bound = live.step.stages[number]
         keeps, kept = number in live.step.schedule.kept, []
-        for row in live.rows:
+        for row in live.wave_rows:
             run = self._of_stage(Op.FORWARD, number, live.step)
             outputs = run(self._masters(bound), [row[i] for i in bound.stage.inputs])
             if keeps:
@@ -251,9 +253,10 @@ class Engine:
         assert mode is not None
         keeps = number in live.step.schedule.kept
         kept = self._take(Key(Kind.RESIDUALS, number)) if keeps else ()
-        each = len(kept) // len(live.rows)
+        rows, waiting = live.wave_rows, live.wave_cotangents
+        each = len(kept) // len(rows)
         arriving, accumulated = bound.arriving, bound.accumulated
-        for m, (row, cotangents) in enumerate(zip(live.rows, live.cotangents, strict=True)):
+        for m, (row, cotangents) in enumerate(zip(rows, waiting, strict=True)):
             run = self._of_stage(Op.BACKWARD, number, live.step)
             outputs, gradients, back = run(
                 self._masters(bound),

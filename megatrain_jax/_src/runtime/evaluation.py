@@ -1,4 +1,4 @@
-"""Evaluation: the loss and metrics of batches that nothing is trained on."""
+"""Evaluation: the loss and metrics of batches, without training on them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,7 @@ _EVALUATED = "the shapes of the batches that are evaluated, and their number,"
 def evaluate_batches(
     engine: Engine, batches: Iterable[Any], bind: Callable[[Any], BoundStep]
 ) -> tuple[list[dict[str, jax.Array]], list[int]]:
-    """Evaluates batch by batch; a signal takes effect between two.
+    """Evaluates batch by batch; a signal takes effect between two batches.
 
     Args:
         engine: The engine, at rest or not.
@@ -26,20 +26,20 @@ def evaluate_batches(
         bind: Function that checks a batch and returns its bound step.
 
     Returns:
-        The metrics of each batch, as scalars on the device that may not be ready yet, and the
-        number of examples of each.
+        The metrics of each batch, as device scalars that may not be ready yet, and the number of
+        examples of each.
     """
     rows, sizes, iterator = [], [], iter(batches)
     placement = engine.store.placement
     while True:
-        # An iterator that hangs gives way to a second signal.
+        # A second signal interrupts an iterator that hangs.
         with deferred_interrupt(insist=True):
             batch = next(iterator, _END)
         step = None if batch is _END else bind(batch)
         with deferred_interrupt(), placement.outside_meshes():
             where = f"batch {len(rows) + 1} of an evaluation"
-            # The end is agreed upon, too: who has a batch more would wait for the others in a
-            # collective.
+            # All processes agree on the end too: a process with one more batch would wait for its
+            # peers in a collective.
             facts = {_EVALUATED: None if step is None else batch_key(batch)}
             placement.processes.agree(where, facts.copy)
             if step is None:

@@ -28,18 +28,18 @@ def fill_store(
 ) -> None:
     """Fills a store without slabs with the model's and the optimizer's initial state.
 
-    Outside the store never more exists than one group, or one parameter stacked over layers.
+    Outside the store, at most one group exists at a time, or one parameter stacked over layers.
 
     Args:
         spec: The run: its groups, their layouts and the optimizer.
         store: The store, at rest and without slabs.
-        kernels: The run's compiled functions; those that pack slabs are added.
+        kernels: The run's compiled functions; the ones that pack slabs are added.
         initial: The model's initial values.
         done: Callback after each group, for a progress bar.
     """
     placement, digest = store.placement, xxhash.xxh3_64()
-    # Each process makes all values and keeps its own shards of them: were they drawn differently,
-    # slabs would be put together from different models.
+    # Each process computes all values and keeps its own shards. If the values differed, slabs would
+    # mix different models, so checksums are compared.
     if placement.processes.count > 1:
         initial = _noted(initial, digest)
     slices = _unstacked(spec, store, initial)
@@ -61,7 +61,7 @@ def fill_store(
 
 
 def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
-    """Initial values whose bytes are added to a checksum as they are given out."""
+    """Initial values whose bytes are added to a checksum as they are read."""
 
     def leaves(indices: Sequence[int]) -> list[jax.Array]:
         values = initial.leaves(indices)
@@ -73,28 +73,29 @@ def _noted(initial: InitialValues, digest: xxhash.xxh3_64) -> InitialValues:
 
 
 def _unstacked(spec: RunSpec, store: Store, initial: InitialValues) -> dict[int, jax.Array]:
-    """The slices of parameters stacked over layers, in host memory until they are packed."""
+    """The slices of parameters stacked over layers, kept in host memory until they are packed."""
     rows = [(leaf.parameter, leaf.index, i) for i, leaf in enumerate(spec.leaves)]
     stacked = sorted((row for row in rows if row[1]), key=lambda row: (row[0], row[2]))
     slices: dict[int, jax.Array] = {}
     for parameter, members in itertools.groupby(stacked, key=lambda row: row[0]):
-        # All slices of it at once: their groups come one by one, and each would make it anew.
+        # All slices at once, because the groups come one by one and each would compute the whole
+        # again.
         (whole,) = initial.leaves([parameter])
         for _, index, i in members:
             dtype = held_dtype(spec.precision, spec.leaves[i])
             row = whole[selector(index)]
-            # In no more bytes than it will be held in, but for codes, which are made in packing.
+            # In their final dtype, except for codes, which are made in packing.
             slices[i] = store.small(
                 row.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else row
             )
-        jax.block_until_ready(list(slices.values()))  # before the next whole one is made
+        jax.block_until_ready(list(slices.values()))  # before the next whole array is computed
     return slices
 
 
 def _fill_group(
     spec: RunSpec, store: Store, kernels: KernelCache, g: int, leaves: list[jax.Array]
 ) -> list[jax.Array]:
-    """Fills the slabs of a group; gives the scalars that shared state starts from."""
+    """Fills the slabs of a group; returns the scalars for the initial shared state."""
     layout, part = spec.layouts[g], spec.optimizer.initial_state[g]
     masters = kernels.get(pack(layout.master, store.placement))(leaves)
     resting = [store.append(Key(Kind.MASTERS, g), masters)]

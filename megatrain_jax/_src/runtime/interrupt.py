@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM between steps instead of within one, and only once a run.
+"""Makes Ctrl-C and SIGTERM take effect between steps, not within one, and only once per run.
 
-A step that is cut off while it is dispatched leaves some groups updated and others not, so the
-signal waits until the work it would break is whole. Supervisors repeat their signals, so a run that
-has been told to end ends undisturbed.
+A step that is interrupted while it is dispatched leaves only some groups updated, so a signal waits
+until that work is complete. Supervisors repeat their signals, so a run that is already ending is
+not disturbed.
 """
 
 import signal
@@ -12,28 +12,29 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-# The number of signals that a run takes in all before one cuts its end, the final save, off.
+# The number of signals that a run accepts before a further one interrupts its final save.
 _PATIENCE = 2
-# Seconds that the main thread waits for another thread before it looks for signals. The kernel may
-# give a signal to any thread, and one that comes just before a wait begins doesn't end that wait.
+# The main thread waits at most this many seconds at a time for another thread, then looks for
+# signals. The kernel may deliver a signal to any thread, and one that comes just before a wait
+# begins doesn't end it.
 SECONDS_AT_A_TIME = 0.1
 
 
 def deferred_interrupt(*, insist: bool = False) -> AbstractContextManager[None]:
-    """Holds SIGINT and SIGTERM back until the body has ended, then hands them to their handlers.
+    """Holds SIGINT and SIGTERM back until the body has ended, then passes them to their handlers.
 
-    With Python's own handler that means a `KeyboardInterrupt` at the end of the ``with`` block.
-    Blocks may be nested: the outermost raises. If the body raises, its error goes on instead of a
-    `KeyboardInterrupt`, because the error already ends the work; handlers still learn of the
-    signal. Off the main thread, where Python delivers no signals, and for a signal that is ignored,
-    has its default action or a handler that was not installed from Python, nothing changes.
+    With Python's own handler, this raises a `KeyboardInterrupt` at the end of the ``with`` block.
+    Blocks may be nested: the outermost raises. If the body raises, its error continues instead of a
+    `KeyboardInterrupt`, because it already ends the work; handlers still learn of the signal.
+    Nothing changes off the main thread, where Python delivers no signals, and for a signal that is
+    ignored, has its default action, or a handler not installed from Python.
 
     Args:
-        insist: Whether a second signal goes through at once; for a body that may hang and that
-            can be cut off without harm to the training state.
+        insist: Whether a second signal takes effect at once; for a body that may hang and can be
+            interrupted without harm to the training state.
 
     Raises:
-        KeyboardInterrupt: If a signal came during the body whose handler raises it.
+        KeyboardInterrupt: If a signal came during the body and its handler raises it.
     """
     return _Deferral(insist)
 
@@ -51,7 +52,8 @@ class _Deferral:
         """Holds the signals back, on the main thread."""
         if not _on_main_thread():
             return
-        # `getsignal` gives a function for handlers of Python's only; the others can't be put back.
+        # `getsignal` returns a function only for Python handlers; no other handler could be
+        # restored.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for number, call in handlers.items():
@@ -63,13 +65,13 @@ class _Deferral:
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Hands the signals that came to their handlers."""
+        """Passes the received signals to their handlers."""
         late = self._end()
         try:
             if late is not None and (error is None or not isinstance(late, KeyboardInterrupt)):
                 raise late
         finally:
-            del late  # its traceback leads here, and the cycle would keep the callers' arrays
+            del late  # its traceback refers to this frame; the cycle would keep the callers' arrays
 
     def _end(self) -> BaseException | None:
         return _put_back(self._held_back, self._received)
@@ -84,17 +86,17 @@ class _Deferral:
 
 
 def _put_back(handlers: Mapping[int, Any], received: list[int]) -> BaseException | None:
-    """Installs handlers, then sends signals again that came meanwhile.
+    """Installs handlers, then sends again the signals that came meanwhile.
 
-    From the first handler on, a signal may raise anywhere in here; what is left is done then, too.
+    From the first handler on, a signal may raise anywhere in here; the rest is still done then.
 
     Args:
         handlers: The handlers by the signals' numbers.
-        received: Numbers of the signals to send; empty afterwards. Each kind is sent once: who
-            sends one several times means the same by all of them.
+        received: Numbers of the signals to send; empty afterwards. Each kind is sent once, because
+            repeated signals mean the same.
 
     Returns:
-        The error that a handler raised; rather another one than a `KeyboardInterrupt`.
+        The error that a handler raised, preferably one that is not a `KeyboardInterrupt`.
     """
     left, error = list(handlers.items()), None
     while left or received:
@@ -102,7 +104,7 @@ def _put_back(handlers: Mapping[int, Any], received: list[int]) -> BaseException
             while left:
                 signal.signal(*left[-1])
                 left.pop()
-            # Sent again rather than raised here: a notebook's or an outer block's handler decides.
+            # Sent again, not raised here, so that a notebook's or an outer block's handler decides.
             while received:
                 number = received[0]
                 received[:] = [other for other in received if other != number]
@@ -117,7 +119,7 @@ def _put_back(handlers: Mapping[int, Any], received: list[int]) -> BaseException
 
 
 def _is_within(frame: FrameType | None, *methods: Any) -> bool:
-    """Whether a signal has come while one of some objects' methods runs."""
+    """Whether a signal arrived while one of the given bound methods was running."""
     while frame is not None:
         for method in methods:
             of_method = frame.f_code is method.__func__.__code__
@@ -128,20 +130,20 @@ def _is_within(frame: FrameType | None, *methods: Any) -> bool:
 
 
 class Signals:
-    """A run's handlers of SIGINT and SIGTERM: the first signal ends it, the second changes nothing.
+    """A run's handlers of SIGINT and SIGTERM: the first signal ends it, a second has no effect.
 
-    Each is a `KeyboardInterrupt` in the run, the second one only while a body that allows it
-    (`deferred_interrupt(insist=True)`) holds the first one back. Once the run is ending, two
-    signals in all are only counted, and a third is a `KeyboardInterrupt` again. SIGINT is taken
-    over from Python's own handler, SIGTERM from its default action and from any handler that was
-    installed from Python; a signal that is ignored, or whose handler is not Python's, stays so.
+    A signal raises `KeyboardInterrupt` in the run; the second one does so only while a body that
+    allows it (`deferred_interrupt(insist=True)`) holds the first one back. Once the run is ending,
+    two signals in total are only counted, and a third raises `KeyboardInterrupt` again. SIGINT is
+    taken over from Python's own handler, SIGTERM from its default action and from any handler
+    installed from Python; ignored signals and non-Python handlers are left alone.
 
-    A supervisor sends SIGTERM, and again after 0.1 s while the last step is being saved:
+    Example: a supervisor sends SIGTERM, and again after 0.1 s while the last step is being saved:
 
         begin() -> from now on signals interrupt the run
-        first   -> KeyboardInterrupt after the step at hand; `ending` is true
-        second  -> counted; the save goes on
-        __exit__ -> the handlers of before are back; `hand_on` acts as they would have
+        first   -> KeyboardInterrupt after the current step; `ending` is true
+        second  -> counted; the save continues
+        __exit__ -> the previous handlers are restored; `hand_on` calls the previous one
 
     Attributes:
         ending: Whether the run is ending, so that signals are only counted.
@@ -171,13 +173,13 @@ class Signals:
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Puts the handlers of before back."""
+        """Restores the previous handlers."""
         late = _put_back(self._before, [])
         if late is not None:
             raise late
 
     def begin(self) -> None:
-        """Lets signals interrupt the run from now on; those before are only counted.
+        """Lets signals interrupt the run from now on; earlier ones are only counted.
 
         Raises:
             KeyboardInterrupt: If one came before.
@@ -188,7 +190,7 @@ class Signals:
             raise KeyboardInterrupt
 
     def note(self, number: int) -> None:
-        """Counts a signal that ended another process of the run as one that came here."""
+        """Counts a signal that ended another process of the run as if it had arrived here."""
         self._received.append(number)
 
     @property
@@ -203,18 +205,19 @@ class Signals:
 
     @property
     def terminates(self) -> bool:
-        """Whether SIGTERM came, which by default ends the process."""
+        """Whether SIGTERM came and its previous action was to end the process."""
         handler = self._before.get(signal.SIGTERM)
         return signal.SIGTERM in self._received and handler is signal.SIG_DFL
 
     def hand_on(self) -> None:
-        """Calls the handler that SIGTERM had before the run, if SIGTERM came; after `__exit__`."""
+        """Calls SIGTERM's previous handler, if SIGTERM came; after `__exit__`."""
         if signal.SIGTERM in self._received and callable(self._before.get(signal.SIGTERM)):
             signal.raise_signal(signal.SIGTERM)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
-        # An error while the handlers of before are put back could leave one of these for good.
+        # An error while the previous handlers are restored could leave one of these installed for
+        # good.
         if not self._has_begun or _is_within(frame, self.__exit__):
             return
         if not self.ending or len(self._received) > _PATIENCE:

@@ -1,8 +1,7 @@
-"""The values of a step while it is dispatched: all that its stages hand to stages.
+"""The values of a step while it is dispatched: everything that its stages pass to each other.
 
-Nothing in here is state of the run: a step begins with new ones, and nobody keeps them but for
-their metrics. A value is dropped after the last stage that reads it, a cotangent is popped by the
-one that takes it.
+None of this is state of the run: each step starts anew, and only its metrics outlive it. A value is
+dropped after the last stage that reads it; a cotangent is removed by the stage that takes it.
 """
 
 import dataclasses
@@ -14,15 +13,16 @@ from megatrain_jax._src.build.bound_step import BoundStep
 
 @dataclasses.dataclass(kw_only=True)
 class LiveValues:
-    """Live values of a step; rows and cotangents have one entry a microbatch.
+    """Live values of a step; rows and cotangents have one entry per microbatch.
 
     Attributes:
         step: The step.
-        rows: Values between stages by their ids, those of the prologue first; activations that
-            wait in the host are not among them meanwhile.
-        cotangents: Cotangents, by the ids of the values that they are of.
+        rows: Values between stages by id, beginning with the prologue's; activations that wait in
+            the host are removed meanwhile.
+        cotangents: Cotangents, by the ids of their values.
+        wave: The wave that is computed now.
         means: Loss and metrics, once they are known: means over the microbatches.
-        scalars: For each group whose *reduce* was dispatched, what that gave.
+        scalars: For each group whose *reduce* was dispatched, its result.
         squares: Squared norms of the groups' gradients.
         group_ok: Groups in the order of their gradients, each with `ok` after its own.
     """
@@ -30,7 +30,23 @@ class LiveValues:
     step: BoundStep
     rows: list[dict[int, jax.Array]]
     cotangents: list[dict[int, jax.Array]]
+    wave: int = 0
     means: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     scalars: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     squares: list[jax.Array] = dataclasses.field(default_factory=list)
     group_ok: list[tuple[int, jax.Array]] = dataclasses.field(default_factory=list)
+
+    @property
+    def wave_rows(self) -> list[dict[int, jax.Array]]:
+        """The rows of the wave's microbatches."""
+        return self.rows[self._at_hand]
+
+    @property
+    def wave_cotangents(self) -> list[dict[int, jax.Array]]:
+        """The cotangents of the wave's microbatches."""
+        return self.cotangents[self._at_hand]
+
+    @property
+    def _at_hand(self) -> slice:
+        number = self.step.wave_microbatches
+        return slice(self.wave * number, (self.wave + 1) * number)

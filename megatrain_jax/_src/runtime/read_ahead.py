@@ -1,7 +1,7 @@
-"""Reads files into the system's cache while a run has other things to wait for.
+"""Reads files into the system's cache while a run waits for compilation and pinning.
 
-Initial values that lie in files are read one by one once the store is filled, from a cache then
-instead of a disk. Until then compiling and pinning keep neither the disk nor Python's lock busy.
+Initial values in files are read one by one when the store is filled; this way they come from the
+cache instead of the disk. Compiling and pinning use neither the disk nor Python's lock much.
 """
 
 import threading
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Read at a time: the lock is free meanwhile, and whoever ends it doesn't wait long.
+# Bytes read at a time: the lock is free meanwhile, and ending the thread takes short.
 _CHUNK_BYTES = 2**23
 
 
 class ReadAhead:
-    """A context within which a thread reads files, as far as memory can hold them beside all else.
+    """A context in which a thread reads files, as far as free memory allows.
 
-    Nothing is kept but what the system caches, which gives it back where memory is short.
+    Only the system's cache keeps the data, and gives it up if memory is short.
     """
 
     def __init__(self, paths: Iterable[Path], limit_bytes: int):
@@ -24,10 +24,10 @@ class ReadAhead:
 
         Args:
             paths: The files, in the order in which they will be needed.
-            limit_bytes: Bytes to read at most.
+            limit_bytes: Maximum bytes to read.
         """
         self.read_bytes, self._left, self._ended = 0, limit_bytes, threading.Event()
-        # A daemon: no process has to wait for a disk at its end.
+        # A daemon, so that a process can exit without waiting for a disk.
         run = threading.Thread(target=self._read, args=[list(paths)], daemon=True)
         run.name = "files read ahead"
         self._thread = run
@@ -38,11 +38,11 @@ class ReadAhead:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Ends it after what is being read."""
+        """Ends the thread after its current read."""
         self._ended.set()
 
     def wait(self) -> None:
-        """Waits until all is read."""
+        """Waits until everything is read."""
         self._thread.join()
 
     def _read(self, paths: Iterable[Path]) -> None:
@@ -57,4 +57,4 @@ class ReadAhead:
                         self.read_bytes += count
                         self._left -= count
             except OSError:
-                return  # whoever needs the numbers says what is wrong with the file
+                return  # the later reader of the file reports its error

@@ -1,17 +1,17 @@
-"""The store: the one owner of a run's state, on its way through a step and at rest.
+"""The store: the single owner of a run's state, during steps and at rest.
 
 Parts of groups (masters, optimizer state, gradients), residuals, and activations that wait in the
-host are tuples of arrays by key, in two tiers: pinned host memory and the devices. An update of
-group 3's masters, streamed:
+host are tuples of arrays by key, in two tiers: pinned host memory and the devices. Example: a
+streamed update of group 3's masters:
 
                           host[key]       on_device[key]      key = Key(Kind.MASTERS, 3)
     at rest               version 1       -
     FETCH                 version 1       version 1
-    UPDATE                -               version 2          a stale copy has no place in the host
+    UPDATE                -               version 2          the stale host copy is dropped
     OFFLOAD, at rest      version 2       -
 
-Arrays in the host never change: what is replaced is the entry. So whoever reads one, such as a
-checkpoint being written, keeps reading what it was given.
+Arrays in the host are never modified; only the entry is replaced. So a reader, such as a checkpoint
+being written, keeps reading the arrays it was given.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,28 +28,28 @@ from megatrain_jax._src.state.placement import Placement
 
 Slabs = tuple[jax.Array, ...]
 Reader = Callable[[], list[Run]]
-"""Reads what this process has of an array, as it was when the reader was made."""
+"""Reads this process's part of an array, as it was when the reader was made."""
 
 
 class Store:
     """Holds all state of a run.
 
-    Between steps, and for whoever reads or fills it, all of it is at rest: in pinned host memory,
-    and nothing on the devices. The engine wakes the small state with its first step after that.
+    Between steps, and whenever it is read or filled, everything is at rest: in pinned host memory,
+    with nothing on the devices. The engine wakes the small state with its next step.
 
     Attributes:
         layouts: Layout of each group's state in slabs, by the group's number.
         placement: The devices and memories of its arrays.
         host: Slabs in pinned host memory, and activations and residuals of all microbatches.
         on_device: Slabs and residuals on the devices; activations are in the rows of their step.
-        variables: Non-parameter state of the model.
+        variables: The model's variables beside its parameters.
         globals: Optimizer state that belongs to no group.
         ok: Whether all numbers have been finite so far, or in this step if steps may be skipped;
-            updates do nothing where it is false.
+            updates do nothing while it is false.
         step: Number of the next step, from 0.
-        key: The key that all random numbers of the loss are drawn from.
-        before_replacing: Called with a group before its state gets new arrays in the host, if
-            somebody still reads the old ones.
+        key: The key from which all random numbers of the loss are drawn.
+        before_replacing: Called with a group before its state gets new arrays in the host, if the
+            old ones are still being read.
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], placement: Placement, key: jax.Array):
@@ -58,7 +58,7 @@ class Store:
         Args:
             layouts: Layout of each group's state in slabs, by the group's number.
             placement: The devices and memories of its arrays.
-            key: The key that all random numbers of the loss are drawn from.
+            key: The key from which all random numbers of the loss are drawn.
         """
         self.layouts, self.placement = tuple(layouts), placement
         self.host: dict[Key, Slabs] = {}
@@ -69,22 +69,22 @@ class Store:
         self.step = self.small(jnp.array(0, jnp.int32))
         self.key = self.small(key)
         self.before_replacing: Callable[[int], None] | None = None
-        # Of several processes, the slabs that were last gathered from all, and the copies: a slab's
-        # leaves are read one after another, and each would gather it anew.
+        # For several processes: the slabs last gathered from all, and their copies. A slab's leaves
+        # are read one after another, and each read would gather it again.
         self._copied: tuple[Slabs, tuple[Any, ...]] | None = None
 
     # ---- filling, at rest
 
     def append(self, key: Key, arrays: Sequence[jax.Array | np.ndarray]) -> Slabs:
-        """Adds arrays, as a layout encodes slabs, to a part at rest; slabs come in their order.
+        """Adds arrays, encoded by a layout, to a part at rest; slabs come in order.
 
         Returns:
-            The arrays at rest, which may still be on their way.
+            The arrays at rest, which may still be in flight.
         """
         return self._append(key, self.placement.put(list(arrays), self.placement.slabs_at_rest))
 
     def append_shards(self, key: Key, arrays: Sequence[Mapping[int, np.ndarray]]) -> Slabs:
-        """Adds arrays as `append` does, of which this process gives its devices' shards."""
+        """Adds arrays like `append`, given as the shards of this process's devices."""
         placement = self.placement
         return self._append(key, placement.put_shards(arrays, placement.slabs_at_rest))
 
@@ -94,11 +94,11 @@ class Store:
         return added
 
     def small(self, value: Any) -> Any:
-        """A copy at rest of a small array, or a pytree of them, which the store doesn't keep."""
+        """A copy at rest of a small array, or a pytree of them; the store doesn't keep it."""
         return self.placement.put(value, self.placement.small_at_rest)
 
     def drop(self) -> None:
-        """Drops all slabs, wherever they are, to be filled anew."""
+        """Drops all slabs in both tiers, to be filled anew."""
         self.host.clear()
         self.on_device.clear()
         self.ok = self.small(jnp.array(True))
@@ -106,13 +106,13 @@ class Store:
     # ---- reading, at rest
 
     def leaves(self, key: Key) -> list[np.ndarray]:
-        """The leaves of a part as arrays in host memory, which share its bytes where they can."""
+        """The leaves of a part as host arrays, which share its memory if possible."""
         layout, arrays = self.layouts[key.owner], self._readable(self.host.get(key, ()))
         own = layout.master if key.kind is Kind.MASTERS else layout.state
         return read_leaves(own, arrays)
 
     def reader(self, key: Key, position: int, part: int) -> Reader:
-        """A function that reads this process's runs of one part of a leaf; it holds its slab."""
+        """A function that reads this process's runs of one part of a leaf; it holds the slab."""
         layout, arrays = self.layouts[key.owner], self.host[key]
         own, i = layout.leaf(key.kind, position)
         if key.kind is Kind.OPTIMIZER_STATE:
@@ -120,16 +120,16 @@ class Store:
         return lambda: runs_of(own, arrays, i, part)
 
     def _readable(self, arrays: Slabs) -> tuple[Any, ...]:
-        """Arrays at rest that this process can read all of; of copies, the last ones are kept."""
+        """Arrays at rest that this process can read completely; the last copies are cached."""
         if self.placement.processes.count == 1:
             return arrays
-        # Arrays at rest never change, so the same objects have the same copies.
+        # Arrays at rest are never modified, so the same objects have the same copies.
         if self._copied is None or list(map(id, arrays)) != list(map(id, self._copied[0])):
             self._copied = arrays, tuple(map(self.placement.readable, arrays))
         return self._copied[1]
 
     def on_host(self, arrays: Iterable[jax.Array]) -> list[Any]:
-        """Small state as numpy arrays; typed keys, which numpy doesn't know, on the device."""
+        """Small state as NumPy arrays; typed keys, which NumPy can't represent, on the device."""
         return [
             self.placement.put(x, self.placement.small_on_device)
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -145,15 +145,15 @@ class Store:
         self._move_small(self.placement.small_on_device)
 
     def rest(self) -> None:
-        """Moves the small state to the host, where slabs rest already, and blocks until it is."""
+        """Moves the small state to the host, where slabs already rest, and waits for it."""
         assert not self.on_device
         self._move_small(self.placement.small_at_rest)
         jax.block_until_ready([self.variables, self.globals])
 
     def forget_step(self) -> None:
-        """Drops the device's slabs of a step that was cut off, and what it alone has in the host.
+        """Drops the device's slabs of an interrupted step, and its temporary parts in the host.
 
-        Masters and optimizer state in the host stay: an evaluation, the step that may be dropped,
+        Masters and optimizer state in the host stay: only an evaluation is dropped this way, and it
         updates nothing.
         """
         self.on_device.clear()

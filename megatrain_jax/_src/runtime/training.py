@@ -1,8 +1,8 @@
-"""The training steps of a run, from when one is dispatched until its numbers are known.
+"""The training steps of a run, from dispatch until their results are known.
 
-A step's metrics are read late, so that the device never waits for Python. Where a number was not
-finite, that shows only then, when a step or two more have been dispatched: updates do nothing once
-the store's `ok` is false, so those have changed nothing and are forgotten.
+A step's metrics are read late, so that the device never waits for Python. A number that was not
+finite is noticed only after a step or two more have been dispatched. Updates do nothing while the
+store's `ok` is false, so those steps have changed nothing and are forgotten.
 """
 
 import warnings
@@ -19,20 +19,21 @@ from megatrain_jax._src.runtime.engine import Engine
 
 
 class TooManySkippedError(FloatingPointError):
-    """The error of as many steps skipped in a row as may be, all of which are settled."""
+    """Raised if the maximum number of consecutive steps was skipped; all of them are settled."""
 
 
 class StepMetrics(dict[str, jax.Array]):
-    """The metrics of one step by name, as scalars on the device that may not be ready yet.
+    """The metrics of one step by name, as device scalars that may not be ready yet.
 
-    The keys are "loss", "grad_norm", the names of the loss function's own metrics and those of the
-    hyperparameters that `optax.inject_hyperparams` has used in the step; attributes are for
-    `Trainer.read`, which tells by them whether the step was a finite one.
+    The keys are "loss", "grad_norm", the loss function's own metrics and the hyperparameters that
+    `optax.inject_hyperparams` used in the step. The attributes let `Trainer.read` decide whether
+    the step was finite.
 
     Attributes:
         step: Number of the step, from 1.
         healthy: Whether all numbers have been finite up to its end, or in it if steps are skipped.
-        group_ok: For each group, in order of its gradient, whether it and all before were finite.
+        group_ok: For each group, in order of its gradient, whether it and all earlier ones were
+            finite.
     """
 
     step: int
@@ -41,14 +42,14 @@ class StepMetrics(dict[str, jax.Array]):
 
 
 class Training:
-    """The training steps of a run, dispatched, counted and settled; and whether its state is whole.
+    """Dispatches, counts and settles the training steps of a run, and tracks if its state is whole.
 
     Attributes:
         num_steps: Steps dispatched so far.
         num_skipped: Settled steps that were skipped.
-        skipped_in_row: The number of settled steps, up to the last one, that were all skipped.
+        skipped_in_row: Number of consecutive skipped steps up to the last settled one.
         lost: The reason why the state is lost; None if it is not.
-        partial: A sentence on the step that the state holds in part; None after whole steps.
+        partial: A sentence about a partially applied step in the state; None after whole steps.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...], max_skipped: int):
@@ -57,7 +58,7 @@ class Training:
         Args:
             engine: The engine that runs the steps.
             names: Name of each group, for messages.
-            max_skipped: Number of steps in a row at which skipping ends in an error.
+            max_skipped: Number of consecutive skipped steps that is an error.
         """
         self.num_steps = self.num_skipped = self.skipped_in_row = 0
         self.lost: str | None = None
@@ -68,10 +69,10 @@ class Training:
         self._has_warned = False
 
     def check_whole(self) -> None:
-        """Checks that there is a state to go on from.
+        """Checks that the state is not lost.
 
         Raises:
-            RuntimeError: If an error has cut off a step or a restore.
+            RuntimeError: If an error has interrupted a step or a restore.
         """
         if self.lost is not None:
             raise RuntimeError(
@@ -81,8 +82,8 @@ class Training:
 
     def dispatch(self, step: BoundStep, batch: Sequence[jax.Array]) -> StepMetrics:
         """Dispatches a step on a batch that is on the device."""
-        # Set before, and undone after: whatever ends the dispatch, some groups may be of the new
-        # step and others of the old one, and nothing tells which.
+        # Set before, and reset after: if anything interrupts the dispatch, some groups may be
+        # updated and some not, and it is unknown which.
         self.lost = f"an error cut step {self.num_steps + 1} off while it was dispatched"
         metrics = StepMetrics(self._engine.train(step, batch))
         self.lost = self.partial = None
@@ -96,9 +97,9 @@ class Training:
         return metrics
 
     def wait_for_room(self) -> None:
-        """Waits until one step is in flight at most.
+        """Waits until at most one step is in flight.
 
-        Two may overlap, no more: what runs ahead of the device holds its memory.
+        Two steps may overlap, no more: steps that run ahead hold device memory.
 
         Raises:
             FloatingPointError: See `settle`.
@@ -107,7 +108,7 @@ class Training:
             self._settle_oldest()
 
     def settle(self, metrics: StepMetrics) -> bool:
-        """Waits for a step and those before it; whether its numbers were finite.
+        """Waits for a step and earlier ones; returns whether its numbers were finite.
 
         Raises:
             FloatingPointError: See `Trainer.read`.
@@ -125,12 +126,12 @@ class Training:
             self._settle_oldest()
 
     def lose(self, reason: str) -> None:
-        """Marks the state as lost, for a reason, and forgets the steps in flight."""
+        """Marks the state as lost, with a reason, and forgets the steps in flight."""
         self._in_flight.clear()
         self.lost = reason
 
     def go_on_from(self, facts: Mapping[str, Any]) -> None:
-        """Takes over the numbers of steps from the facts of a checkpoint that was restored."""
+        """Takes the step counts from the facts of a restored checkpoint."""
         self.lost, self.partial = None, facts.get("partial")
         self.num_steps, self.num_skipped = facts["step"], facts["skipped"]
         self.skipped_in_row = facts.get("skipped_in_row", 0)
@@ -140,12 +141,12 @@ class Training:
         healthy = bool(jax.device_get(metrics.healthy))
         if not healthy and not self._engine.optimizer.skips:
             self._fail(metrics)
-        # Only now: a signal while it was waited for leaves it to be settled again.
+        # Not earlier, so that a step whose wait was interrupted is settled later.
         self._in_flight.popleft()
         self.skipped_in_row = 0 if healthy else self.skipped_in_row + 1
         self.num_skipped += not healthy
         if self.skipped_in_row >= self._max_skipped:  # more, if a resumed run allows fewer
-            self.skipped_in_row = 0  # who goes on all the same has as many again
+            self.skipped_in_row = 0  # a caller who continues has the full number again
             raise TooManySkippedError(
                 f"a loss or a gradient of each step from {metrics.step - self._max_skipped + 1} to "
                 f"{metrics.step} was not finite. They were skipped, as many in a row as "
@@ -156,7 +157,7 @@ class Training:
             self._warn_of_nothing(metrics)
 
     def _warn_of_nothing(self, metrics: StepMetrics) -> None:
-        """Warns, once a run, of a step whose loss was the mean of nothing."""
+        """Warns, once per run, of a step whose loss was the mean of nothing."""
         if "weight" not in metrics or float(jax.device_get(metrics["weight"])) != 0:
             return
         self._has_warned = True
@@ -169,14 +170,14 @@ class Training:
         )
 
     def _fail(self, metrics: StepMetrics) -> None:
-        """Raises the error of a step that was not finite, having dropped the step and its updates.
+        """Raises the error of a step that was not finite, after dropping the step and its updates.
 
-        So training can go on from the state that the message describes.
+        Training can then continue from the state described in the message.
         """
         loss, flags = jax.device_get((metrics["loss"], metrics.group_ok))
         names, deferred = self._names, self._engine.optimizer.deferred
         # `ok` stays false once it is, so these are all groups before the first that wasn't finite;
-        # an immediate update has changed them by then.
+        # immediate updates have already changed them.
         updated = [names[g] for g, ok in flags if ok]
         touched = bool(updated) and bool(np.isfinite(loss)) and not deferred
         self._in_flight.clear()
@@ -196,7 +197,7 @@ class Training:
         )
 
     def _recover(self, metrics: StepMetrics, touched: bool) -> None:
-        """Sets the state back to before a step that was not finite, unless that has changed it."""
+        """Restores the state before a step that was not finite, unless the step has changed it."""
         self._engine.recover()
         # Steps dispatched after this one did nothing. A step that has changed something counts.
         self.num_steps = metrics.step if touched else metrics.step - 1

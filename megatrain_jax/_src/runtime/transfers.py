@@ -1,4 +1,4 @@
-"""Transfers of groups' parts, and of activations between stages, inside a step."""
+"""Transfers of groups' parts and of activations during a step."""
 
 from collections.abc import Sequence
 
@@ -16,28 +16,29 @@ Rows = Sequence[dict[int, jax.Array]]
 class Transfers:
     """Moves the parts of groups, and the activations of a step, between a store's tiers.
 
-    Copies are gathered until `dispatch`, and only then does the store have what they give. Between
-    two computations, with group 4 to come for the next one and group 2 done with:
+    Copies are collected until `dispatch`; only then does the store have their results. Example:
+    between two computations, group 4 is needed next and group 2 is done:
 
-        move(FETCH, Key(MASTERS, 4), ...)       gathered
-        move(OFFLOAD, Key(MASTERS, 2), ...)     gathered; gone from store.on_device
-        dispatch()                              store.on_device[...4], store.host[...2] on their way
-        wait_landed(task, Key(MASTERS, 2))      it is there, and the device's copy is gone
+        move(FETCH, Key(MASTERS, 4), ...)       collected
+        move(OFFLOAD, Key(MASTERS, 2), ...)     collected; gone from store.on_device
+        dispatch()                              store.on_device[...4], store.host[...2] in flight
+        wait_landed(task, Key(MASTERS, 2))      it is there, and the device's copy is freed
     """
 
     def __init__(self, store: Store):
-        """Starts with nothing on its way.
+        """Starts with nothing in flight.
 
         Args:
             store: The store whose parts move between its tiers.
         """
         self.store = store
         self._streams = Streams(store.placement)
-        # Offloads not waited for, by task: slabs that stay on the device until then, and copies.
+        # Offloads not waited for, by task: slabs that stay on the device until then, and their
+        # copies.
         self._leaving: dict[tuple[int, Key], tuple[Slabs, Slabs]] = {}
 
     def move(self, op: Op, key: Key, task: int, rows: Rows) -> None:
-        """Obeys a FETCH, OFFLOAD or RELEASE of a task."""
+        """Carries out a FETCH, OFFLOAD or RELEASE of a task."""
         if op is Op.FETCH:
             self._fetch(key, rows)
             return
@@ -45,7 +46,7 @@ class Transfers:
             source = tuple(row.pop(key.owner) for row in rows)
         else:
             source = self.store.on_device.pop(key)
-        # A RELEASE is over with that: nobody holds the arrays any more.
+        # A RELEASE is complete: the arrays have no holder any more.
         if op is Op.OFFLOAD:
             self._offload(key, source, task)
 
@@ -58,11 +59,11 @@ class Transfers:
                 self.store.on_device[key] = slabs
 
         if key not in self.store.host:
-            self.dispatch()  # its offload was gathered: only a dispatch puts it in the host
+            self.dispatch()  # its offload is only collected; dispatching puts it in the host
         self._streams.to_device(self.store.host[key], arrive)
 
     def _offload(self, key: Key, source: Slabs, task: int) -> None:
-        # Checkpoints read masters and optimizer state alone; copies that others need go first.
+        # Checkpoints read only masters and optimizer state; pending copies are dispatched first.
         if key.kind in LASTING and self.store.before_replacing is not None:
             self.dispatch()  # waiting for a checkpoint may take long
             self.store.before_replacing(key.owner)
@@ -76,19 +77,19 @@ class Transfers:
 
     @property
     def fetching(self) -> bool:
-        """Whether a fetch has been gathered and not dispatched."""
+        """Whether a fetch has been collected and not dispatched."""
         return self._streams.fetching
 
     def dispatch(self) -> None:
-        """Dispatches the gathered copies."""
+        """Dispatches the collected copies."""
         self._streams.dispatch()
 
     def wait_landed(self, task: int, key: Key) -> None:
-        """Blocks until a part that a task offloaded is in the host; then the device's goes."""
+        """Blocks until a part offloaded by a task is in the host; then frees the device's copy."""
         if (task, key) not in self._leaving:
-            self.dispatch()  # it was only gathered so far
-        # Nothing to wait for is no mistake: a steady step also waits for what only some step before
-        # it has offloaded.
+            self.dispatch()  # it was only collected so far
+        # Nothing to wait for is not an error: a steady step's waits include offloads that only some
+        # preceding steps make.
         _, landed = self._leaving.pop((task, key), ((), ()))
         jax.block_until_ready(landed)
 
@@ -100,6 +101,6 @@ class Transfers:
         jax.block_until_ready(self.store.host)
 
     def abandon(self) -> None:
-        """Forgets the transfers on their way, gathered or dispatched."""
+        """Forgets all transfers, collected or dispatched."""
         self._streams.forget()
         self._leaving.clear()

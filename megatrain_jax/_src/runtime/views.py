@@ -1,4 +1,4 @@
-"""Parameters and Optax state of a store at rest, in their own trees; arrays share its bytes."""
+"""Parameters and Optax state of a store at rest, in their own trees, without copies."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatrain_jax._src.runtime.store import Store
 
 
 def parameters(spec: RunSpec, store: Store) -> list[np.ndarray]:
-    """The parameters in the order of the model's; only those stacked over layers are copies."""
+    """The parameters in the model's order; only parameters stacked over layers are copies."""
     rows: list[list[tuple[Index, np.ndarray]]] = [[] for _ in spec.adapted.shapes]
     views: dict[int, np.ndarray] = {}
     for g, leaves in enumerate(spec.grouping.leaves):

@@ -51,7 +51,11 @@ class Choice:
     @functools.cached_property
     def computing(self) -> float:
         """Seconds that a steady step computes: whatever moves, it takes no less."""
-        return sum(c.seconds for task in self.lists.steady for c in task.computations)
+        return sum(
+            self.lists.times(number) * computation.seconds
+            for number, task in enumerate(self.lists.steady)
+            for computation in task.computations
+        )
 
     @functools.cached_property
     def units(self) -> list[tuple[Key, ...]]:
@@ -148,7 +152,7 @@ def _travelling(
 
 def _keeping(workload: Workload, count: int, num_travelling: int = 0) -> Choice:
     kept = frozenset(_ranked(workload)[:count])
-    lists = build_task_lists(replace(workload, kept=kept))
+    lists = build_task_lists(replace(workload, kept=kept), few_waves=True)
     return Choice(lists=lists, num_travelling=num_travelling)
 
 
@@ -177,15 +181,24 @@ def _units(lists: TaskLists) -> list[tuple[Key, ...]]:
     # is computed beside them hides less of their way. Last, the groups that no stage reads.
     stages = (workload.stages[0], workload.stages[-1], *workload.stages, range(len(workload.sizes)))
     groups = dict.fromkeys(group for stage in stages for group in stage)
-    state = [Kind.MASTERS, Kind.OPTIMIZER_STATE]
-    if not workload.deferred:
-        state.append(Kind.GRADIENT)
-    units = [tuple(Key(kind, group) for kind in state) for group in groups]
-    if workload.deferred:
-        # A waiting gradient saves a round trip for few bytes; those made last are used first.
-        produced = [group for _, complete in gradient_tasks(workload) for group in complete]
-        units = [*((Key(Kind.GRADIENT, group),) for group in reversed(produced)), *units]
-    # An activation takes one trip out and one in, less for its bytes than what lasts.
-    units += [(Key(Kind.ACTIVATION, i),) for i in workload.activations]
+    # Those made last are used first.
+    last = workload.waves - 1
+    produced = [group for _, complete in gradient_tasks(workload, last) for group in complete]
+    gradients = [(Key(Kind.GRADIENT, group),) for group in reversed(produced)]
+    activations = [(Key(Kind.ACTIVATION, i),) for i in workload.activations]
+    masters = [(Key(Kind.MASTERS, group),) for group in groups]
+    state = [(Key(Kind.OPTIMIZER_STATE, group),) for group in groups]
+    together = [(*m, *s) for m, s in zip(masters, state, strict=True)]
+    if workload.waves > 1:
+        # Each wave takes masters in twice and the others in and out once, activations for a part of
+        # the time; optimizer state moves once a step.
+        units = [*masters, *activations, *gradients, *state]
+    elif workload.deferred:
+        # A waiting gradient saves a round trip for few bytes. An activation takes one trip out and
+        # one in, less for its bytes than what lasts.
+        units = [*gradients, *together, *activations]
+    else:
+        of_group = zip(together, groups, strict=True)
+        units = [(*unit, Key(Kind.GRADIENT, group)) for unit, group in of_group] + activations
     sized = (tuple(key for key in unit if key in lasting) for unit in units)
     return [unit for unit in sized if unit]

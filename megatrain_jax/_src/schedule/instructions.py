@@ -53,6 +53,7 @@ class Instruction:
         task: The task of its list this instruction belongs to; for WAIT and LAND the task to wait
             for, where negative numbers count back from the end of the step before (-1 is its
             last).
+        wave: The wave whose microbatches a FORWARD or BACKWARD computes.
     """
 
     op: Op
@@ -60,3 +61,4 @@ class Instruction:
     group: int | None = None
     key: Key | None = None
     task: int | None = None
+    wave: int = 0

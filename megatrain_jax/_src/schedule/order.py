@@ -10,6 +10,14 @@ that is not computed again. Stages 0 to 4, with 1 and 2 computed again, 0 and 3 
 
     FORWARD 0 | FORWARD 1 | FORWARD 2 | FORWARD 3 | BACKWARD 4 | FORWARD 1 | FORWARD 2 | BACKWARD 3
     | BACKWARD 2 | BACKWARD 1 | BACKWARD 0
+
+A step may go through the model in several waves, each with a part of the microbatches. Gradients
+are summed over the waves: the first wave creates them, the last one completes them, so immediate
+updates and reductions happen there, and deferred updates of the step before in the first. Two waves
+through stages 0 and 1, which sum over microbatches::
+
+    FORWARD 0 | ZEROS 1, BACKWARD 1           | ZEROS 0, BACKWARD 0
+    FORWARD 0 | BACKWARD 1, COMBINE, UPDATE 1 | BACKWARD 0, UPDATE 0
 """
 
 from collections.abc import Iterable
@@ -20,17 +28,29 @@ from megatrain_jax._src.schedule.workload import Workload
 
 def computing_order(workload: Workload) -> list[list[Instruction]]:
     """The computing instructions of a steady step, by task."""
-    return _deferred_step(workload) if workload.deferred else _immediate_step(workload)
+    wave = _deferred_wave if workload.deferred else _immediate_wave
+    return [task for number in range(workload.waves) for task in wave(workload, number)]
 
 
-def _immediate_step(workload: Workload) -> list[list[Instruction]]:
-    """The instructions of each task if a group is updated where its gradient is completed."""
+def evaluating_order(workload: Workload) -> list[list[Instruction]]:
+    """The computing instructions of an evaluation, by task: every stage's forward."""
+    stages = range(len(workload.stages))
+    return [
+        [Instruction(op=Op.FORWARD, stage=stage, wave=wave)]
+        for wave in range(workload.waves)
+        for stage in stages
+    ]
+
+
+def _immediate_wave(workload: Workload, wave: int) -> list[list[Instruction]]:
+    """The tasks of a wave if a group is updated where its gradient is completed."""
     stages = range(len(workload.stages) - workload.fused_last)
-    tasks = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in stages]
+    tasks = [[Instruction(op=Op.FORWARD, stage=stage, wave=wave)] for stage in stages]
     # Immediate updates need nothing of any gradient but their own: COMBINE takes the loss, which is
-    # there once backward has begun, and comes once, before the first UPDATE that reads its scalars.
-    combine = [Instruction(op=Op.COMBINE)]
-    for task, complete in gradient_tasks(workload):
+    # there once the last wave's backward has begun, and comes once, before the first UPDATE that
+    # reads its scalars.
+    combine = [Instruction(op=Op.COMBINE)] if wave == workload.waves - 1 else []
+    for task, complete in gradient_tasks(workload, wave):
         if complete:
             task.extend(combine)
             combine = []
@@ -39,23 +59,25 @@ def _immediate_step(workload: Workload) -> list[list[Instruction]]:
     return tasks
 
 
-def _deferred_step(workload: Workload) -> list[list[Instruction]]:
-    """The instructions of each task if a group is updated before its first use in the next step."""
-    unused = workload.unused_groups
-    pending = set(workload.trained_groups).difference(unused)
+def _deferred_wave(workload: Workload, wave: int) -> list[list[Instruction]]:
+    """The tasks of a wave if a group is updated before its first use in the next step."""
+    unused = workload.unused_groups if wave == 0 else []
+    pending = set(workload.trained_groups).difference(unused) if wave == 0 else set()
     # Before all stages, as one without a backward may read them; each a task of its own, so that
     # one after another is on the device.
     tasks = [_for_each([group], Op.UPDATE) for group in unused]
     for stage, groups in enumerate(workload.stages):
         fresh = sorted(pending.intersection(groups))
         pending.difference_update(fresh)
-        tasks.append([*_for_each(fresh, Op.UPDATE), Instruction(op=Op.FORWARD, stage=stage)])
+        forward = Instruction(op=Op.FORWARD, stage=stage, wave=wave)
+        tasks.append([*_for_each(fresh, Op.UPDATE), forward])
     # A fused last stage has no FORWARD: what that task updates goes in front of its BACKWARD.
     updates = tasks.pop()[:-1] if workload.fused_last else []
-    for task, complete in gradient_tasks(workload):
+    for task, complete in gradient_tasks(workload, wave):
         tasks.append([*updates, *task, *_for_each(complete, Op.REDUCE)])
         updates = []
-    tasks[-1].append(Instruction(op=Op.COMBINE))
+    if wave == workload.waves - 1:
+        tasks[-1].append(Instruction(op=Op.COMBINE))
     return tasks
 
 
@@ -63,25 +85,27 @@ def _for_each(groups: Iterable[int], op: Op) -> list[Instruction]:
     return [Instruction(op=op, group=group) for group in groups]
 
 
-def gradient_tasks(workload: Workload) -> list[tuple[list[Instruction], list[int]]]:
-    """The tasks of a step's backward, each with the groups whose gradients it completes."""
+def gradient_tasks(workload: Workload, wave: int) -> list[tuple[list[Instruction], list[int]]]:
+    """The tasks of a wave's backward, each with the groups whose gradients it completes."""
     stages = [stage for stage, reached in enumerate(workload.backward) if reached]
     trained = [[g for g in groups if g not in workload.frozen] for groups in workload.stages]
     # Backward goes from the last stage to the first: a group's gradient is begun in the latest of
     # the stages that read it and complete after the earliest.
     latest = {group: stage for stage in stages for group in trained[stage]}
     earliest = {group: stage for stage in reversed(stages) for group in trained[stage]}
+    begins, completes = wave == 0 and workload.accumulate, wave == workload.waves - 1
     tasks = []
     for stage in reversed(stages):
         for earlier in _computed_again(workload, stage):
-            tasks.append(([Instruction(op=Op.FORWARD, stage=earlier)], []))
+            tasks.append(([Instruction(op=Op.FORWARD, stage=earlier, wave=wave)], []))
         groups = dict.fromkeys(trained[stage])
         # Of a single microbatch, the first BACKWARD creates the gradient and zeros would be waste.
-        begun = [group for group in groups if latest[group] == stage and workload.accumulate]
-        complete = [group for group in groups if earliest[group] == stage]
-        backward = Instruction(op=Op.BACKWARD, stage=stage)
+        begun = [group for group in groups if latest[group] == stage and begins]
+        complete = [group for group in groups if earliest[group] == stage and completes]
+        backward = Instruction(op=Op.BACKWARD, stage=stage, wave=wave)
         tasks.append(([*_for_each(begun, Op.ZEROS), backward], complete))
-    tasks.extend((_for_each([group], Op.ZEROS), [group]) for group in workload.unused_groups)
+    if completes:
+        tasks.extend((_for_each([group], Op.ZEROS), [group]) for group in workload.unused_groups)
     return tasks
 
 

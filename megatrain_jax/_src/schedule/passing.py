@@ -86,11 +86,16 @@ def in_flight_bytes(workload: Workload, steady: Sequence[Instruction]) -> int:
     """The most host bytes that are both old copies being read and new ones being written."""
     # An update writes new arrays while old ones may still be on their way to the device: for as
     # many groups as tasks are in flight, taken to be the largest, both exist.
-    keys = (r.key for r in steady if r.op is Op.OFFLOAD)
+    keys = {r.key for r in steady if r.op is Op.OFFLOAD}
     groups = {key.owner for key in keys if key is not None and key.kind in LASTING}
     state = (Kind.MASTERS, Kind.OPTIMIZER_STATE)
-    moving = sorted((sum(workload.size(Key(k, g)) for k in state) for g in groups), reverse=True)
-    return sum(moving[:_TASKS_IN_FLIGHT])
+    moving = {g: sum(workload.size(Key(k, g)) for k in state) for g in groups}
+    # Between waves, a sum of gradients is read by the device while the next one is on its way here.
+    if workload.waves > 1:
+        for key in keys:
+            if key is not None and key.kind is Kind.GRADIENT:
+                moving[key.owner] = max(moving.get(key.owner, 0), workload.size(key))
+    return sum(sorted(moving.values(), reverse=True)[:_TASKS_IN_FLIGHT])
 
 
 def least_passing_bytes(lists: TaskLists, limit: int) -> int:

@@ -56,6 +56,7 @@ class Residency:
             have their room.
         instructions: The instructions laid down since the start of the list at hand.
         ledger: Bytes on the device after each instruction.
+        wave_over: By wave of the list at hand, when its last stage so far has been computed.
     """
 
     workload: Workload
@@ -72,6 +73,7 @@ class Residency:
     reach: int = 0
     instructions: list[Instruction] = field(default_factory=list)
     ledger: list[int] = field(default_factory=list)
+    wave_over: dict[int, float] = field(default_factory=dict)
 
     def next_step(self, num_tasks: int, reach: int) -> "Residency":
         """A copy of this state for the step that follows one of `num_tasks` tasks.
@@ -91,6 +93,7 @@ class Residency:
             reach=reach,
             instructions=[],
             ledger=[],
+            wave_over={},
         )
 
     def joined(self, other: "Residency") -> "Residency":
@@ -164,6 +167,8 @@ class Residency:
             self.used[task] = self.used.get(task, 0) + self.workload.size(key)
         seconds, on_link = computation.seconds, computation.seconds_on_link
         self.clock.compute(computation.touches, seconds, task, on_link)
+        if computation.instruction.stage is not None:
+            self.wave_over[computation.instruction.wave] = self.clock.device
         self._emit(computation.instruction)
 
     def evict(self, key: Key, task: int) -> None:

@@ -25,25 +25,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain_jax._src.common.keys import LASTING, Key
+from megatrain_jax._src.common.keys import Key
 from megatrain_jax._src.common.sizes import sized
 from megatrain_jax._src.schedule.choices import Choice, find_choices
-from megatrain_jax._src.schedule.clock import Clock
-from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.passing import (
-    Passing,
-    find_waiting,
-    in_flight_bytes,
-    least_passing_bytes,
-)
-from megatrain_jax._src.schedule.residency import Residency
-from megatrain_jax._src.schedule.room import (
-    least_bytes,
-    least_of,
-    most_that_fit,
-    next_uses_that_fit,
-)
-from megatrain_jax._src.schedule.tasks import TaskLists, build_task_lists
+from megatrain_jax._src.schedule.instructions import Instruction
+from megatrain_jax._src.schedule.laid_steps import Steps, at_rest, copies, lay_down
+from megatrain_jax._src.schedule.passing import Passing, find_waiting, least_passing_bytes
+from megatrain_jax._src.schedule.room import least_bytes, most_that_fit
+from megatrain_jax._src.schedule.tasks import build_task_lists
 from megatrain_jax._src.schedule.workload import Workload
 
 # To lay a step down takes time with its number of instructions, and each choice of kept residuals
@@ -54,8 +43,6 @@ _NUM_CANDIDATES = 8
 _UNCERTAINTY = 0.03
 # Where links are busy for less of the fastest step than the second part, their rates hardly matter.
 _SMALL_UNCERTAINTY, _IDLE = 0.005, 0.05
-# The first lists only bring the clock into its rhythm.
-_MIN_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -85,6 +72,9 @@ class Schedule:
         lean: Whether these are the costliest results of each stage, instead of all.
         seconds: Estimate of a steady step's time.
         smallest_bytes: The least budget with which computing need not wait for room.
+        limit: Bytes that may be on the device.
+        left_out: Number of waves that the lists leave out, all of them like the second one: for an
+            engine, `whole_schedule` puts them in.
     """
 
     cold: tuple[Instruction, ...]
@@ -101,6 +91,8 @@ class Schedule:
     lean: bool
     seconds: float
     smallest_bytes: int
+    limit: int
+    left_out: int = 0
 
     @property
     def passing_bytes(self) -> int:
@@ -125,9 +117,12 @@ class BudgetError(ValueError):
 
     def __init__(self, budget: int | None, smallest: int):
         """Says so in words of a run's options."""
+        given = "None" if budget is None else f"{budget} ({sized(budget)})"
         super().__init__(
-            f"device_budget={budget} bytes is too small for this model, optimizer and precision; "
-            f"the smallest that works is {smallest} bytes ({smallest / 2**30:.3g} GiB)"
+            f"device_budget={given} is too small for this model, optimizer and precision; the "
+            f"smallest that works is {smallest} bytes ({sized(smallest)}). Pass that or more, "
+            '"least", or None for what the device has left; smaller or shorter batches, or more '
+            "`microbatches`, need less"
         )
         self.smallest = smallest
 
@@ -157,7 +152,7 @@ def find_schedule(
     Raises:
         BudgetError: The budget is below the smallest schedule's peak.
     """
-    lists = build_task_lists(workload)
+    lists = build_task_lists(workload, few_waves=True)
     smallest = least_bytes(lists, frozenset())
     room = _Room(device=smallest if budget is None else budget, host=host_room)
     if room.device < smallest:
@@ -165,8 +160,12 @@ def find_schedule(
     choices = [Choice(lists=lists)]
     if room.device > smallest:
         choices += find_choices(workload, lean, room.device, functools.partial(_may_fit, room))
-    steps = _best(list(_worth_trying(choices, room)), room)
-    if not steps.fits_host(room.host):
+    tried = list(_worth_trying(choices, room))
+    steps = _best(tried, room)
+    # Of several waves, sums of gradients wait in the host all the time unless they stay on the
+    # device: the host may have no room for those of the fastest steps.
+    fastest = min(steps.seconds for steps in tried) if workload.waves > 1 else steps.seconds
+    if not steps.fits_host(room.host) or steps.seconds > (1 + _UNCERTAINTY) * fastest:
         sparing = [dataclasses.replace(choice, spares_host=True) for choice in choices]
         steps = _best([steps, *_worth_trying(sparing, room)], room)
     return _finished(steps, smallest)
@@ -180,7 +179,7 @@ class _Room:
     host: float
 
 
-def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator["_Steps"]:
+def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator[Steps]:
     """The fastest steps of each choice, but of those that compute for too long to be taken."""
     fastest = math.inf
     # Choices that compute least come first, so that most of the others need not be laid down.
@@ -192,59 +191,7 @@ def _worth_trying(choices: Sequence[Choice], room: _Room) -> Iterator["_Steps"]:
             yield steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Steps:
-    """The steps of a choice of residents and residuals, laid down to see how long they take.
-
-    Attributes:
-        lists: The tasks.
-        limit: Bytes that may be on the device.
-        resident: Parts that stay.
-        cold: The state after a step that started at rest, with its instructions.
-        steady: The same after a step that followed another one.
-        end: A state from which instructions serve after either.
-        seconds: Estimate of a steady step's time.
-    """
-
-    lists: TaskLists
-    limit: int
-    resident: frozenset[Key]
-    cold: Residency
-    steady: Residency
-    end: Residency
-    seconds: float
-
-    @functools.cached_property
-    def flush(self) -> Residency:
-        """The state after all was brought to rest, with the instructions."""
-        flush = self.end.next_step(0, self.end.reach)
-        flush.run_to_rest(self.lists.flush, self.limit - least_of(self.workload, self.lists.flush))
-        return flush
-
-    @functools.cached_property
-    def passing(self) -> Passing:
-        """Host bytes beside the state at rest, by part."""
-        lists = self.lists
-        cold = lists.cold, self.cold.instructions
-        steady = lists.steady, self.steady.instructions
-        flush = lists.flush, self.flush.instructions
-        # A first step may have less room ahead than the others have, and emptying the device takes
-        # to the host what that has no room to keep: after a first step, or after others.
-        waiting = find_waiting(self.workload, (cold, flush, cold, steady, steady, flush))
-        in_flight = in_flight_bytes(self.workload, self.steady.instructions)
-        return dataclasses.replace(waiting, in_flight=in_flight)
-
-    def fits_host(self, room: float) -> bool:
-        """Whether the host has so much room beside the state at rest."""
-        return math.isinf(room) or self.passing.total <= room
-
-    @property
-    def workload(self) -> Workload:
-        """The workload of the tasks."""
-        return self.lists.workload
-
-
-def _with_residents(choice: Choice, room: _Room) -> _Steps:
+def _with_residents(choice: Choice, room: _Room) -> Steps:
     """The fastest steps of some with more or fewer parts that stay on the device."""
     return _best(list(_laid_down(choice, room)), room)
 
@@ -258,92 +205,55 @@ def _may_fit(room: _Room, choice: Choice) -> bool:
     return any(steps.fits_host(room.host) for steps in _laid_down(choice, room))
 
 
-def _laid_down(choice: Choice, room: _Room) -> Iterator[_Steps]:
+def _laid_down(choice: Choice, room: _Room) -> Iterator[Steps]:
     """The steps of a choice with more or fewer parts that stay on the device."""
     lists, units = choice.lists, choice.units
     # Nothing moves then, so that more room would be of no use.
     if room.device >= (needed := choice.least_bytes(len(units))):
-        yield _lay_down(lists, needed, choice.residents(len(units)))
+        yield lay_down(lists, needed, choice.residents(len(units)))
         return
     # The sets grow with the count, and with them the least that they need, which is what lets
     # `most_that_fit` halve its way to the largest.
     most = most_that_fit(len(units), lambda count: choice.least_bytes(count) <= room.device)
     counts = {round(most * share / _NUM_CANDIDATES) for share in range(_NUM_CANDIDATES + 1)}
     for count in sorted(counts):
-        yield _lay_down(lists, room.device, choice.residents(count))
+        yield lay_down(lists, room.device, choice.residents(count))
 
 
-def _best(candidates: Sequence[_Steps], room: _Room) -> _Steps:
+def _best(candidates: Sequence[Steps], room: _Room) -> Steps:
     """The fastest; of steps that are as fast by all that can be foretold, those that move least."""
     fitting = [steps for steps in candidates if steps.fits_host(room.host)]
     if not fitting:
         return min(candidates, key=lambda steps: steps.passing.total)
     fastest = min(fitting, key=lambda steps: steps.seconds)
-    _, seconds = _copies(fastest)
+    _, seconds = copies(fastest)
     uncertainty = _UNCERTAINTY if seconds > _IDLE * fastest.seconds else _SMALL_UNCERTAINTY
     good = [s for s in fitting if s.seconds <= (1 + uncertainty) * fastest.seconds]
 
-    def order(steps: _Steps) -> tuple[int, float, int]:
-        return _copies(steps)[0], steps.seconds, len(steps.workload.kept)
+    def order(steps: Steps) -> tuple[int, float, int]:
+        return copies(steps)[0], steps.seconds, len(steps.workload.kept)
 
     return min(good, key=order)
 
 
-def _copies(steps: _Steps) -> tuple[int, float]:
-    """Bytes that a steady step copies, both ways, and the seconds of one copy after the other."""
-    copies = [r.key for r in steps.steady.instructions if r.op in (Op.FETCH, Op.OFFLOAD)]
-    keys, link_of = [key for key in copies if key is not None], steps.workload.costs.link_of
-    sizes = list(map(steps.workload.size, keys))
-    links = zip(sizes, map(link_of, keys), strict=True)
-    seconds = (size * max(link.inward, link.outward, link.shared) for size, link in links)
-    return sum(sizes), sum(seconds)
+def whole_schedule(workload: Workload, schedule: Schedule) -> Schedule:
+    """The schedule with the instructions of all waves, of which a search lays down three.
+
+    Args:
+        workload: The workload that the schedule was found for.
+        schedule: The schedule.
+    """
+    if not schedule.left_out:
+        return schedule
+    lists = build_task_lists(dataclasses.replace(workload, kept=schedule.kept))
+    steps = lay_down(lists, schedule.limit, schedule.resident)
+    return _finished(steps, schedule.smallest_bytes)
 
 
-def _lay_down(lists: TaskLists, limit: int, resident: frozenset[Key]) -> _Steps:
-    """The steps of one limit and one set of resident parts."""
-    num_tasks = len(lists.steady)
-    boundary = next_uses_that_fit(lists, limit, resident)
-    cold = _at_rest(lists, limit, resident)
-    cold.run(lists.cold, lists.steady, boundary)
-    # The parts that a step leaves dirty or on their way may depend on the step before. The
-    # instructions have to serve after any, so steps are repeated until one that starts from the
-    # most that any left ends with no more. Their starts only grow, within all parts there are.
-    begin, covered, num_steps = cold.next_step(num_tasks, boundary), False, 0
-    while not covered or num_steps < _MIN_STEPS:
-        steady = begin.next_step(0, boundary)
-        steady.run(lists.steady, lists.steady, boundary)
-        end = steady.next_step(num_tasks, boundary)
-        seconds = steady.clock.device - begin.clock.device
-        most = begin.joined(end)
-        covered, num_steps = most.holds_no_more_than(begin), num_steps + 1
-        begin = most
-    return _Steps(
-        lists=lists,
-        limit=limit,
-        resident=resident,
-        cold=cold,
-        steady=steady,
-        end=begin,
-        seconds=seconds,
-    )
-
-
-def _at_rest(lists: TaskLists, limit: int, resident: frozenset[Key]) -> Residency:
-    """The state of a device that has nothing yet."""
-    clock = Clock(costs=lists.workload.costs)
-    device = Residency(workload=lists.workload, limit=limit, resident=resident, clock=clock)
-    # Their room is theirs from the start, though they come when they are first used; the other
-    # residents are made, and get theirs then.
-    for key in resident:
-        if key.kind in LASTING:
-            device.reserve(key)
-    return device
-
-
-def _finished(steps: _Steps, smallest: int) -> Schedule:
+def _finished(steps: Steps, smallest: int) -> Schedule:
     """The schedule of the steps that were chosen, with what comes after them."""
     lists, flush = steps.lists, steps.flush
-    evaluation = _at_rest(lists, steps.limit, frozenset())
+    evaluation = at_rest(lists, steps.limit, frozenset())
     evaluation.run_to_rest(lists.evaluation)
     runs = {"cold": steps.cold, "steady": steps.steady, "flush": flush, "evaluation": evaluation}
     return Schedule(
@@ -363,4 +273,6 @@ def _finished(steps: _Steps, smallest: int) -> Schedule:
         lean=lists.workload.lean,
         seconds=steps.seconds,
         smallest_bytes=smallest,
+        limit=steps.limit,
+        left_out=lists.left_out,
     )

@@ -29,7 +29,7 @@ from itertools import chain
 
 from megatrain_jax._src.common.keys import Key, Kind
 from megatrain_jax._src.schedule.instructions import Instruction, Op
-from megatrain_jax._src.schedule.order import computing_order
+from megatrain_jax._src.schedule.order import computing_order, evaluating_order
 from megatrain_jax._src.schedule.workload import Workload
 
 # Kinds of the parts of groups that computing touches, in the order in which they are fetched.
@@ -41,6 +41,9 @@ _TOUCHES = {
     Op.COMBINE: (),
     Op.UPDATE: (Kind.MASTERS, Kind.OPTIMIZER_STATE, Kind.GRADIENT),
 }
+
+
+_FEW_WAVES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +87,14 @@ class Task:
             may still arrive while its stage computes, and last those that it creates.
         num_early: The number of uses of the first kind.
         last_touch: For each part, the last of the computations that touches it.
+        wave: The wave that its stage belongs to; 0 if it has none.
     """
 
     computations: tuple[Computation, ...]
     uses: tuple[Use, ...]
     num_early: int
     last_touch: dict[Key, int]
+    wave: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,7 @@ class TaskLists:
         steady: A training step that follows a training step; as many tasks as `cold`.
         flush: The updates that a training step has left for later.
         evaluation: Every stage's forward.
+        left_out: Number of waves that the lists leave out, all of them like the second one.
     """
 
     workload: Workload
@@ -109,16 +115,28 @@ class TaskLists:
     steady: tuple[Task, ...]
     flush: tuple[Task, ...]
     evaluation: tuple[Task, ...]
+    left_out: int = 0
+
+    def times(self, task: int) -> int:
+        """The number of times that a step runs a task of the lists."""
+        return 1 + (self.left_out if self.steady[task].wave == 1 else 0)
 
 
-def build_task_lists(workload: Workload) -> TaskLists:
-    """Lists the tasks of a workload."""
+def build_task_lists(workload: Workload, *, few_waves: bool = False) -> TaskLists:
+    """Lists the tasks of a workload.
+
+    Args:
+        workload: The workload.
+        few_waves: Whether to list three waves at most: the first one, the last one, and one for all
+            between, which are alike. They tell how long a step takes, but can't be run.
+    """
+    left_out = max(0, workload.waves - _FEW_WAVES) if few_waves else 0
+    workload = replace(workload, waves=workload.waves - left_out)
     every = computing_order(workload)
     pending = Op.UPDATE if workload.deferred else None
     # The first step has nothing to apply; tasks left empty keep its numbering that of the others.
     first = [[i for i in task if i.op is not pending] for task in every]
     at_rest = [[i for i in task if i.op is pending] for task in every]
-    forward = [[Instruction(op=Op.FORWARD, stage=stage)] for stage in range(len(workload.stages))]
     # `made` goes on from list to list, as they are run one after another: the asserts show that
     # each finds the gradients that the one before it has left, and that a flush leaves none.
     made: set[Key] = set()
@@ -129,9 +147,15 @@ def build_task_lists(workload: Workload) -> TaskLists:
     flush = _as_tasks(workload, list(filter(None, at_rest)), waiting)
     assert not waiting, "a flush applies every gradient"
     # Nothing is differentiated, so residuals would be kept for nobody.
-    evaluation = _as_tasks(replace(workload, kept=frozenset()), forward, set())
+    bare = replace(workload, kept=frozenset())
+    evaluation = _as_tasks(bare, evaluating_order(workload), set())
     return TaskLists(
-        workload=workload, cold=cold, steady=steady, flush=flush, evaluation=evaluation
+        workload=workload,
+        cold=cold,
+        steady=steady,
+        flush=flush,
+        evaluation=evaluation,
+        left_out=left_out,
     )
 
 
@@ -231,6 +255,7 @@ def _as_task(workload: Workload, computations: Sequence[Computation]) -> Task:
         ),
         num_early=len(early) + (0 if hidden else len(late)),
         last_touch={key: at for at, c in enumerate(computations) for key in c.touches},
+        wave=computations[stages[0]].instruction.wave if stages else 0,
     )
 
 

@@ -1,8 +1,9 @@
 """The workload of a schedule, as plain data: what a step computes, on which bytes, how fast."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain_jax._src.common.keys import LASTING, Key, Kind
 from megatrain_jax._src.common.sizes import sized
@@ -31,8 +32,8 @@ class Costs:
     """Estimates of how long things take, in seconds. They decide what moves when, never results.
 
     Attributes:
-        forward: For each stage, its forward of all microbatches.
-        backward: For each stage, its backward of all microbatches.
+        forward: For each stage, its forward of a wave's microbatches.
+        backward: For each stage, its backward of a wave's microbatches.
         update: For each group, its update.
         recompute: For each stage, by how much its backward is shorter if its residuals are kept;
             nothing unless given.
@@ -51,6 +52,21 @@ class Costs:
     backward_on_link: tuple[float, ...] = ()
     link: Link
     dispatch: float = 0.0
+
+    def times(self, factor: float) -> "Costs":
+        """The costs of so many times the microbatches."""
+
+        def times(seconds: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * x for x in seconds)
+
+        return replace(
+            self,
+            forward=times(self.forward),
+            backward=times(self.backward),
+            recompute=times(self.recompute),
+            forward_on_link=times(self.forward_on_link),
+            backward_on_link=times(self.backward_on_link),
+        )
 
     def link_of(self, key: Key) -> Link:
         """The link that a part travels over; nowhere else is this decided."""
@@ -81,6 +97,8 @@ class Workload:
         frozen: The groups that are only read: they have no gradients and are never updated.
         deferred: Updates need scalars of all gradients, so they happen in the next step.
         accumulate: A stage runs several microbatches, so its gradients have to start as ZEROS.
+        waves: Number of equal parts of the microbatches that go through the stages one after
+            another. Activations and residuals exist for one wave: their bytes are those of a wave.
         reduce_reads: Kinds that REDUCE reads besides the gradient.
         costs: Seconds that its computations and transfers take.
     """
@@ -100,6 +118,7 @@ class Workload:
     frozen: frozenset[int] = frozenset()
     deferred: bool
     accumulate: bool = False
+    waves: int = 1
     reduce_reads: frozenset[Kind] = frozenset()
     costs: Costs
 
@@ -109,6 +128,7 @@ class Workload:
         assert self.backward[-1] or not self.fused_last, "a fused last stage yields the loss"
         assert all(0 <= group < len(self.sizes) for stage in self.stages for group in stage)
         assert self.reduce_reads <= LASTING
+        assert self.waves == 1 or (self.waves > 1 and self.accumulate), "waves sum into zeros"
         # BACKWARD makes a gradient, if it has bytes, of each group that its stage reads; that of a
         # frozen group would never be consumed.
         untrained = (Kind.OPTIMIZER_STATE, Kind.GRADIENT)
@@ -130,6 +150,19 @@ class Workload:
         return (
             f"Workload({len(self.stages)} stages, {len(self.sizes)} groups with {sized(at_rest)} "
             f"of state, {'deferred' if self.deferred else 'immediate'} updates)"
+        )
+
+    def in_waves(self, waves: int) -> "Workload":
+        """The same step in so many waves, which divide its microbatches."""
+        if waves == self.waves:
+            return self
+        factor = self.waves / waves
+        return replace(
+            self,
+            activations={i: round(factor * size) for i, size in self.activations.items()},
+            residuals=tuple(round(factor * size) for size in self.residuals),
+            waves=waves,
+            costs=self.costs.times(factor),
         )
 
     def size(self, key: Key) -> int:
@@ -160,6 +193,13 @@ class Workload:
     def trained_groups(self) -> list[int]:
         """The groups that are updated."""
         return [group for group in range(len(self.sizes)) if group not in self.frozen]
+
+    @property
+    def has_shared_sums(self) -> bool:
+        """Whether a gradient is a sum over stages, in an order that the number of waves changes."""
+        reached = zip(self.stages, self.backward, strict=True)
+        reads = [g for groups, backward in reached if backward for g in dict.fromkeys(groups)]
+        return any(count > 1 and g not in self.frozen for g, count in Counter(reads).items())
 
     @property
     def unused_groups(self) -> list[int]:

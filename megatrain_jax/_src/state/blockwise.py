@@ -92,9 +92,10 @@ class Blockwise(Plain):
         sizes = xp.where(usual, xp.abs(rows) * shift, 0) / xp.where(usual, scales * shift, 1)
         place = _place(sizes, _nodes(self.code, self._magnitude_bits))
         if self.stochastic and draws is not None:
-            # The random part has 16 bits, so that whole places stay: 127 + (1 - 2^-16) is still
-            # below 128 in fp32, which 127 + (1 - 2^-24) would be rounded to.
-            part = (random_bits(*draws) >> 16).astype(np.float32) * np.float32(2.0**-16)
+            # Odd multiples of 2^-16. The last one is still below 256 when it is added to 255 in
+            # fp32. The first one lifts a whole place that division has rounded down, so that a
+            # number that has not changed keeps its code.
+            part = (random_bits(*draws) >> 17 << 1 | 1).astype(np.float32) * np.float32(2.0**-16)
             place = xp.floor(place + part.reshape(rows.shape))
         else:
             place = xp.rint(place)

@@ -204,7 +204,8 @@ A10G = Hardware(
     source=_UNMEASURED,
 )
 # NVIDIA RTX A6000 data sheet: 154.8 TFLOP/s, half of what it says of sparse products; 768 GB/s. A
-# bridge for two of them is not counted. With its error correction the card reports 49140 MiB.
+# bridge for two of them is not counted. Without error correction, its default, the card reports
+# 49140 MiB.
 RTX_A6000 = Hardware(
     name="NVIDIA RTX A6000",
     typical_host_bytes=128 * _GIB,
@@ -229,7 +230,8 @@ L4 = Hardware(
 )
 # NVIDIA GeForce RTX 3060 specifications (12 GB): 3,584 cores at 1.78 GHz, 12.7 TFLOP/s, of which
 # bfloat16 products with fp32 accumulation are twice as many on all GA10x (GA102 white paper); 192
-# bits at 15 Gbit/s; no NVLink.
+# bits at 15 Gbit/s; no NVLink. This agrees with NVIDIA's 101 TFLOP/s, which count sparse products
+# with fp16 accumulation: four times as many.
 RTX_3060 = Hardware(
     name="NVIDIA GeForce RTX 3060",
     typical_host_bytes=32 * _GIB,
@@ -328,10 +330,12 @@ def card(name: str) -> Hardware:
     if found is None:
         names = {_plain(shown): shown for shown in _BY_NAME}
         near = difflib.get_close_matches(plain, names, n=3)
-        near = f"; near it are {', '.join(names[n] for n in near)}" if near else ""
+        if near:
+            hint = f"did you mean {' or '.join(names[n] for n in near)}?"
+        else:
+            hint = f"known are {_NAMES}."
         raise ValueError(
-            f"no card {name!r} is known{near}; known are {_NAMES}; describe others as "
-            "megatrain_jax.Hardware(...)"
+            f"no card {name!r} is known; {hint} Describe others as megatrain_jax.Hardware(...)"
         )
     return found
 

@@ -186,6 +186,24 @@ def most_process_bytes(total: int, num_devices: int = 1, num_processes: int = 1)
     return min(process_budget(total) // num_processes, most + beside_bytes(most))
 
 
+def usable_bytes(
+    budget: int | None, total: int | None, num_devices: int = 1, num_processes: int = 1
+) -> int | None:
+    """Returns the host memory that a process may take: its budget, and at most its share.
+
+    Args:
+        budget: The user's limit for the process; None if there is none.
+        total: The machine's host memory; None if unknown.
+        num_devices: See `most_process_bytes`.
+        num_processes: See `most_process_bytes`.
+
+    Returns:
+        Bytes; None if there is no budget and the machine's memory is unknown.
+    """
+    share = None if total is None else most_process_bytes(total, num_devices, num_processes)
+    return min((limit for limit in (budget, share) if limit is not None), default=None)
+
+
 def available_process_bytes(num_processes: int = 1) -> int | None:
     """Returns the host memory that this process may take in all, from what is available now.
 

@@ -1,7 +1,7 @@
-"""The state of a data iterator as JSON, and back with its Python and NumPy types.
+"""Converts the state of a data iterator to JSON, and back with the same types.
 
-Numbers, strings, lists and dicts with string keys are written as they are. JSON has no form for the
-other types, so each of their values becomes a dict with one key of ours::
+Numbers, strings, lists and dicts with string keys are written unchanged. JSON has no form for the
+remaining types, so each such value becomes a dict with a special key::
 
     {"i": np.int64(3), "at": (1, 2)}
 
@@ -10,6 +10,7 @@ other types, so each of their values becomes a dict with one key of ours::
 """
 
 import base64
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -17,43 +18,55 @@ import jax.numpy as jnp
 import numpy as np
 
 _TAG = "megatrain_jax"
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 # Kinds of dtypes that a short string describes: numbers, dates and text.
 _KINDS = "?biufcmMSU"
+_MOST_NESTED = 100
 _ACCEPTED = (
-    "None, numbers, strings, bytes, NumPy scalars and arrays, and lists, tuples and dicts of these"
+    "None, numbers, strings, bytes, NumPy scalars and arrays, JAX arrays, and lists, tuples and "
+    "dicts of these"
 )
 
 
-def encoded_state(state: Any, path: str = "state") -> Any:
-    """A copy of an iterator's state, as JSON has it.
+def encoded_state(state: Any, path: str = "state", inside: tuple[int, ...] = ()) -> Any:
+    """A copy of an iterator's state, in JSON types.
 
     Args:
-        state: The state, as the iterator's `get_state` returned it.
+        state: The state, as returned by the iterator's `get_state`.
         path: The expression that leads to it, for messages.
+        inside: Ids of the lists, tuples and dicts that it lies in.
 
     Raises:
-        TypeError: If something in it can't be written.
+        TypeError: If part of it can't be converted, or would come back with another type.
     """
-    if isinstance(state, np.ndarray | np.generic | jax.Array):
-        return _array_as_json(state, path)
-    if isinstance(state, _PLAIN):
+    kind = type(state)
+    if kind in _PLAIN:
         return state
-    if isinstance(state, bytes | bytearray):
-        return {_TAG: ["bytes", base64.b64encode(state).decode()]}
-    if isinstance(state, list | tuple):
-        items = [encoded_state(item, f"{path}[{i}]") for i, item in enumerate(state)]
-        return items if isinstance(state, list) else {_TAG: ["tuple", items]}
-    if isinstance(state, dict):
-        rows = [(key, encoded_state(value, f"{path}[{key!r}]")) for key, value in state.items()]
-        if all(isinstance(key, str) for key in state) and _TAG not in state:
-            return dict(rows)
-        return {_TAG: ["dict", [[encoded_state(k, f"a key of {path}"), row] for k, row in rows]]}
-    raise _refused(path, f"of type {type(state).__name__}")
+    if kind is np.ndarray or isinstance(state, np.generic | jax.Array):
+        return _array_as_json(state, path)
+    if kind is bytes or kind is bytearray:
+        return {_TAG: [kind.__name__, base64.b64encode(state).decode()]}
+    if kind not in (list, tuple, dict, OrderedDict):
+        same = next((base for base in kind.__mro__[1:] if base in _KEPT), None)
+        also = "" if same is None else f", which would come back as {_KEPT[same]}; convert it"
+        raise _refused(path, f"of type {kind.__name__}{also}")
+    if id(state) in inside:
+        raise _refused(path, "a value that contains itself")
+    if len(inside) == _MOST_NESTED:
+        raise _refused(path, f"nested more than {_MOST_NESTED} deep")
+    inside = (*inside, id(state))
+    if kind is list or kind is tuple:
+        items = [encoded_state(item, f"{path}[{i}]", inside) for i, item in enumerate(state)]
+        return items if kind is list else {_TAG: ["tuple", items]}
+    rows = [(key, encoded_state(value, f"{path}[{key!r}]", inside)) for key, value in state.items()]
+    if kind is dict and all(type(key) is str for key in state) and _TAG not in state:
+        return dict(rows)
+    keyed = [[encoded_state(key, f"a key of {path}", inside), row] for key, row in rows]
+    return {_TAG: [kind.__name__, keyed]}
 
 
 def decoded_state(found: Any) -> Any:
-    """The state that `encoded_state` has written, with JAX's arrays as NumPy's."""
+    """The inverse of `encoded_state`."""
     if isinstance(found, list):
         return [decoded_state(item) for item in found]
     if not isinstance(found, dict):
@@ -61,16 +74,24 @@ def decoded_state(found: Any) -> Any:
     if found.keys() != {_TAG}:
         return {key: decoded_state(value) for key, value in found.items()}
     kind, *values = found[_TAG]
-    if kind == "bytes":
-        return base64.b64decode(values[0])
+    if kind in _BYTES:
+        return _BYTES[kind](base64.b64decode(values[0]))
     if kind == "tuple":
         return tuple(decoded_state(values[0]))
-    if kind == "dict":
-        return {decoded_state(key): decoded_state(value) for key, value in values[0]}
+    if kind in _DICTS:
+        return _DICTS[kind]((decoded_state(key), decoded_state(value)) for key, value in values[0])
     dtype, shape, text = values
-    # A copy, since an iterator may change its state in place.
+    # A copy, because an iterator may change its state in place.
     array = np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape).copy()
+    if kind == "jax":
+        return jnp.asarray(array)
     return array[()] if kind == "scalar" else array
+
+
+_BYTES = {"bytes": bytes, "bytearray": bytearray}
+_DICTS = {"dict": dict, "OrderedDict": OrderedDict}
+# Types whose subclasses are refused, with the type that they would come back as.
+_KEPT = {t: t.__name__ for t in (*_PLAIN, bytes, list, tuple, dict)} | {np.ndarray: "a plain array"}
 
 
 def _array_as_json(state: Any, path: str) -> dict[str, Any]:
@@ -79,8 +100,11 @@ def _array_as_json(state: Any, path: str) -> dict[str, Any]:
         raise _refused(path, f"a JAX array of {dtype}; keep `jax.random.key_data` of a key instead")
     if dtype.kind not in _KINDS or dtype.names is not None:
         raise _refused(path, f"an array of dtype {dtype}")
+    if isinstance(state, jax.Array) and not state.is_fully_addressable:
+        raise _refused(path, "a JAX array of which other processes hold a part")
     array = np.asarray(state)
-    kind = "scalar" if isinstance(state, np.generic) else "array"
+    kinds = {np.generic: "scalar", np.ndarray: "array", jax.Array: "jax"}
+    kind = next(kind for base, kind in kinds.items() if isinstance(state, base))
     text = base64.b64encode(array.tobytes()).decode()
     return {_TAG: [kind, dtype.str, list(array.shape), text]}
 

@@ -1,7 +1,7 @@
 """The training loop: steps in flight, their records, evaluation and checkpoints.
 
-The loop never waits for the step it has just dispatched: a step's metrics are read one step late,
-so that the driver always has the next one ready while the device computes:
+The loop never waits for the step it has just dispatched. A step's metrics are read one step late,
+so the driver always has the next step ready while the device computes:
 
     step 7 is dispatched    batch 8 is drawn    step 6 is read; its record goes to the callbacks
     step 8 is dispatched    batch 9 is drawn    step 7 is read; ...
@@ -32,12 +32,12 @@ from megatrain_jax._src.trainer import Trainer
 
 @dataclass(frozen=True)
 class Save:
-    """The saving of a run's checkpoints; without a folder of them it does nothing.
+    """Saves a run's checkpoints; without a folder for them it does nothing.
 
     Attributes:
         series: The run's checkpoints; None if it has no folder for them.
         trainer: The trainer whose state is saved.
-        position: Gives the data's position after the trainer's last step; None if it is unknown.
+        position: Returns the data's position after the trainer's last step; None if unknown.
     """
 
     series: Checkpoints | None
@@ -49,19 +49,19 @@ class Save:
         return self.series is not None and self.series.is_due(step)
 
     def now(self) -> None:
-        """Begins to save the trainer's state; training may go on meanwhile."""
+        """Starts saving the trainer's state; training may continue meanwhile."""
         assert self.series is not None
         self.series.save(self.trainer, self.position())
 
     def at_end(self) -> None:
-        """Saves the last step, if it is not saved yet, and waits until it is whole."""
+        """Saves the last step, if it is not saved yet, and waits until it is complete."""
         if self.series is not None:
             if self.series.saved != self.trainer.num_steps:
                 self.now()
             self.series.finish(self.trainer)
 
     def give_up(self) -> None:
-        """Waits for the checkpoint being written, without its error: another is on its way."""
+        """Waits for the checkpoint being written; ignores its error, as another one is raised."""
         if self.series is not None:
             self.series.finish_quietly(self.trainer)
 
@@ -73,13 +73,13 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A step that was dispatched and whose metrics were not read yet.
+    """A dispatched step whose metrics have not been read yet.
 
     Attributes:
         step: Number of the step, from 1.
         metrics: The step's metrics on the device.
-        size: Number of examples or tokens of its batch.
-        unit: The word for one of what `size` counts, as "tokens".
+        size: Number of examples or tokens in its batch.
+        unit: The unit of `size`, such as "tokens".
         began: The time of its dispatch, in seconds of `time.perf_counter`.
     """
 
@@ -91,17 +91,17 @@ class _Pending:
 
 
 def is_unevaluated(history: History, options: LoopOptions) -> bool:
-    """Whether there is data to evaluate on, and a last step that it was not used for."""
+    """Whether there is evaluation data, but the last step has not been evaluated."""
     evaluated = any(name.startswith(EVALUATED) for record in history[-1:] for name in record)
     return options.eval_data is not None and bool(history) and not evaluated
 
 
 class Loop:
-    """The training loop of one run: its steps in flight, and the records they become.
+    """The training loop of one run: its steps in flight, and their records.
 
-    A signal takes effect between the pieces of work that belong together: a step and its place
-    among those in flight, a record and its place in the history. A body that is the user's own
-    and may hang (drawing a batch, an evaluation's too) gives way to a second one.
+    A signal takes effect only between pieces of work that belong together: a step and its place
+    among those in flight, or a record and its place in the history. A second signal interrupts user
+    code that may hang (drawing a batch or an evaluation batch).
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class Loop:
         """Makes a loop with no step in flight.
 
         Args:
-            trainer: The trainer; its history gets the records.
+            trainer: The trainer; its history receives the records.
             options: The run's options: callbacks, evaluation, checkpoints.
-            save: The saving of the run's checkpoints.
-            bar: Progress bar, moved on with each record.
+            save: Saves the run's checkpoints.
+            bar: Progress bar, advanced with each record.
             signals: The run's signals; `ending` stops the loop between two steps.
         """
         self.trainer = trainer
@@ -129,22 +129,22 @@ class Loop:
         self.bar = bar
         self.signals = signals
         self.pending: deque[_Pending] = deque()
-        # Complete records that were neither shown nor handed to callbacks yet: what a signal leaves
-        # here, the run's end reports.
+        # Complete records that were neither shown nor passed to callbacks yet; if a signal leaves
+        # some here, the run's end reports them.
         self.unreported: deque[tuple[dict[str, Any], str]] = deque()
 
     def begin(self) -> None:
-        """Tells the callbacks that have a method `begin` that a run begins."""
+        """Calls `begin` of all callbacks that have it."""
         for callback in self.callbacks:
-            # Before it is told, so that it hears of the end even where its own beginning fails.
+            # Added first, so that its `end` is called even if its own `begin` fails.
             self.begun.append(callback)
             self._call(getattr(callback, "begin", None), self.trainer)
 
     def end(self, result: FitResult) -> None:
-        """Tells the callbacks that were told of the begin, and have a method `end`, of the end.
+        """Calls `end` of all begun callbacks that have it.
 
         Raises:
-            Exception: The first error of one; the others have been told nevertheless.
+            Exception: The first error of a callback, after all have been called.
         """
         errors = []
         for callback in self.begun:
@@ -170,28 +170,30 @@ class Loop:
                 self.pending.append(
                     _Pending(step=step, metrics=metrics, size=size, unit=unit, began=began)
                 )
-            # Not cut off at once, which would kill a generator that the user wants to go on with.
+            # A first signal does not interrupt this: it would kill a generator that the user wants
+            # to reuse.
             with deferred_interrupt(insist=True):
                 batches.fill()
             every = self.options.eval_every
             due = every is not None and step % every == 0
-            # Exhausted after `fill`: this was the last batch, and a run's end is always evaluated.
+            # If exhausted after `fill`, this was the last batch, and the end of a run is always
+            # evaluated.
             evaluate = self.options.eval_data is not None and (due or batches.exhausted)
-            # Both need the numbers of this very step, so none stays in flight then.
+            # Both need the numbers of this very step, so no step stays in flight then.
             save = self.save.is_due(step)
             self.complete(keep=0 if evaluate or save else 1, evaluate=evaluate)
             if save:
                 with deferred_interrupt():
                     self.save.now()
-            if self.signals.ending:  # a callback kept the `KeyboardInterrupt` to itself
+            if self.signals.ending:  # a callback swallowed the `KeyboardInterrupt`
                 raise KeyboardInterrupt
         self.complete(keep=0)
 
     def evaluate_cut_off(self) -> None:
-        """Makes the evaluation that was due after the last step of a run that goes on.
+        """Repeats an evaluation that was due after the last step, when a run continues.
 
-        A signal may have cut it off. Callbacks get the record again, now with the evaluation: the
-        best checkpoint may be this.
+        A signal may have cut it off. Callbacks get the record again, now with the evaluation,
+        because this may be the best checkpoint.
         """
         every, history = self.options.eval_every, self.trainer.history
         if every is None or not is_unevaluated(history, self.options):
@@ -202,15 +204,15 @@ class Loop:
                 self._call(callback, self.trainer, record)
 
     def evaluate_finished(self) -> None:
-        """Evaluates the last step of a run that was finished before, unless that run has done so.
+        """Evaluates the last step of a run that had already finished, unless it was evaluated.
 
-        Callbacks have seen its record, and its checkpoint stays as it is.
+        Callbacks have seen its record, and its checkpoint stays unchanged.
         """
         if is_unevaluated(self.trainer.history, self.options):
             self.trainer.history[-1].update(self._evaluate())
 
     def finish(self) -> None:
-        """Completes every record, without evaluating, and brings all state to rest on the host."""
+        """Completes every record, without evaluating, and moves all state to the host."""
         try:
             while self.pending:
                 with deferred_interrupt():
@@ -227,7 +229,7 @@ class Loop:
             keep: Number of steps that stay in flight.
             evaluate: Whether to evaluate with the last one; then none may stay in flight.
         """
-        # An evaluation belongs to the step that it follows at once: no other may have changed the
+        # An evaluation belongs to the step just before it: no later step may have changed the
         # state.
         assert not (evaluate and keep)
         self._report()
@@ -244,13 +246,13 @@ class Loop:
             metrics = self.trainer.read(pending.metrics)
         except TooManySkippedError as error:
             ended_by = error
-            metrics = self.trainer.read(pending.metrics)  # it is settled, and has a record, too
+            metrics = self.trainer.read(pending.metrics)  # this step still gets a record
         except FloatingPointError:
-            self.pending.clear()  # what was dispatched after that step did nothing
+            self.pending.clear()  # steps dispatched after that one had no effect
             raise
         self.pending.popleft()
         # A step lasts until the next one is dispatched: the driver waits for the device, so the
-        # mean of many is the device's time.
+        # mean over many steps is the device's time.
         following = self.pending[0].began if self.pending else time.perf_counter()
         seconds = following - pending.began
         record = {"step": pending.step, "loss": metrics["loss"], **metrics, "seconds": seconds}
@@ -261,7 +263,7 @@ class Loop:
         return record
 
     def _report(self) -> None:
-        """Shows complete records and hands them to the callbacks."""
+        """Shows complete records and passes them to the callbacks."""
         while self.unreported:
             record, rate = self.unreported.popleft()
             skipped = f", {n} skipped" if (n := self.trainer.num_skipped) else ""
@@ -272,12 +274,13 @@ class Loop:
                 self._call(callback, self.trainer, record)
 
     def _call(self, function: Callable[..., None] | None, *arguments: Any) -> None:
-        """Calls what belongs to a callback, if there is any, which is not to move the trainer."""
+        """Calls a callback's function, if any, and checks that it did not move the trainer."""
         if function is None:
             return
         before = self.trainer.num_steps
         try:
-            # One that stops the run does so again for the steps that were still in flight.
+            # A callback that stops the run would do so again for the steps that were still in
+            # flight.
             with suppress(*([KeyboardInterrupt] if self.signals.ending else [])):
                 function(*arguments)
             if self.trainer.num_steps != before:
@@ -287,14 +290,14 @@ class Loop:
                     "hand, end the run by raising KeyboardInterrupt, and go on with its result."
                 )
         except Exception:
-            self.callbacks = ()  # the run ends with this error, and is not to meet it again
+            self.callbacks = ()  # callbacks must not run into this error again
             raise
 
     def _evaluate(self) -> dict[str, float]:
         assert self.options.eval_data is not None
         batches = eval_batches(self.options.eval_data)
         history = self.trainer.history
-        history.cut_off = self.trainer.num_steps  # unless it comes to its end
+        history.cut_off = self.trainer.num_steps  # reset when the evaluation completes
         try:
             means = self.trainer.evaluate(batches)
             history.cut_off = None

@@ -1,4 +1,4 @@
-"""The result of a training run, why it ended, and the error that ends one whose data ran out."""
+"""The result of a training run, the reason of its end, and the error for data that ran out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,10 +18,10 @@ Ended = Literal["done", "stopped", "interrupted", "failed"]
 
 
 class StopTraining(KeyboardInterrupt):  # noqa: N818 (it is no error)
-    """Raised by a callback, ends the run in good order; its text is the reason.
+    """Raised by a callback to end the run normally; its text is the reason.
 
-    The run ends as after Ctrl-C, its last step saved where there is a folder for it, but
-    `FitResult.ended` is "stopped". Training can go on with the result's trainer.
+    The run ends as after Ctrl-C, with its last step saved if it has a checkpoint folder, but
+    `FitResult.ended` is "stopped". Training can continue with the result's trainer.
 
     Examples:
         >>> def enough(trainer, record):
@@ -34,14 +34,15 @@ class StopTraining(KeyboardInterrupt):  # noqa: N818 (it is no error)
 class FitResult:
     """The result of a run: its trainer, model and history.
 
-    At a prompt it shows steps, losses and why the run ended, in a notebook the loss curve, too.
+    Its representation shows steps, losses and the reason of the end, in a notebook with the loss
+    curve.
 
     Attributes:
-        trainer: The trainer, with all its state on the host. Go on with `train`.
-        history: One record a step, over the trainer's life.
-        ended: The kind of the run's end: "done" after all steps or at the end of the data,
-            "stopped" by a callback's `StopTraining`, "interrupted" by a signal or a
-            `KeyboardInterrupt`, "failed" with an error, whose attribute this result is then.
+        trainer: The trainer, with all its state on the host. Continue with `train`.
+        history: One record per step, over the trainer's life.
+        ended: How the run ended: "done" after all steps or at the end of the data, "stopped" by a
+            callback's `StopTraining`, "interrupted" by a signal or a `KeyboardInterrupt`, "failed"
+            with an error, which has this result as an attribute.
         reason: The reason of the end, in words.
     """
 
@@ -57,7 +58,7 @@ class FitResult:
 
     @property
     def model(self) -> Any:
-        """The user's model holding the trained parameters as host arrays."""
+        """The user's model with the trained parameters as host arrays."""
         return self.trainer.model
 
     @property
@@ -66,7 +67,7 @@ class FitResult:
         return self.trainer.params
 
     def __repr__(self) -> str:
-        """Returns steps, losses and the reason of the end as a table of plain text."""
+        """Returns steps, losses and the reason of the end as a plain text table."""
         return "FitResult\n" + aligned(self._cells())
 
     def _repr_html_(self) -> str:
@@ -86,14 +87,14 @@ def result_of(
         trainer: The run's trainer.
         error: The error that ended it, if any.
         signals: The signals that came, in words.
-        all_steps: Whether a number of steps was asked for, not the data's end.
+        all_steps: Whether the run was limited by a number of steps, not by the data's end.
     """
     ended, reason = _ending(error, signals, all_steps)
     return FitResult(trainer=trainer, history=trainer.history, ended=ended, reason=reason)
 
 
 def _ending(error: BaseException | None, signals: str, all_steps: bool) -> tuple[Ended, str]:
-    # A signal counts whatever error it became on its way.
+    # A signal takes precedence over the error that it caused.
     if signals:
         return "interrupted", f"by {signals}"
     if error is None:
@@ -108,10 +109,10 @@ def _ending(error: BaseException | None, signals: str, all_steps: bool) -> tuple
 
 
 class DataRanOutError(ValueError):
-    """The error that `data` ended before `steps` steps were done.
+    """Raised if `data` ended before `steps` steps were done.
 
     Attributes:
-        result: The `FitResult` of the steps that were done; nothing of them is lost.
+        result: The `FitResult` of the completed steps, so nothing is lost.
     """
 
     result: Any = None
@@ -119,12 +120,12 @@ class DataRanOutError(ValueError):
 
 @contextmanager
 def handed_over(trainer: Trainer) -> Iterator[None]:
-    """Gives an error of the body an attribute `result`: the `FitResult` of the steps done."""
+    """Gives the body's errors an attribute `result`: the `FitResult` of the completed steps."""
     try:
         yield
     except BaseException as error:
         with suppress(AttributeError, TypeError):  # an error may refuse attributes
-            # Of a process that SIGTERM ends the error is a SystemExit.
+            # In a process ended by SIGTERM, the error is a SystemExit.
             signals = "SIGTERM" if isinstance(error, SystemExit) else ""
             error.result = result_of(trainer, error, signals)  # type: ignore[attr-defined]
             if isinstance(error, Exception) and not isinstance(error, DataRanOutError):

@@ -1,4 +1,22 @@
-"""One call of `fit` or `train`, from its first step to what it leaves behind, however it ends."""
+"""One call of `fit` or `train`: runs the loop, and ends the run properly for every cause.
+
+A run may end with all steps done, with data that ran out, by a callback's `StopTraining`, by a
+signal, by an error here or in another process. In each case the same steps follow, in this order:
+
+1. The loop stops. If several processes share the run, all learn of the cause.
+2. Steps in flight are completed and their records reported; all state moves to the host.
+3. The last step is saved, if the run has a checkpoint folder.
+4. Callbacks' `end` is called, so they find the last step saved.
+5. The result is returned, or the error raised with the result attached; after SIGTERM the process
+   exits.
+
+From the moment the loop stops, signals are only counted, because they ask for the save that is
+under way. Only a third Ctrl-C gives up the save.
+
+Example, one process with a checkpoint folder: SIGTERM arrives during step 7. Step 7 is completed,
+its record goes to the callbacks, `checkpoints/7` is written, callbacks end, and the process exits
+with status 143.
+"""
 
 import os
 import signal
@@ -22,19 +40,19 @@ from megatrain_jax._src.train.series import Checkpoints
 from megatrain_jax._src.train.source import Prefetch, Source, is_state, joined_positions
 from megatrain_jax._src.trainer import Trainer
 
-# Exit status of a process that SIGTERM has ended: 128 and the signal's number.
+# Exit status of a process ended by SIGTERM: 128 plus the signal's number.
 _TERMINATED = 143
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One call of `fit` or `train`: a trainer, and where its data is.
+    """One call of `fit` or `train`: a trainer, and the position of its data.
 
     Attributes:
         trainer: The trainer.
         source: The user's data.
-        first: Number of the data's batches that came before the run's first step.
-        counted_from: The trainer's step that `steps` are counted from.
+        first: Number of the data's batches before the run's first step.
+        counted_from: The trainer's step from which `steps` are counted.
     """
 
     trainer: Trainer
@@ -48,17 +66,17 @@ class Run:
         options: LoopOptions,
         series: Checkpoints | None,
     ) -> FitResult:
-        """Trains on batches until they end or all steps were done, then saves the last one.
+        """Trains until the batches end or all steps are done, then saves the last step.
 
-        Whatever ends the run, the steps in flight are completed and the last one is saved before
-        the error is raised or, after SIGTERM, the process ends.
+        For every cause of the end, the steps in flight are completed and the last one is saved
+        before the error is raised or, after SIGTERM, the process exits.
         """
         trainer, processes = self.trainer, self.trainer.processes
         process_id = os.getpid()
         before, steps = trainer.num_steps, options.steps
         progress = options.progress and processes.is_first
         processes.agree("the beginning of training", lambda: options.rhythm)
-        # A resumed `fit` counts from 0, so steps before the checkpoint are done already.
+        # A resumed `fit` counts from 0, so steps before the checkpoint count as done.
         left = None if steps is None else max(0, steps - (before - self.counted_from))
         save = Save(series, trainer, lambda: self._position(before))
         if left == 0 and not (self.first and is_unevaluated(trainer.history, options)):
@@ -70,31 +88,31 @@ class Run:
         with Signals() as signals, tqdm(total=left, **shown) as bar:
             loop = Loop(trainer, options, save, bar, signals)
             try:
-                # Not earlier: what comes before the `try` would end the run without a result.
+                # Not earlier: a signal before the `try` would end the run without a result.
                 signals.begin()
-                # `islice` takes no larger number.
+                # `islice` accepts no larger number.
                 some = batches if left is None else islice(batches, min(left, sys.maxsize))
                 loop.begin()
-                # A checkpoint doesn't say whether an evaluation that it lacks was begun.
+                # A checkpoint without an evaluation doesn't tell if it was begun.
                 if left != 0 and (self.first or trainer.history.cut_off == before):
                     loop.evaluate_cut_off()
                 loop.run(Prefetch(some, trainer.check_batch, processes))
-                # A run that was finished may be called again with data to evaluate on.
+                # A finished run may be called again with evaluation data.
                 if self.first and trainer.num_steps == before:
                     loop.evaluate_finished()
             except BaseException as raised:
-                # A process that a callback has forked: the run is its parent's, and the threads
-                # that write checkpoints are there alone.
+                # In a process forked by a callback: the run belongs to the parent, and so do the
+                # threads that write checkpoints.
                 if os.getpid() != process_id:
                     raise
-                # The others learn of it before they wait for this process, and end, too.
+                # The remaining processes learn of it before they wait for this one, and end too.
                 error = _known_to_all(raised, processes, signals)
-            # From here on signals are only counted: what follows is the save that they ask for.
+            # From here on signals are only counted, because the save that they ask for follows.
             signals.ending = True
             insisted: KeyboardInterrupt | None = None
             try:
                 error = self._wound_up(loop, error, before)
-            # Whoever insists so often gets no save.
+            # A user who insists this often gets no save.
             except KeyboardInterrupt as third:
                 insisted = third
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
@@ -102,7 +120,7 @@ class Run:
             if progress or (signals.came and processes.is_first):
                 saved = _is_quiet(error) and insisted is None
                 _say(result, signals.names, save.where if saved else "")
-        # After all else: what SIGTERM would have done by itself.
+        # Last of all, as SIGTERM itself would do.
         if signals.terminates:
             raise SystemExit(_TERMINATED) from error
         if insisted is not None:
@@ -116,7 +134,7 @@ class Run:
     def _wound_up(
         self, loop: Loop, error: BaseException | None, before: int
     ) -> BaseException | None:
-        """Completes the steps in flight, saves the last one and tells the callbacks of the end.
+        """Completes the steps in flight, saves the last one, and calls the callbacks' `end`.
 
         Returns:
             The error that the run ends with.
@@ -136,14 +154,14 @@ class Run:
             error = self._ran_out(steps, before)
         result = result_of(trainer, error, signals.names, all_steps=steps is not None)
         try:
-            # Told last, so that a callback finds the last step saved.
+            # Called last, so that a callback finds the last step saved.
             loop.end(result)
         except Exception as late:
             error = _joined(error, late)
         return error
 
     def _ran_out(self, steps: int | None, before: int) -> DataRanOutError | None:
-        """The error of a run whose data ended too early; None if it didn't."""
+        """The error of a run with data that ended too early; None if it didn't."""
         now = self.trainer.num_steps
         if now == before and self.first == 0:
             return DataRanOutError(EMPTY)
@@ -159,14 +177,14 @@ class Run:
     def _position(self, before: int) -> dict[str, Any] | None:
         position = self.source.position(self.first + self.trainer.num_steps - before)
         position = joined_positions(position, self.trainer.processes)
-        # Nobody knows the number of batches that were used before this call trains on.
+        # The number of batches used before this call is unknown.
         return None if self.counted_from and not is_state(position) else position
 
 
 def _doing(trainer: Trainer, shown: bool) -> str | None:
-    """The text before a progress bar: how many devices, and what each has of the state.
+    """The text before a progress bar: the number of devices, and the state on each.
 
-    A run on one device has none, nor has a bar that isn't shown.
+    A run on one device has no such text, nor does a hidden bar.
     """
     if not shown or not (several := on_several(trainer.devices)):
         return None
@@ -174,7 +192,7 @@ def _doing(trainer: Trainer, shown: bool) -> str | None:
 
 
 def _say(result: FitResult, signals: str, where: str) -> None:
-    """Says that a run was stopped or interrupted, after which step, and where that is saved."""
+    """Reports that a run was stopped or interrupted, its last step, and where that is saved."""
     by = f" by {signals}" if signals else ""
     reason = f": {result.reason}" if result.ended == "stopped" else ""
     after = f"after step {result.trainer.num_steps}{where}{reason}"
@@ -182,9 +200,9 @@ def _say(result: FitResult, signals: str, where: str) -> None:
 
 
 def _known_to_all(error: BaseException, processes: Processes, signals: Signals) -> BaseException:
-    """The error that a run of several processes ends with, once each of them knows of it.
+    """The error that a run of several processes ends with, after all of them know of it.
 
-    A signal that ended another process ends this one as if it had come here.
+    A signal that ended another process ends this one as if it had arrived here.
     """
     if isinstance(error, PeerEndedError):
         if error.signal is None:
@@ -205,7 +223,7 @@ def _known_to_all(error: BaseException, processes: Processes, signals: Signals) 
 
 
 def _explained(error: BaseException, unreachable: PeerEndedError) -> Any:
-    """The error to raise where another process can't be reached: JAX's own is only a symptom."""
+    """The error to raise if another process can't be reached: JAX's own is only a symptom."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         unreachable.__cause__ = error
         return unreachable
@@ -218,7 +236,7 @@ def _complete(
 ) -> BaseException | None:
     """Completes the steps in flight; returns the error that the run ends with.
 
-    An error here is one of all processes, too: whether there is one decides what they save.
+    An error here is shared by all processes, because it decides whether they save.
     """
     late: Exception | None = None
     try:
@@ -261,7 +279,7 @@ def _is_quiet(error: BaseException | None) -> bool:
 
 
 def _joined(error: BaseException | None, late: Exception) -> BaseException:
-    """The error to raise: the first, with a note of the one that came while the run ended."""
+    """The error to raise: the first, with a note about a later one."""
     if _is_quiet(error):
         return late
     assert error is not None

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run: one every so many steps, of which the newest are kept."""
+"""The checkpoints of one training run: one every few steps, of which the newest are kept."""
 
 import os
 import time
@@ -17,19 +17,22 @@ from megatrain_jax._src.checkpoint.workspace import NAME, Guest, Workspace, clai
 from megatrain_jax._src.state.processes import PeerEndedError, Processes
 from megatrain_jax._src.trainer import Trainer
 
-# Seconds before a checkpoint is read again that could not be read.
+# Seconds to wait before retrying to read a checkpoint.
 _PAUSES = 0.5, 2.0
+# Letters of an error of an older checkpoint that the error of all of them repeats.
+_MOST_LETTERS = 150
 
 
 class Checkpoints:
-    """Saves to and resumes from a folder with one subfolder a step.
+    """Saves to and resumes from a folder with one subfolder per step.
 
-    No other run can write to the folder until this is closed; it is a context manager.
+    No second run can write to the folder until this is closed; it is a context manager.
 
     Attributes:
         folder: The folder.
-        every: Save after each step whose number this divides; None saves at a run's end only.
-        saved: The step of the newest checkpoint of this run; None before there is one.
+        every: Save after each multiple of this number of steps; None saves only at a run's end.
+        saved: The step of this run's newest checkpoint; None before the first.
+        num_converted: Number of arrays that `resume` converted to the run's precision.
     """
 
     def __init__(
@@ -40,20 +43,20 @@ class Checkpoints:
         processes: Processes,
         last: int | None = None,
     ):
-        """Makes the folder and removes what a process that died has left unfinished there.
+        """Creates the folder and removes unfinished files of dead processes.
 
         Args:
             path: The folder.
-            every: Save after each step whose number this divides; None for the end only.
-            keep: Number of checkpoints to keep, the newest ones.
-            processes: The processes that share the run; the first one looks after the folder.
-            last: The last step of the run, if it goes on from what is here: a folder that has it
-                need not be written. None for any.
+            every: Save after each multiple of this number of steps; None for the end only.
+            keep: Number of newest checkpoints to keep.
+            processes: The processes that share the run; the first one manages the folder.
+            last: The last step of the run, if it continues from this folder: if the folder has it,
+                it need not be writable. None if not known.
 
         Raises:
-            TypeError: If `path` is no path.
-            ValueError: If `path` is none that Orbax can write to and read from.
-            CheckpointError: If another run has the folder, or it can't be written.
+            TypeError: If `path` is not a path.
+            ValueError: If Orbax can't write to and read from `path`.
+            CheckpointError: If another run uses the folder, or it can't be written.
         """
         self.folder = folder.local_path(path, "checkpoint_dir")
         self.every, self._keep = every, keep
@@ -62,6 +65,7 @@ class Checkpoints:
         path = self.folder / NAME
         self._workspace = claimed(path, self.folder, processes, only_read=has_last)
         self.saved: int | None = None
+        self.num_converted = 0
         self._saving: Saving | None = None
         self._left_alone: set[int] = set()
 
@@ -75,7 +79,7 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Releases the folder, once the checkpoint still being written is whole."""
+        """Releases the folder, after the checkpoint being written is complete."""
         self._workspace.release(run=True)
 
     def check_writable(self) -> None:
@@ -88,15 +92,15 @@ class Checkpoints:
             raise CheckpointError(self._workspace.unwritable)
 
     def resume(self, trainer: Trainer) -> dict[str, Any] | None:
-        """Restores the newest checkpoint that is whole; newer ones are set aside.
+        """Restores the newest complete checkpoint; newer ones are set aside.
 
         Returns:
-            The facts kept beside the arrays, the data's position among them; None if there is no
+            The facts saved beside the arrays, including the data's position; None if there is no
             checkpoint.
 
         Raises:
-            CheckpointError: If there are checkpoints, but none that this trainer can go on from, or
-                something else is where later ones would be.
+            CheckpointError: If there are checkpoints, but none that this trainer can continue from,
+                or other files occupy the place of later ones.
         """
         trainer.check_names()
         refused: dict[int, CheckpointError] = {}
@@ -104,7 +108,7 @@ class Checkpoints:
         found = by_first(self._processes, where, self._candidates)
         for step in reversed(found):
             try:
-                # One process that can't read it is enough: all go on from the same step.
+                # If one process can't read it, all continue from an older step.
                 facts = self._restore_patiently(trainer, step)
             except UnreadError as error:
                 error.add_note(
@@ -121,28 +125,43 @@ class Checkpoints:
             self.begin(trainer)
             return facts
         if refused:
-            raise next(iter(refused.values()))
+            raise _none_usable(refused)
         self.begin(trainer)
         return None
 
     def _candidates(self) -> list[int]:
-        """The steps of checkpoints, and of folders that are ones but for a manifest; ascending."""
+        """The steps of checkpoints, and of folders that only lack a manifest; ascending."""
         numbers = folder.numbered(self.folder)
         paths = [self.folder / str(number) for number in numbers]
         is_ours = [folder.has_manifest(path) or orbax.has_our_arrays(path) for path in paths]
         return list(compress(numbers, is_ours))
 
+    def parts(self) -> dict[str, int] | None:
+        """The numbers of microbatches and waves that the newest checkpoint was trained with.
+
+        Returns:
+            Both by their options' names; None if no checkpoint says so.
+        """
+
+        def newest() -> dict[str, int] | None:
+            for step in reversed(self._candidates()):
+                with suppress(CheckpointError):
+                    return manifest.read(self.folder / str(step)).get("parts")
+            return None
+
+        return by_first(self._processes, "the look for a batch's parts", newest)
+
     def begin(self, trainer: Trainer) -> None:
-        """Checks that nothing in the folder is in the way of the steps that a trainer will take.
+        """Checks that nothing in the folder conflicts with the steps that a trainer will take.
 
         Raises:
-            CheckpointError: If something there has the number of a later step.
+            CheckpointError: If an entry has the number of a later step.
         """
         start = trainer.num_steps
         self.saved = by_first(self._processes, "the look for steps", lambda: self._begin(start))
 
     def _begin(self, start: int) -> int | None:
-        """Looks for what `begin` does; returns the step if there is a checkpoint of it."""
+        """Does the check of `begin`; returns the step if there is a checkpoint of it."""
         numbers = folder.numbered(self.folder)
         strange = [n for n in numbers if not folder.has_manifest(self.folder / str(n))]
         if later := [str(n) for n in numbers if n > start]:
@@ -162,21 +181,21 @@ class Checkpoints:
         return self.every is not None and step % self.every == 0
 
     def save(self, trainer: Trainer, position: dict[str, Any] | None) -> None:
-        """Begins to save a trainer's state, once the save before is over.
+        """Starts saving a trainer's state, after the previous save is complete.
 
         Args:
             trainer: The trainer; its history is complete.
-            position: The data's position, as JSON; None if that is unknown.
+            position: The data's position, as JSON; None if unknown.
 
         Raises:
-            CheckpointError: If this or the save before could not be written.
+            CheckpointError: If this or the previous checkpoint could not be written.
         """
         self.finish(trainer)
         path = self.folder / str(trainer.num_steps)
         by_first(self._processes, f"the saving of {path.name}", lambda: _check_replaceable(path))
         facts = {} if position is None else {"data": position}
         self._saving = trainer.start_saving(path, facts, workspace=self._workspace)
-        # Taken back by `finish` if it could not be written.
+        # Reset by `finish` if it could not be written.
         self.saved = trainer.num_steps
 
     def finish(self, trainer: Trainer) -> None:
@@ -189,21 +208,21 @@ class Checkpoints:
             try:
                 self._saving.wait()
             except CheckpointError:
-                # Not saved after all, so that the run's end tries once more.
+                # Not saved after all, so the end of the run tries again.
                 self._saving = self.saved = None
                 raise
             self._saving = None
             if isinstance(self._workspace, Workspace):
-                # Only now that the newest is whole: there are never fewer to go back to.
+                # Only after the newest one is complete, so there are never fewer to return to.
                 self._remove_oldest(self._workspace)
 
     def finish_quietly(self, trainer: Trainer) -> None:
-        """Waits for a save as `finish` does, but drops its error: another is on its way."""
+        """Waits for a save like `finish`, but ignores its error: another error is being raised."""
         with suppress(CheckpointError, OSError, PeerEndedError):
             self.finish(trainer)
 
     def _restore_patiently(self, trainer: Trainer, step: int) -> dict[str, Any]:
-        """Restores a checkpoint; tries again what may pass, such as a file server's pause."""
+        """Restores a checkpoint; retries for passing faults, such as a file server's pause."""
         for seconds in _PAUSES:
             with suppress(UnreadError):
                 return self._restore(trainer, step)
@@ -215,7 +234,8 @@ class Checkpoints:
         where = f"the manifest of step {step}"
         if (found := in_all(self._processes, where, lambda: manifest.read(path)["step"])) != step:
             raise CheckpointError(f"{path} is a checkpoint of step {found}, not {step}.")
-        facts = trainer.restore(path)
+        # The number of converted arrays becomes a part of the one warning of changed settings.
+        facts, self.num_converted = trainer.start_from(path)
         if "data" not in facts:
             warnings.warn(
                 f"{path}, saved by hand or by `train`, doesn't say where `data` was: as many "
@@ -226,9 +246,9 @@ class Checkpoints:
         return facts
 
     def _set_aside(self, step: int, error: CheckpointError, resumed: int) -> None:
-        """Gives a checkpoint that was refused another name, so that steps go by number again."""
+        """Renames a refused checkpoint, so that steps are ordered by number again."""
         path, number = self.folder / str(step), 1
-        # A link that leads nowhere takes its name, too.
+        # Dangling links occupy a name too.
         while os.path.lexists(aside := path.with_name(f"{step}.refused-{number}")):
             number += 1
         try:
@@ -242,10 +262,10 @@ class Checkpoints:
         )
 
     def _remove_oldest(self, workspace: Workspace) -> None:
-        """Removes all but the newest checkpoints; warns once of what can't be removed."""
+        """Removes all but the newest checkpoints; warns once about any that can't be removed."""
         assert self.saved is not None
         steps = [s for s in folder.steps(self.folder) if s not in self._left_alone]
-        # Later ones are none of this run's: they stay.
+        # Later ones are not this run's, so they stay.
         for step in [s for s in steps if s <= self.saved][: -self._keep]:
             path = self.folder / str(step)
             try:
@@ -261,21 +281,41 @@ class Checkpoints:
         warnings.warn(f"{self.folder / str(step)} is left alone: {why}", stacklevel=5)
 
 
+def _none_usable(refused: dict[int, CheckpointError]) -> CheckpointError:
+    """The error of the newest checkpoint, with a few words on each of the older ones."""
+    newest, *older = refused.values()
+    if not older:
+        return newest
+    said = [f"{step}: {_shortened(error)}" for step, error in [*refused.items()][1:]]
+    error = CheckpointError(
+        f"{str(newest).rstrip('.')}. No older checkpoint there can be gone on from, either: "
+        f"{'; '.join(said)}"
+    )
+    error.__cause__ = newest
+    return error
+
+
+def _shortened(error: CheckpointError) -> str:
+    """The first words of an error."""
+    words = str(error).split("\n")[0]
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
+
+
 def _check_replaceable(path: Path) -> None:
-    """Checks that a checkpoint can be written: a callback may have saved this step by itself.
+    """Checks that a checkpoint can be written: a callback may have saved this step itself.
 
     Raises:
-        CheckpointError: If there is something else.
+        CheckpointError: If there is anything else.
     """
     if os.path.lexists(path) and (strange := _strange(path)):
         raise CheckpointError(f"{path} can't be replaced: megatrain_jax didn't make {strange}")
 
 
 def _strange(path: Path) -> str:
-    """The files of a checkpoint that this library didn't make, for a message; empty if none.
+    """The files in a checkpoint that this library didn't make, for a message; empty if none.
 
     Raises:
-        CheckpointError: If it is no checkpoint of this library.
+        CheckpointError: If it is not a checkpoint of this library.
     """
     if path.is_symlink():
         return "that symbolic link"

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: drawn from the user's data, and put there early."""
+"""Draws batches from the user's data, and puts them on the device ahead of time."""
 
 import base64
 import warnings
@@ -13,21 +13,21 @@ from megatrain_jax._src.runtime.interrupt import deferred_interrupt
 from megatrain_jax._src.state.processes import Processes
 from megatrain_jax._src.train.iterator_state import decoded_state, encoded_state
 
-# Number of states kept: a batch or two may be drawn beyond that of the step that is saved.
+# Number of saved states: one or two batches may be drawn beyond the step that is saved.
 _STATES_KEPT = 4
 _END = object()
 
 
 class Source(Iterator[Any]):
-    """The user's data as an iterator with a position that can be saved and gone back to.
+    """The user's data as an iterator with a position that can be saved and restored.
 
-    If the run saves checkpoints, an iterator with `get_state` and `set_state`, as Grain's have
-    them, is asked for its state after each batch. Without these methods batches are counted.
+    If the run saves checkpoints and the iterator has `get_state` and `set_state`, as Grain's do,
+    its state is read after each batch. Without these methods batches are counted.
 
     Attributes:
-        count: Number of batches given since the data's start.
-        first: Hash of the data's first batch, by which a resumed run knows its data again; None
-            for a run that does not compare them.
+        count: Number of batches drawn since the data's start.
+        first: Hash of the data's first batch, by which a resumed run recognises its data; None for
+            a run that does not compare it.
     """
 
     def __init__(self, data: Iterable[Any], *, saved: bool):
@@ -45,16 +45,16 @@ class Source(Iterator[Any]):
         self._states: dict[int, Any] = {}
 
     def __next__(self) -> Any:
-        """Gives the next batch.
+        """Returns the next batch.
 
         Raises:
-            TypeError: If the iterator's state can't be saved, though the run has to.
+            TypeError: If the iterator's state can't be saved, but the run must save it.
         """
         batch = next(self._iterator)
         self.count += 1
         if self._has_state:
-            # After each batch, since nobody knows yet after which step a checkpoint will be saved.
-            # Copied at once: an iterator may return one dict each time and change it.
+            # After each batch, because it is not known yet which step will be saved. Copied at
+            # once, because an iterator may return one dict each time and change it.
             self._states[self.count] = encoded_state(self._iterator.get_state())
             self._states.pop(self.count - _STATES_KEPT, None)
         return batch
@@ -67,12 +67,12 @@ class Source(Iterator[Any]):
         return {**found, "state": self._states.get(count)}
 
     def is_data_of(self, position: Mapping[str, Any]) -> bool:
-        """Whether a position is one in this data, as far as the first batch tells."""
+        """Whether a position may belong to this data, judged by the first batch."""
         first = position.get("first")
         return first is None or self.first is None or first == self.first
 
     def go_to(self, position: Mapping[str, Any], progress: bool) -> None:
-        """Goes to a position, by the iterator's state or by skipping batches.
+        """Moves to a position, by the iterator's state or by skipping batches.
 
         Raises:
             ValueError: If the data ends before.
@@ -80,7 +80,7 @@ class Source(Iterator[Any]):
         state = decoded_state(position.get("state"))
         if "bytes" in position:  # in checkpoints of earlier versions
             state = base64.b64decode(position["bytes"])
-        # Skipping serves any data; it draws and drops all that was used before.
+        # Skipping works for any data; it draws and drops all batches used before.
         if state is not None and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(state)
             self.count = position["batches"]
@@ -100,7 +100,7 @@ def is_state(position: Mapping[str, Any]) -> bool:
 
 
 def joined_positions(position: dict[str, Any], processes: Processes) -> dict[str, Any]:
-    """The position of a run's data: that of each process's part, or the one that they share."""
+    """The position of a run's data: each process's position, or the one that they share."""
     parts = processes.gather("the position of `data`", position)
     if all(part == parts[0] for part in parts):
         return position
@@ -108,9 +108,9 @@ def joined_positions(position: dict[str, Any], processes: Processes) -> dict[str
 
 
 def own_position(position: Mapping[str, Any], processes: Processes) -> Mapping[str, Any]:
-    """The position of this process's part of the data, as `joined_positions` gave it.
+    """This process's position in its data, from the result of `joined_positions`.
 
-    Other numbers of processes divide the data otherwise, so for these batches are counted.
+    A different number of processes divides the data differently, so batches are counted instead.
     """
     parts = position.get("parts", [position] * processes.count)
     return (
@@ -121,14 +121,14 @@ def own_position(position: Mapping[str, Any], processes: Processes) -> Mapping[s
 
 
 class Prefetch(Iterator[Any]):
-    """Iterates over `data` with the next batches already on the device.
+    """Iterates over `data` with the next batch already on the device.
 
-    Call `fill` once a step has been dispatched: what the iterable does to make the next batch,
-    and the batch's way to the device, then hide under that step. Batches are put there with an
-    explicit `jax.device_put`, which `jax.transfer_guard` permits.
+    Call `fill` after a step has been dispatched: making the next batch and transferring it to the
+    device then overlap with that step. Batches are transferred with an explicit `jax.device_put`,
+    which `jax.transfer_guard` permits.
 
-    It draws from the iterable only on `fill` and on `next`, never beyond one batch ahead. Where
-    several processes have a part of the data each, it ends for all with the first that ends.
+    It draws from the iterable only on `fill` and on `next`, never more than one batch ahead. If
+    several processes each have a part of the data, the data ends for all with the first that ends.
     """
 
     def __init__(self, data: Iterable[Any], check: Callable[[Any], None], processes: Processes):
@@ -136,8 +136,7 @@ class Prefetch(Iterator[Any]):
 
         Args:
             data: An iterable of batches.
-            check: Raises a `TypeError` or `ValueError` if a batch, which is on the host yet, is
-                wrong.
+            check: Raises a `TypeError` or `ValueError` if a batch, still on the host, is wrong.
             processes: The processes that each have a part of the data.
         """
         self._source = iter(data)
@@ -160,14 +159,14 @@ class Prefetch(Iterator[Any]):
             self._drawn += 1
             with numbered(self._drawn):
                 self._check(batch)
-            # Of several processes, none has all of it.
+            # With several processes, none has the whole batch.
             self._ready = jax.device_put(batch) if self._processes.count == 1 else batch
-        # A message that is cut off halfway would be taken for the next one.
+        # A message cut off halfway would be mistaken for the next one.
         with deferred_interrupt():
             self._agree_on_end(batch is _END)
 
     def _agree_on_end(self, ended: bool) -> None:
-        """Ends the data for all processes where it has ended for one."""
+        """Ends the data for all processes once it has ended for one."""
         rows = self._processes.gather("the next batch of `data`", ended)
         self._ended = any(rows)
         if self._ended:
@@ -186,7 +185,7 @@ class Prefetch(Iterator[Any]):
         return self._ready is _END
 
     def __next__(self) -> Any:
-        """Gives the batch that is ready, drawing one if none is."""
+        """Returns the batch that is ready, or draws one."""
         self.fill()
         if self.exhausted:
             raise StopIteration

@@ -1,1 +1,1 @@
-"""The families of open-weights models: one file each, listed in `registry.py`."""
+"""Families of open-weights models, one file each, listed in `registry.py`."""

@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1, Moonlight: latent attention, and experts as in GLM 4.5.
 
-Keys and values of all heads come from one narrow vector a token, the latent
-(https://arxiv.org/abs/2405.04434, section 2.1), beside a rotated part of the keys that heads share.
+Keys and values of all heads are computed from one narrow vector per token, the latent
+(https://arxiv.org/abs/2405.04434, section 2.1); all heads share the rotated part of the keys.
 """
 
 import math
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekOptions(glm4_moe.GroupedRouting):
-    """The sizes of latent attention, beside how experts are chosen.
+    """The sizes of latent attention, in addition to expert routing.
 
     Attributes:
         query_rank: Width of the queries' own latent; None for queries without one.
         latent_rank: Width of the latent of keys and values.
-        plain_dim: Width of a head's queries and keys that doesn't rotate.
-        rotated_dim: Width that rotates; the keys' is the same for all heads.
+        plain_dim: Width of the unrotated part of a head's queries and keys.
+        rotated_dim: Width of the rotated part; the keys' is the same for all heads.
         value_dim: Width of a head's values, at most that of its keys.
     """
 
@@ -45,7 +45,7 @@ class DeepseekOptions(glm4_moe.GroupedRouting):
 
 
 class LatentAttention(nnx.Module):
-    """Causal attention whose keys and values come from a latent."""
+    """Causal attention with keys and values computed from a latent."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
         rotation: Rotation,
         segments: Integer[Array, "rows length"] | None,
     ) -> Float[Array, "rows length width"]:
-        """Attends within rows, and within documents where `segments` numbers them."""
+        """Computes attention within rows, or within documents if `segments` numbers them."""
         sizes, (rows, length, _) = self.sizes, x.shape
         q = self.q_proj(x) if sizes.query_rank is None else self._queries(x)
         q = q.reshape(rows, length, -1, sizes.plain_dim + sizes.rotated_dim)
@@ -87,10 +87,10 @@ class LatentAttention(nnx.Module):
             rotate(y, rotation.cos_sin, interleaved=self.interleaved)
             for y in (q_rotated, k_rotated[:, :, None])
         )
-        # One rotated part of the keys serves all heads.
+        # All heads share one rotated part of the keys.
         k_rotated = jnp.broadcast_to(k_rotated, q_rotated.shape)
         q, k = jnp.concatenate([q, q_rotated], -1), jnp.concatenate([k, k_rotated], -1)
-        # `attention` wants values as wide as keys: zeros behind them come out as zeros.
+        # `attention` requires values as wide as keys; the padding's results are zeros, and cut off.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - sizes.value_dim)])
         mixed = attention(q, k, v, segments=segments, scale=self.scale)
         return self.o_proj(mixed[..., : sizes.value_dim].reshape(rows, length, -1))
@@ -101,19 +101,19 @@ class LatentAttention(nnx.Module):
 
 def _latent_norm(dim: int, config: "DecoderConfig", make: Maker) -> RMSNorm:
     norm = RMSNorm(dim, config, make)
-    norm.eps = 1e-6  # whatever the configuration says, as in Transformers
+    norm.eps = 1e-6  # for any configuration, as in Transformers
     return norm
 
 
 class DeepseekLayer(glm4_moe.Glm4MoeLayer):
-    """A layer with this attention."""
+    """A layer with latent attention."""
 
     attention = LatentAttention
 
 
 def _read(fields: Fields) -> dict[str, Any]:
     for name in ("ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "qk_head_dim"):
-        fields.take(name, None)  # which Transformers doesn't read
+        fields.take(name, None)  # not read by Transformers
     fields.neutral(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     plain, rotated = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
     value = fields.integer("v_head_dim", 128)
@@ -151,7 +151,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _scale(fields: Fields, dim: int) -> float:
-    """Returns the factor of the scores, which grows with the stretching of wavelengths."""
+    """Returns the factor of the scores; it grows as wavelengths are stretched."""
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     weight = values.get("mscale_all_dim")
     stretched = values.get("rope_type", values.get("type", "default")) != "default"

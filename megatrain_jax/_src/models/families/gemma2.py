@@ -1,4 +1,4 @@
-"""Gemma 2: capped scores and logits, four norms a layer, a window in every other layer."""
+"""Gemma 2: capped scores and logits, four norms per layer, a window in every other layer."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 
 def common(fields: Fields, types: list[str], **sizes: Any) -> dict[str, Any]:
-    """Returns the arguments that Gemma 2 and 3 have in common.
+    """Returns the arguments that Gemma 2 and 3 share.
 
     Args:
         fields: The configuration.
-        types: What `layer_types` is where it is missing.
+        types: Default of `layer_types`.
         **sizes: See `hf_common.sizes`.
     """
-    # Which Transformers reads; early checkpoints have another `hidden_act`.
+    # Transformers reads this field; early checkpoints have a different `hidden_act`.
     activation = hf_common.read_activation(
         fields, "hidden_activation", "gelu_pytorch_tanh", null=True
     )

@@ -1,6 +1,6 @@
-"""Gemma 3: layers with a window have a rotary embedding of their own.
+"""Gemma 3: layers with a window have their own rotary embedding.
 
-The 1B model is a decoder; the others have a vision tower beside it.
+The 1B model is only a decoder; all larger models also have a vision tower.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.neutral(attn_logit_softcapping=None)  # which Transformers doesn't apply either
+    fields.neutral(attn_logit_softcapping=None)  # Transformers doesn't apply it either
     layers = fields.integer("num_hidden_layers")
     second = fields.integer("sliding_window_pattern", 6)
     step = fields.integer("_sliding_window_pattern", None) or second
     types = ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
-    # Those that the configurations of checkpoints with a vision tower leave out.
+    # Configurations of checkpoints with a vision tower omit these sizes.
     arguments = gemma2.common(fields, types, vocab_size=262_208, num_attention_heads=8)
     full = {"rope_theta": fields.take("rope_theta", 1e6)}
     local = {"rope_theta": fields.take("rope_local_base_freq", 1e4)}

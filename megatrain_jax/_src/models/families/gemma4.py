@@ -1,6 +1,6 @@
-"""Gemma 4: heads of another width in layers without a window, experts beside an MLP.
+"""Gemma 4: wider heads in layers without a window, and experts beside an MLP.
 
-Its layers are in `gemma4_layers`; here are its configurations.
+Its layers are in `gemma4_layers`; this file reads its configurations.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     ]
     types = fields.listed("layer_types", str, "names") or types
     windows = hf_common.windows_by_type(fields, types, hf_common.window(fields, 512))
-    windows = (*windows[:-1], None)  # whatever `layer_types` says, as in Transformers
+    windows = (*windows[:-1], None)  # for any `layer_types`, as in Transformers
     options = _options(fields, windows, local)
     full = _full_heads(fields, windows, local, shared=options.keys_are_values)
     unread = [
@@ -68,7 +68,7 @@ def _options(fields: Fields, windows: hf_common.Windows, local: dict[str, Any]) 
     shared = fields.integer("num_kv_shared_layers", 0, least=0)
     first = len(windows) - shared
     wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
-    # The last layers of both kinds that have keys and values of their own.
+    # The last layer of each kind with its own keys and values.
     lenders = {windows[i] is None: i for i in range(max(first, 0))} if shared else {}
     if shared and set(lenders) != {window is None for window in windows}:
         raise ValueError(
@@ -92,7 +92,7 @@ def _full_heads(
 ) -> dict[str, int]:
     """Returns the sizes of heads in layers without a window.
 
-    Released checkpoints have fields for them; what Transformers writes has an object a layer.
+    Released checkpoints have fields for them; Transformers writes an object per layer.
     """
     head_dim = fields.integer("global_head_dim", 512)
     kv_heads = fields.integer("num_global_key_value_heads", None)

@@ -1,8 +1,8 @@
-"""The layers of Gemma 4, and what they hand on.
+"""The layers of Gemma 4, and the memory they pass on.
 
-Heads have another width in layers without a window, and experts stand beside an MLP. The smaller
-models have embeddings of tokens for each layer, too, and their last layers attend to the keys and
-values of an earlier one. Both are in a memory that is handed from layer to layer.
+Layers without a window have heads of a different width, and experts stand beside an MLP. The
+smaller models also have token embeddings for each layer, and their last layers attend to keys and
+values of an earlier layer. Both are in a memory passed from layer to layer.
 """
 
 from dataclasses import dataclass
@@ -38,16 +38,17 @@ Segments = Integer[Array, "rows length"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Options:
-    """The sizes of Gemma 4 that differ between its layers.
+    """Sizes that differ between Gemma 4's layers.
 
     Attributes:
-        local_head_dim: Width of a head in layers with a window; `head_dim` is that of the others.
-        local_kv_heads: Heads of keys and values there; `num_kv_heads` is that of the others.
+        local_head_dim: Width of a head in layers with a window; `head_dim` is for layers without.
+        local_kv_heads: Key and value heads in layers with a window; `num_kv_heads` is for layers
+            without.
         keys_are_values: Whether values are keys before their norm in layers without a window.
-        first_shared: Number of the first layer that has no keys and values of its own.
-        lenders: Numbers of the layers whose keys and values are used by those.
+        first_shared: Number of the first layer without its own keys and values.
+        lenders: Numbers of the layers that lend their keys and values to such layers.
         inputs_dim: Width of a layer's own embeddings; 0 for none.
-        inputs_vocab: Rows of these.
+        inputs_vocab: Rows of these embeddings.
         shared_intermediate_size: Width inside an MLP from `first_shared` on.
     """
 
@@ -62,12 +63,12 @@ class Gemma4Options:
 
 
 class Memory(NamedTuple):
-    """A memory that is handed from layer to layer.
+    """The memory passed from layer to layer.
 
     Attributes:
-        inputs: For each layer its own embeddings of the tokens (rows, length, inputs_dim).
+        inputs: For each layer, its own embeddings of the tokens (rows, length, inputs_dim).
         local: Keys and values of the last layer with a window that has its own.
-        full: The same of the last layer without a window.
+        full: The same for the last layer without a window.
     """
 
     inputs: tuple[Array, ...] = ()
@@ -76,7 +77,7 @@ class Memory(NamedTuple):
 
 
 class MemoryMaker(nnx.Module):
-    """The embeddings of tokens for each layer, if there are any."""
+    """The token embeddings of each layer, if there are any."""
 
     def __init__(self, config: "DecoderConfig", make: Maker):
         """Makes the parameters."""
@@ -89,7 +90,7 @@ class MemoryMaker(nnx.Module):
             self.per_layer_projection_norm = RMSNorm(self.dim, config, make)
 
     def __call__(self, tokens: Integer[Array, "rows length"], x: Tokens) -> Memory:
-        """Returns what layers begin with: for each a sum of two embeddings of the tokens."""
+        """Returns the initial memory: for each layer, a sum of two embeddings of the tokens."""
         if not self.dim:
             return Memory()
         by_layer = (*x.shape[:2], self.num_layers, self.dim)
@@ -101,13 +102,13 @@ class MemoryMaker(nnx.Module):
 
 
 def _unit(x: Float[Array, "*rows dim"], eps: float) -> Float[Array, "*rows dim"]:
-    """Normalises the last axis, in fp32, without a weight."""
+    """Normalises the last axis in fp32, without a weight."""
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 class Gemma4Attention(Attention):
-    """Attention whose queries, keys and values are all normalised."""
+    """Attention with normalised queries, keys and values."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
@@ -137,13 +138,13 @@ class Gemma4Attention(Attention):
         segments: Segments,
         lent: tuple[Array, Array] | None = None,
     ) -> tuple[Tokens, tuple[Array, Array]]:
-        """Attends within rows, and within documents where `segments` numbers them.
+        """Computes attention within rows, or within documents if `segments` numbers them.
 
         Args:
             x: The tokens.
             rotation: Their rotary embedding.
             segments: Their documents.
-            lent: Keys and values of another layer, which are used if this one has none.
+            lent: Keys and values of an earlier layer, used if this one has none.
 
         Returns:
             The result, and the keys and values.
@@ -155,7 +156,7 @@ class Gemma4Attention(Attention):
         q = self.q_norm(heads(self.q_proj(x)))
         if self.lent:
             assert lent is not None
-            # Lent keys have been rotated where they were made.
+            # Lent keys are already rotated.
             (q, _), (k, v) = self.rotate(q, q, rotation), lent
         else:
             k = heads(self.k_proj(x))
@@ -166,7 +167,7 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Router(nnx.Module):
-    """A router that normalises what it reads, and has a factor of each expert's result."""
+    """A router that normalises its input, and scales each expert's result."""
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
@@ -178,14 +179,14 @@ class Gemma4Router(nnx.Module):
     def __call__(
         self, tokens: Float[Array, "tokens width"]
     ) -> tuple[Integer[Array, "tokens per_token"], Float[Array, "tokens per_token"]]:
-        """Returns the experts of each token, and their shares in fp32."""
+        """Returns each token's experts, and their shares in fp32."""
         x = _unit(tokens, self.eps) * self.scale[...] * tokens.shape[-1] ** -0.5
         chosen, shares, _ = route(self.proj(x), self.settings)
         return chosen, shares * self.per_expert_scale[...].astype(jnp.float32)[chosen]
 
 
 class Gemma4Layer(Layer):
-    """Attention, then an MLP and experts beside it, with norms around each of them."""
+    """Attention, then an MLP and experts side by side, with norms around each."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
@@ -209,7 +210,7 @@ class Gemma4Layer(Layer):
             self.per_layer_input_gate = Linear(config.hidden_size, options.inputs_dim, make)
             self.per_layer_projection = Linear(options.inputs_dim, config.hidden_size, make)
             self.post_per_layer_input_norm = norm()
-        # In the files, and not trained: no gradient and no optimizer state.
+        # Saved in files but not trained: no gradient and no optimizer state.
         self.layer_scalar = Buffer(jnp.ones(1))
         self.sparse = config.experts is not None
         if config.experts is not None:
@@ -227,7 +228,7 @@ class Gemma4Layer(Layer):
         segments: Segments,
         memory: Memory,
     ) -> tuple[Any, ...]:
-        """Returns the layer's result, no tally as no loss balances experts, and the memory."""
+        """Returns the result, None for the tally (no loss balances experts), and the memory."""
         kind = "local" if self.local else "full"
         lent = getattr(memory, kind)
         y, kept = self.self_attn(self.input_layernorm(x), rotation, segments, lent)
@@ -235,7 +236,7 @@ class Gemma4Layer(Layer):
         x = x + self.post_attention_layernorm(y)
         y = self.mlp(self.pre_feedforward_layernorm(x))
         if self.sparse:
-            # Beside the MLP, not behind it: both read what attention has left.
+            # In parallel with the MLP: both read the result of attention.
             y = self.post_feedforward_layernorm_1(y) + self._mixture(x)
         x = x + self.post_feedforward_layernorm(y)
         if self.has_inputs:

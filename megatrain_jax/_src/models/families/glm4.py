@@ -1,4 +1,4 @@
-"""GLM 4: four norms a layer, and rotary embeddings of neighbours in half of each head."""
+"""GLM 4: four norms per layer, and rotary embeddings of neighbours in half of each head."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatrain_jax._src.models.layers import FusedMLP, Layer
 
 
 class Glm4Layer(Layer):
-    """A layer whose MLP keeps two of its matrices in one."""
+    """A layer with gate and up matrices of the MLP joined in one."""
 
     dense = FusedMLP
 
@@ -29,7 +29,7 @@ GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     read=_read,
-    # The same four norms, of which one has the name of another in the model.
+    # The usual four norms, but the files use one name for a different norm.
     renames={
         "post_attention_layernorm": "post_self_attn_layernorm",
         "pre_feedforward_layernorm": "post_attention_layernorm",

@@ -1,6 +1,6 @@
-"""GLM 4.5 and 4.6: experts chosen within groups by scores with a bias that balances their load.
+"""GLM 4.5 and 4.6: grouped experts, chosen by scores with a load-balancing bias.
 
-The bias follows the load in pre-training; here, as in Transformers, it stays what it is.
+The bias is adapted only in pre-training; here, as in Transformers, it stays constant.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedRouting:
-    """The options by which a token's experts are chosen, beside those of every mixture.
+    """Options of expert routing beyond those of every mixture.
 
     Attributes:
         groups: Number of groups of experts, equally large.
-        groups_per_token: Number of groups that a token's experts may be of: those whose two best
-            experts have the highest scores together.
+        groups_per_token: Number of groups from which a token's experts may come: the groups with
+            the highest sum of their two best scores.
         scale: Factor of the shares.
     """
 
@@ -39,7 +39,7 @@ class GroupedRouting:
 
 
 class BiasedRouter(nnx.Module):
-    """A router whose choice is biased, but not the shares of the experts chosen."""
+    """A router with a bias that affects which experts are chosen, but not their shares."""
 
     def __init__(self, wide: int, num: int, make: Maker):
         """Makes the parameter, and the bias."""
@@ -48,7 +48,7 @@ class BiasedRouter(nnx.Module):
 
 
 class BiasedMixture(MixtureOfExperts):
-    """Experts of such a router, and one that all tokens share."""
+    """Experts with a biased router, and one expert that all tokens share."""
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
@@ -60,21 +60,21 @@ class BiasedMixture(MixtureOfExperts):
     def __call__(
         self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
     ) -> tuple[Float[Array, "rows length width"], None]:
-        """Returns what all experts give for x; no tally, since no loss balances them."""
+        """Returns the result of all experts for x, and None: no loss balances them."""
         mixed, _ = super().__call__(x, segments)
         return mixed + self.shared_experts(x), None
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
-        """Returns the experts of each token, their shares, and the scores of all.
+        """Returns each token's experts, their shares, and all scores.
 
-        For example, of two groups with scores [0.5, 0.1] and [0.4, 0.3] a token's first is the
-        second one, with 0.7 together.
+        For example, with groups of scores [0.5, 0.1] and [0.4, 0.3], a token's first group is the
+        second one, with the sum 0.7.
         """
         weight = self.gate.weight[...].astype(jnp.float32)
         scores = jax.nn.sigmoid(tokens.astype(jnp.float32) @ weight.T)
         biased = scores + self.gate.e_score_correction_bias[...].astype(jnp.float32)
         grouped = biased.reshape(scores.shape[0], self.routing.groups, -1)
-        # The bias, which balances loads, has a say in the choice and none in the shares.
+        # The bias balances loads: it affects the choice, but not the shares.
         best = jax.lax.top_k(grouped, 2)[0].sum(-1)
         _, groups = jax.lax.top_k(best, self.routing.groups_per_token)
         allowed = jax.nn.one_hot(groups, self.routing.groups).any(1)
@@ -82,13 +82,13 @@ class BiasedMixture(MixtureOfExperts):
         _, chosen = jax.lax.top_k(grouped.reshape(scores.shape), self.settings.per_token)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.settings.normalize:
-            # Sigmoids may all be 0 in fp32; the summand is Transformers'.
+            # Sigmoids may all be 0 in fp32; Transformers adds the same constant.
             shares = shares / (shares.sum(-1, keepdims=True) + 1e-20)
         return chosen, shares * self.routing.scale, scores
 
 
 class Glm4MoeLayer(Layer):
-    """A layer with these experts."""
+    """A layer with such experts."""
 
     mixture = BiasedMixture
 
@@ -96,15 +96,15 @@ class Glm4MoeLayer(Layer):
 def read_experts(
     fields: Fields, options: type[GroupedRouting] = GroupedRouting, **defaults: Any
 ) -> dict[str, Any]:
-    """Returns the arguments of `DecoderConfig` that say which experts there are and who is chosen.
+    """Returns the arguments of `DecoderConfig` about experts and routing.
 
     Args:
         fields: The configuration.
         options: Class of the family's options.
-        **defaults: Defaults of the fields that families differ in.
+        **defaults: Defaults of the fields in which families differ.
     """
     for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        fields.take(name, None)  # layers that predict further tokens are kept as they are
+        fields.take(name, None)  # multi-token prediction layers are kept unchanged
     names = ("n_group", "topk_group", "first_k_dense_replace", "moe_intermediate_size")
     groups, chosen, first, inside = (
         fields.integer(name, defaults.pop(name), least=name != "first_k_dense_replace")

@@ -1,4 +1,4 @@
-"""gpt-oss: a sink in each head's attention, and experts with biases and a clamped gate."""
+"""gpt-oss: attention with a sink per head, and experts with biases and a clamped gate."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssOptions:
-    """The options of a gpt-oss's experts beside those of every mixture.
+    """Options of gpt-oss's experts beyond those of every mixture.
 
     Attributes:
         alpha: Factor within the gate's sigmoid.
-        limit: What the gate is at most, and the other product at most in both directions.
+        limit: Upper bound of the gate, and bound in both directions of the up product.
     """
 
     alpha: float
@@ -36,7 +36,7 @@ class GptOssOptions:
 
 
 class GptOssAttention(Attention):
-    """Attention in which a query may attend to nothing: to its head's sink."""
+    """Attention in which a query may attend to its head's sink, which contributes nothing."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
@@ -46,13 +46,13 @@ class GptOssAttention(Attention):
     def attend(
         self, q: Heads, k: Heads, v: Heads, segments: Integer[Array, "rows length"] | None
     ) -> Heads:
-        """Returns for each query the mean of values and, for the sink, of zeros."""
+        """Returns for each query the mean of values, with zeros for the sink."""
         sinks = self.sinks[...]
         return attention(q, k, v, segments=segments, window=self.window, sinks=sinks)
 
 
 class GptOssExperts(nnx.Module):
-    """The parameters of all experts of one layer, as they lie in the files: (experts, in, out)."""
+    """The parameters of all experts of one layer, laid out as in the files: (experts, in, out)."""
 
     def __init__(self, experts: Experts, wide: int, make: Maker):
         """Makes the parameters; even columns of `gate_up_proj` are the gate's."""
@@ -64,18 +64,19 @@ class GptOssExperts(nnx.Module):
 
 
 class GptOssMixture(MixtureOfExperts):
-    """A router with a bias, and these experts."""
+    """Experts with biases, and a router with a bias."""
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
-        # Not the base class's: its router has no bias, and its experts are three matrices.
+        # The base class's constructor is not called: its router has no bias, and its experts have
+        # three matrices.
         self.settings = experts
         self.expert = _clamped(config.options.alpha, config.options.limit)
         self.router = Linear(config.hidden_size, experts.num, make, bias=True)
         self.experts = GptOssExperts(experts, config.hidden_size, make)
 
     def route(self, tokens: Float[Array, "tokens width"]) -> Routed:
-        """Returns the experts of each token, their shares, and the probabilities of all."""
+        """Returns each token's experts, their shares, and the probabilities of all experts."""
         return route(self.router(tokens), self.settings)
 
     def weights(self) -> Weights:
@@ -97,7 +98,7 @@ def _clamped(alpha: float, limit: float) -> Expert:
 
 
 class GptOssLayer(Layer):
-    """A layer with this attention and these experts."""
+    """A layer with attention sinks and biased experts."""
 
     attention = GptOssAttention
     mixture = GptOssMixture
@@ -105,7 +106,7 @@ class GptOssLayer(Layer):
 
 def _read(fields: Fields) -> dict[str, Any]:
     for name in ("experts_per_token", "initial_context_length"):
-        fields.take(name, None)  # of the original code; Transformers doesn't read them
+        fields.take(name, None)  # read only by the original code, not by Transformers
     sizes = hf_common.sizes(fields, kv_heads=8, head_dim=64, eps=1e-5)
     layers = range(sizes["num_layers"])
     types = ["full_attention" if i % 2 else "sliding_attention" for i in layers]

@@ -1,4 +1,4 @@
-"""Granite 3: factors of the embedding, of attention's scores, of what layers add, and of logits."""
+"""Granite 3: scaled embeddings, attention scores, residual branches and logits."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteOptions:
-    """The options of a Granite's layers beside those of every decoder.
+    """Options of a Granite's layers beyond those of every decoder.
 
     Attributes:
-        residual_scale: Factor of what attention and MLP add to what came in.
+        residual_scale: Factor of the outputs of attention and MLP before they are added.
     """
 
     residual_scale: float
@@ -50,8 +50,7 @@ class GraniteLayer(Layer):
 
 def _read(fields: Fields) -> dict[str, Any]:
     sizes = hf_common.sizes(fields)
-    # In Granite's files attention's factor stands for 1 / sqrt(head_dim), and does not follow from
-    # it.
+    # Granite's attention factor replaces 1 / sqrt(head_dim), and is independent of it.
     factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
     embedding, attention, residual = (fields.number(name, 1.0, above=0) for name in factors)
     return {

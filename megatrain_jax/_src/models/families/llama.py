@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the plain decoder, which others are told apart from."""
+"""Llama 2 and 3: the plain decoder."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Ministral 3: long texts stretch wavelengths, and queries grow with their position."""
+"""Ministral 3: wavelengths are stretched for long texts, and queries grow with their position."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     checks.integer(
         "original_max_position_embeddings", parameters.get("original_max_position_embeddings")
     )
-    parameters.pop("max_position_embeddings", None)  # that of the configuration itself
+    parameters.pop("max_position_embeddings", None)  # the configuration has its own
     rope = hf_common.rope(fields, sizes["head_dim"], parameters=parameters)
     return {
         **sizes,

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: a window in all layers."""
+"""Mistral 7B and similar models: a window in all layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Mixtral: experts in all layers, under names of their own."""
+"""Mixtral: experts in all layers, under different tensor names."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""OLMo 2: parts of a layer are normalised at their end and not before; queries and keys, too.
+"""OLMo 2: attention and MLP are normalised at their output, and so are queries and keys.
 
-The worked example of CONTRIBUTING.md: what a family reads of its `config.json`, how its layers
-differ from the usual ones, and the record that the registry lists.
+CONTRIBUTING.md uses this file as its worked example: the fields read from `config.json`, the
+layers' differences from the usual ones, and the record that the registry lists.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WideNormAttention(Attention):
-    """Attention that normalises queries and keys over all their heads together."""
+    """Attention that normalises queries and keys over all heads together."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
@@ -35,15 +35,15 @@ class WideNormAttention(Attention):
 
 
 class Olmo2Layer(Layer):
-    """Attention, then an MLP, each normalised and added to what came in.
+    """Attention, then an MLP, each with a norm at its output and a residual connection.
 
-    Attributes are named as in the files: `layers/0/post_attention_layernorm/weight` is the tensor
+    Attributes have the names in the files: `layers/0/post_attention_layernorm/weight` is the tensor
     `model.layers.0.post_attention_layernorm.weight`.
     """
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
-        # Not by `Layer`'s own constructor, which would make norms before attention and MLP.
+        # `Layer`'s own constructor would make norms before attention and MLP.
         self.self_attn = WideNormAttention(config, layer, make)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config, make)
         self.mlp = MLP(config, make)
@@ -55,13 +55,13 @@ class Olmo2Layer(Layer):
         rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], None]:
-        """Returns the layer's result; there are no experts whose load it could tally."""
+        """Returns the layer's result, and None: there are no experts to tally."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rotation, segments))
         return x + self.post_feedforward_layernorm(self.mlp(x)), None
 
 
 def common(fields: Fields) -> dict[str, Any]:
-    """Returns the arguments of `DecoderConfig` that OLMo 2 and 3 have in common."""
+    """Returns the arguments of `DecoderConfig` that OLMo 2 and 3 share."""
     return {
         **hf_common.sizes(fields, eps=1e-5),
         **hf_common.attention_bias(fields),

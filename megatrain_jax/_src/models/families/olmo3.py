@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a window in most layers; long texts stretch the others' wavelengths only."""
+"""OLMo 3: OLMo 2 with a window in most layers; only the rest stretch wavelengths for long texts."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     layers = range(arguments["num_layers"])
     types = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in layers]
     full = {"rope_theta": fields.take("rope_theta", _THETA)}
-    # `rope_theta` is that of the layers without a window, as Transformers has it.
+    # `rope_theta` belongs to the layers without a window, as in Transformers.
     local = {"rope_theta": _THETA}
     return {
         **arguments,

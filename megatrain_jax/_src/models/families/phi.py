@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: attention and a plain MLP side by side, layer norms, a bias everywhere."""
+"""Phi 1, 1.5 and 2: attention and a plain MLP in parallel, layer norms, biases everywhere."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +27,16 @@ class PhiMLP(nnx.Module):
         self.fc2 = Linear(config.intermediate_size, config.hidden_size, make, bias=True)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
-        """Maps each row on its own."""
+        """Maps each row separately."""
         return self.fc2(self.activation(self.fc1(x)))
 
 
 class PhiLayer(Layer):
-    """Attention and an MLP of the same normalised input, both added to what came in."""
+    """Attention and an MLP on the same normalised input, both added to the residual."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer."""
-        # Not by `Layer`'s own constructor: one norm serves both parts.
+        # `Layer`'s own constructor is not called: one norm serves both parts.
         self.input_layernorm = make_norm(config.hidden_size, config, make)
         self.self_attn = Attention(config, layer, make)
         self.mlp = PhiMLP(config, make)
@@ -47,7 +47,7 @@ class PhiLayer(Layer):
         rotation: Rotation | None,
         segments: Integer[Array, "rows length"] | None,
     ) -> tuple[Float[Array, "rows length width"], None]:
-        """Returns the layer's result; there are no experts whose load it could tally."""
+        """Returns the layer's result, and None: there are no experts to tally."""
         y = self.input_layernorm(x)
         return self.self_attn(y, rotation, segments) + self.mlp(y) + x, None
 

@@ -1,4 +1,4 @@
-"""Phi 3 and 4: fused projections, and rotary embeddings of part of a head."""
+"""Phi 3 and 4: fused projections, and rotary embeddings of a part of each head."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn"
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.neutral(resid_pdrop=0.0, embd_pdrop=0.0, attention_bias=False, mlp_bias=False)
-    # Fields of Phi-4-mini that only its own code reads.
+    # Fields of Phi-4-mini that only its original code reads.
     fields.neutral(lm_head_bias=False, interpolate_factor=1, full_attn_mod=1)
     sizes = hf_common.sizes(fields, eps=1e-5)
     rope = hf_common.rope(fields, sizes["head_dim"], original_length=4096, kinds=_KINDS, share=1.0)

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases of queries, keys and values, and a window from some layer on."""
+"""Qwen 2 and 2.5: biases for queries, keys and values, and windows in the upper layers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 
 def windows(fields: Fields) -> hf_common.Windows:
-    """Returns the windows of Qwen 2 and 3: those of the layers from `max_window_layers` on."""
+    """Returns the windows of Qwen 2 and 3: in layers from `max_window_layers` on."""
     size = hf_common.window(fields) if fields.flag("use_sliding_window", False) else None
     fields.take("sliding_window", None)
     first = fields.integer("max_window_layers", 28, least=0)

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts, and one more beside them that all tokens pass through."""
+"""Qwen 1.5 and 2 with experts, plus one shared expert for all tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class GatedSharedMixture(MixtureOfExperts):
-    """Experts, and one that all tokens share; a gate says how much of its result each one takes."""
+    """Experts, and a shared expert with a gate that scales its result for each token."""
 
     def __init__(self, config: "DecoderConfig", experts: Experts, make: Maker):
         """Makes the parameters."""
@@ -28,13 +28,13 @@ class GatedSharedMixture(MixtureOfExperts):
     def __call__(
         self, x: Float[Array, "rows length width"], segments: Integer[Array, "rows length"] | None
     ) -> tuple[Float[Array, "rows length width"], Float[Array, "3 num"]]:
-        """Returns what all experts give for x, and a tally of the load of those that are chosen."""
+        """Returns the result of all experts for x, and a load tally of the routed ones."""
         mixed, tally = super().__call__(x, segments)
         return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x), tally
 
 
 class Qwen2MoeLayer(Layer):
-    """A layer with these experts."""
+    """A layer with such experts."""
 
     mixture = GatedSharedMixture
 
@@ -42,7 +42,7 @@ class Qwen2MoeLayer(Layer):
 def _read(fields: Fields) -> dict[str, Any]:
     fields.neutral(use_mrope=False)
     sizes = hf_common.sizes(fields, kv_heads=16)
-    # A size may be given and not used. Where it is, every other one of the first layers has it.
+    # A size may be given but unused. If it is used, every other one of the first layers has it.
     used, size = fields.flag("use_sliding_window", False), hf_common.window(fields)
     window, first = size if used else None, fields.integer("max_window_layers", 28, least=0)
     types = [

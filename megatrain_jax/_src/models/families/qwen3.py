@@ -1,4 +1,4 @@
-"""Qwen 3: norms of each head's queries and keys."""
+"""Qwen 3: norms for each head's queries and keys."""
 
 from typing import Any
 

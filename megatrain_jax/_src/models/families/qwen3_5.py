@@ -1,7 +1,7 @@
-"""Qwen3.5: the layers of Qwen3-Next, with projections of their own for what it has in two.
+"""Qwen3.5: Qwen3-Next's layers with separate projections instead of fused ones.
 
-Checkpoints have a vision tower beside the decoder. Positions of images have three numbers each;
-in a text all three are the same, so that `mrope_section` changes nothing.
+Checkpoints have a vision tower beside the decoder. Positions in images have three numbers each; in
+text all three are equal, so `mrope_section` has no effect.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from megatrain_jax._src.models.maker import Maker
 
 
 class SeparateDeltaNet(qwen3_next.GatedDeltaNet):
-    """Linear attention whose queries, keys and values, gates and numbers are products each."""
+    """Linear attention with separate projections for q/k/v, gates, rates and time steps."""
 
     def make_projections(self, wide: int, make: Maker) -> None:
-        """Makes the matrices of what `project` returns."""
+        """Makes the matrices for `project`."""
         self.in_proj_qkv = Linear(wide, 2 * self.key_size + self.value_size, make)
         self.in_proj_z = Linear(wide, self.value_size, make)
         self.in_proj_b = Linear(wide, self.sizes.value_heads, make)
         self.in_proj_a = Linear(wide, self.sizes.value_heads, make)
 
     def project(self, x: qwen3_next.Tokens) -> tuple[Array, Array, Array, Array]:
-        """Returns queries, keys and values side by side, gates, rates' logits and time steps."""
+        """Returns queries, keys and values side by side, gates, logits of rates, and time steps."""
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
 
@@ -40,7 +40,7 @@ class Qwen35Layer(qwen3_next.HybridLayer):
 def _common(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     fields.neutral(attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32")
     for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
-        fields.take(name, None)  # layers that predict further tokens are kept as they are
+        fields.take(name, None)  # multi-token prediction layers are kept unchanged
     values = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     for name in ("mrope_section", "mrope_interleaved"):
         values.pop(name, None)
@@ -56,7 +56,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _read_moe(fields: Fields) -> dict[str, Any]:
-    # Which Transformers has no fields for: every layer has experts, and their shares sum to 1.
+    # Transformers has no fields for these: every layer has experts, and their shares sum to 1.
     fields.neutral(decoder_sparse_step=1, norm_topk_prob=True)
     inside = fields.integer("moe_intermediate_size", 512)
     sizes = hf_common.sizes(fields, kv_heads=2, head_dim=256, intermediate_size=inside)

@@ -1,7 +1,7 @@
-"""Qwen3-Next: linear attention in most layers, attention with a gate in the others.
+"""Qwen3-Next: linear attention in most layers, gated attention in the rest.
 
-A layer of linear attention has a state in place of keys and values of all tokens (`delta_rule`).
-What its projections are called differs between this family and Qwen3.5, which derives from it.
+A layer of linear attention has a state instead of keys and values of all tokens (`delta_rule`).
+Qwen3.5 derives from this family, with different names for its projections.
 """
 
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ class LinearAttentionOptions:
 
     Attributes:
         layers: Numbers of the layers that have it.
-        key_heads: Heads of queries and keys.
-        value_heads: Heads of values; a multiple of `key_heads`.
+        key_heads: Number of query and key heads.
+        value_heads: Number of value heads; a multiple of `key_heads`.
         key_dim: Width of a head's queries and keys.
         value_dim: Width of a head's values.
-        taps: Tokens that the convolution sums, with the token itself.
+        taps: Number of tokens the convolution sums, including the token itself.
     """
 
     layers: tuple[int, ...]
@@ -60,12 +60,12 @@ class Convolution(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows length channels"], segments: Segments
     ) -> Float[Array, "rows length channels"]:
-        """Sums last tokens of the same document."""
+        """Sums the last tokens of the same document."""
         return short_convolution(x, self.weight[...], segments)
 
 
 class GatedNorm(nnx.Module):
-    """A root-mean-square norm over the last axis, in fp32, whose result a gate multiplies."""
+    """A root-mean-square norm over the last axis, in fp32, multiplied by a gate."""
 
     def __init__(self, dim: int, config: "DecoderConfig", make: Maker):
         """Makes the weight."""
@@ -99,15 +99,15 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = Linear(self.value_size, config.hidden_size, make)
 
     def make_projections(self, wide: int, make: Maker) -> None:
-        """Makes the matrices of what `project` returns."""
+        """Makes the matrices for `project`."""
         self.in_proj_qkvz = Linear(wide, 2 * self.key_size + 2 * self.value_size, make)
         self.in_proj_ba = Linear(wide, 2 * self.sizes.value_heads, make)
 
     def project(self, x: Tokens) -> tuple[Array, Array, Array, Array]:
-        """Returns queries, keys and values side by side, gates, rates' logits and time steps.
+        """Returns queries, keys and values side by side, gates, logits of rates, and time steps.
 
-        The files have them by heads of keys: for each one queries, keys, and then the values and
-        the gates of the heads that it serves.
+        The files group them by key head: its queries and keys, then the values and the gates of the
+        value heads that it serves.
         """
         sizes, group = self.sizes, self.sizes.value_heads // self.sizes.key_heads
         served = group * sizes.value_dim
@@ -119,7 +119,7 @@ class GatedDeltaNet(nnx.Module):
         return jnp.concatenate([q, k, v], axis=-1), z, b, a
 
     def __call__(self, x: Tokens, segments: Segments) -> Tokens:
-        """Mixes the tokens of each row, or of each document where `segments` numbers them."""
+        """Mixes the tokens of each row, or of each document if `segments` numbers them."""
         sizes, both = self.sizes, x.shape[:2]
         mixed, z, b, a = self.project(x)
         mixed = self.activation(self.conv1d(mixed, segments))
@@ -129,8 +129,7 @@ class GatedDeltaNet(nnx.Module):
             q.reshape(*both, sizes.key_heads, -1),
             k.reshape(*both, sizes.key_heads, -1),
             v.reshape(*both, sizes.value_heads, -1),
-            # Logarithms of how far each token lets the state fade: in fp32, as they are summed up
-            # in chunks.
+            # Logarithms of each token's decay, in fp32 because they are summed within chunks.
             -jnp.exp(self.A_log[...].astype(jnp.float32)) * steps,
             jax.nn.sigmoid(b),
             segments,
@@ -140,7 +139,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 class GatedAttention(Attention):
-    """Attention whose results are multiplied by a gate that lies beside each head's queries."""
+    """Attention with results multiplied by a gate that is projected beside the queries."""
 
     def __init__(self, config: "DecoderConfig", layer: int, make: Maker):
         """Makes the parameters of one layer's attention."""
@@ -148,7 +147,7 @@ class GatedAttention(Attention):
         self.q_proj = Linear(config.hidden_size, 2 * self.query_size, make, bias=config.qkv_bias)
 
     def __call__(self, x: Tokens, rotation: Rotation | None, segments: Segments) -> Tokens:
-        """Attends within rows, and within documents where `segments` numbers them."""
+        """Computes attention within rows, or within documents if `segments` numbers them."""
 
         def heads(y: Array) -> Array:
             return y.reshape(*x.shape[:2], -1, self.head_dim)
@@ -177,7 +176,8 @@ class HybridLayer(Layer):
         """Makes the parameters of one layer."""
         experts = config.experts
         self.input_layernorm = make_norm(config.hidden_size, config, make)
-        # Not by `Layer`'s own making: only one of the two is there, under the name that files have.
+        # `Layer`'s constructor is not called: a layer has only one of the two, under its name in
+        # the files.
         self.is_linear = layer in config.options.layers
         if self.is_linear:
             self.linear_attn = self.linear(config, make)
@@ -203,11 +203,11 @@ class HybridLayer(Layer):
 
 
 def common(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `DecoderConfig` that Qwen3-Next and Qwen3.5 have in common.
+    """Returns the arguments of `DecoderConfig` that Qwen3-Next and Qwen3.5 share.
 
     Args:
         fields: The configuration.
-        sizes: What `hf_common.sizes` returns.
+        sizes: The result of `hf_common.sizes`.
     """
     linear = _linear_layers(fields, sizes["num_layers"])
     options = LinearAttentionOptions(
@@ -235,7 +235,7 @@ def common(fields: Fields, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _linear_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers with linear attention: those of `layer_types`, or all but every fourth."""
+    """Returns the layers with linear attention: by `layer_types`, or all but every fourth."""
     step = fields.integer("full_attention_interval", 4)
     names = "linear_attention", "full_attention"
     types = fields.listed("layer_types", str, "names")

@@ -1,6 +1,6 @@
 """All families, by the `model_type` of a Hugging Face configuration.
 
-A new family is a file beside this one, and a line here.
+A new family is a file in this folder, and a line here.
 """
 
 from megatrain_jax._src.models.families.deepseek_v3 import DEEPSEEK_V3

@@ -1,4 +1,4 @@
-"""SmolLM 3: every fourth layer rotates neither queries nor keys."""
+"""SmolLM 3: every fourth layer has no rotary embedding."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatrain_jax._src.models.hf_fields import Fields
 
 
 def _rotated(fields: Fields, num_layers: int) -> list[int]:
-    """Returns for each layer 1 if it rotates; the field's name says the opposite."""
+    """Returns for each layer 1 if it rotates, despite the field's name."""
     step = fields.integer("no_rope_layer_interval", 4)
     rotated = fields.listed("no_rope_layers", int, "integers")
     if rotated is None:
@@ -21,7 +21,7 @@ def _rotated(fields: Fields, num_layers: int) -> list[int]:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    fields.take("pretraining_tp", None)  # which Transformers doesn't read
+    fields.take("pretraining_tp", None)  # not read by Transformers
     sizes = hf_common.sizes(fields, kv_heads=4, tied=True)
     rotated = _rotated(fields, sizes["num_layers"])
     size = hf_common.window(fields, None)

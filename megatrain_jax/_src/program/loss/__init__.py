@@ -1,1 +1,1 @@
-"""The loss: traced, cut into stages."""
+"""Tracing of the loss and its division into stages."""

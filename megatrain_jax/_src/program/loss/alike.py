@@ -1,16 +1,17 @@
-"""Comparison of stages that compute the same on other numbers, so that they share a template.
+"""Compares stages that compute the same with different numbers, so that they share a template.
 
-The template takes the numbers as inputs. An operand may differ that is a literal, a constant of up
-to 1,024 elements, or a value from outside; and a literal within a `remat`, which then becomes an
-operand of it. Operands that decide which computation takes place stay in the template.
+The template takes those numbers as inputs. An operand may differ if it is a literal, a constant of
+up to 1,024 elements, or a value from outside. It may also be a literal inside a `remat`, which then
+becomes an operand of it. Operands that decide which computation takes place stay in the template.
 
-Example: of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` the equations are (row: operands)
+Example: the equations of `x + tanh(x @ w0) / 1` and `x + tanh(x @ w1) / 3` are (row: operands)
 
     0: dot x w   1: tanh 0   2: div 1 n   3: add x 2
 
-Their skeletons are equal: `x` and `n` stand there as a dtype and a shape. The slots are
-`(x of one, x of the other)` at row 0, column 0 and row 3, column 0, and `(1.0, 3.0)` at row 2,
+Their skeletons are equal: `x` and `n` appear there as a dtype and a shape. The slots are `(x of
+one, x of the second)` at row 0, column 0 and row 3, column 0, and `(1.0, 3.0)` at row 2,
 column 1. Each slot becomes one input: `x` is one already, `n` is new, and the prologue makes it.
+`x` is an input already; `n` becomes a new one, made by the prologue.
 """
 
 from collections import defaultdict
@@ -24,27 +25,27 @@ from megatrain_jax._src.program.loss.partition import SMALL
 from megatrain_jax._src.program.primitives import DECIDING, REMAT
 from megatrain_jax._src.program.structural_key import form, value_key
 
-Position = tuple[int, int]  # an equation's row in its body, an operand's column
+Position = tuple[int, int]  # row of an equation in its body, column of an operand
 
 
 class Alike:
-    """A comparison of bodies, the lists of equations of stages, that knows their constants."""
+    """Compares bodies, the lists of equations of stages, given the values of their constants."""
 
     def __init__(self, consts: Mapping[Any, Any]):
         """Takes the values of the constants that equations may read."""
         self.consts = consts
 
     def skeleton(self, eqns: Sequence[Any], is_input: Callable[[Any], bool]) -> Hashable:
-        """A key of what equations compute, equal whatever the operands that may differ are.
+        """A key of a body's computation that ignores the operands that may differ.
 
         Args:
             eqns: A body, in order.
-            is_input: Whether the body takes a variable from outside.
+            is_input: Whether a variable comes from outside the body.
         """
         numbers: dict[Any, int] = {}
 
         def ref(eqn, atom):
-            # By dtype and shape alone. A weak type is left out, since an input has none.
+            # By dtype and shape only. A weak type is left out, because an input has none.
             if self._may_differ(eqn, atom) or not jx.is_literal(atom) and is_input(atom):
                 return str(getattr(atom.aval, "dtype", "")), getattr(atom.aval, "shape", ())
             if jx.is_literal(atom):
@@ -66,17 +67,17 @@ class Alike:
 
         Args:
             rows: The first equation of each body, the second of each, and so on.
-            are_inputs: For each body, whether it takes a variable from outside.
+            are_inputs: For each body, whether a variable comes from outside it.
 
         Returns:
-            For each slot its operand in each body, and all positions where it stands.
+            For each slot, its operand in each body and all its positions.
         """
         places: dict[tuple, list[Position]] = defaultdict(list)
         atoms_of: dict[tuple, tuple[Any, ...]] = {}
         for row, eqns in enumerate(rows):
             for column, atoms in enumerate(zip(*(e.invars for e in eqns), strict=True)):
-                # Places with the same operands in every body are one slot, so `x * x` takes one
-                # input; where one body has two different operands, all of them take two.
+                # Positions with the same operands in every body are one slot, so `x * x` takes one
+                # input. If one body has two different operands there, all bodies take two inputs.
                 key = tuple(map(self._key, atoms))
                 inputs = any(
                     not jx.is_literal(a) and is_input(a)
@@ -101,13 +102,13 @@ class Alike:
 
 
 def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Turns the literals by which remats of one form differ into operands of them.
+    """Turns literals in which like remats differ into operands of the remats.
 
     Args:
         eqns: One equation of each body, all in the same row.
 
     Returns:
-        The same equations, or remats with equal bodies; nested remats are opened likewise.
+        The same equations, or remats with equal bodies; nested remats are treated likewise.
     """
     if eqns[0].primitive.name not in REMAT:
         return eqns
@@ -122,8 +123,8 @@ def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
         for var, (_, positions) in zip(new, slots, strict=True):
             substitute(inner, positions, var)
         body = body.replace(invars=[*body.invars, *new], eqns=inner)
-        # Operands that stand outside are literals of the stage, which `slots` compares next: so
-        # they become inputs of its template.
+        # These operands are literals of the stage, and `slots` compares them next, so they become
+        # inputs of its template.
         changed.append(
             eqn.replace(invars=[*eqn.invars, *literals], params={**eqn.params, "jaxpr": body})
         )
@@ -131,7 +132,7 @@ def with_literals_outside(eqns: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def substitute(eqns: list[Any], positions: Sequence[Position], var: Any) -> None:
-    """Puts a variable in place of the operands at some positions, in the list itself."""
+    """Replaces the operands at some positions by a variable, in place."""
     for row, column in positions:
         invars = list(eqns[row].invars)
         invars[column] = var

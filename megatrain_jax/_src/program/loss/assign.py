@@ -1,15 +1,15 @@
-"""Assignment of the main equations of a loss, and of its effects, to stages.
+"""Assigns the main equations and effects of a loss to stages.
 
-An equation belongs to the stage between whose borders it is, or to a later one that computes an
-operand of it. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
+An equation belongs to the stage between whose borders it lies, or to a later stage that computes
+one of its operands. Example: borders 0, 1, 5, 9 and an L2 term `total + sum(w0**2)` at the end:
 
     equation                position  by borders  why                             stage
     dot, tanh, mul, add     1-4       1           between 1 and 5                 1
     reduce_sum of w0**2     13        3           floating: w0 is first read in   1
-    add of loss and term    14        3           its operands are of 3 and 1     3
+    add of loss and term    14        3           its operands are in 3 and 1     3
 
-An equation without data, as a sum of such terms, moves from the first stage that could compute it
-to that of its first use.
+An equation that depends on no data, such as a sum of such terms, is moved from the first stage that
+could compute it to the stage of its first use.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from megatrain_jax._src.program.loss.partition import EFFECT, MAIN, Dataflow, St
 
 
 def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
-    """Assigns stages, by index in `stretches`, to main equations and those with effects.
+    """The stage (index in `stretches`) of each main equation and each equation with effects.
 
     Raises:
-        ValueError: Ordered effects would leave their order.
+        ValueError: Ordered effects would change their order.
     """
     jaxpr = flow.jaxpr
     main = [i for i, kind in enumerate(flow.eqn_kind) if kind == MAIN]
@@ -34,7 +34,7 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
     starts = find_borders(flow, stretches, main, position)
     stage_of: dict[int, int] = {}
     first_use: dict[int, int] = {}  # leaf → the first stage that reads it
-    # All first uses come before all homes: a regulariser may be traced before its block.
+    # All first uses are collected first, because a regulariser may be traced before its block.
     for p, i in enumerate(main):
         if i not in flow.floating:
             s = int(np.searchsorted(starts, p, side="right")) - 1
@@ -43,8 +43,8 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
     for p, i in enumerate(main):
         if i in flow.floating:
             uses = [first_use[leaf] for leaf in flow.floating[i] if leaf in first_use]
-            # Where its leaves are on the device anyway. At its own place they would be fetched once
-            # more, as masters of a stage that reads nothing else of that block.
+            # Its leaves are on the device there anyway. At its traced place they would be fetched
+            # once more, for a stage that reads nothing else of that block.
             home = min(uses) if uses else int(np.searchsorted(starts, p, side="right")) - 1
         else:
             home = int(np.searchsorted(starts, p, side="right")) - 1
@@ -52,11 +52,11 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
             stage_of[flow.producer[v]] for v in jx.variables(jaxpr.eqns[i].invars)
             if flow.kind[v] == MAIN
         ]  # fmt: skip
-        # Never before its operands, as values go from stage to stage forwards only; equations come
-        # in order, so the stages of their operands are known.
+        # Never before its operands, because values only pass forwards from stage to stage.
+        # Equations come in order, so their operands' stages are known.
         stage_of[i] = max([home, *sources])
-    # After all homes are known: a term's first use may be traced long after it. And before effects,
-    # which may print what was moved.
+    # After all homes are known, because a term may be first used long after it is traced; and
+    # before effects, because they may print moved values.
     stage_of = _postponed(flow, main, stage_of, len(stretches) - 1)
     return _with_effects(flow, stage_of, first_use, len(stretches) - 1)
 
@@ -64,9 +64,9 @@ def assign(flow: Dataflow, stretches: list[Stretch]) -> dict[int, int]:
 def without_empty(
     stretches: Sequence[Stretch], stage_of: dict[int, int]
 ) -> tuple[list[Stretch], dict[int, int]]:
-    """Leaves out the stages of which no equation is left, as all of theirs were postponed.
+    """Drops stages that have no equations left after postponing.
 
-    The last one stays: what the loss gives of parameters alone is computed there.
+    The last stage stays: it computes outputs of the loss that depend only on parameters.
     """
     left = sorted({*stage_of.values(), len(stretches) - 1})
     number = {s: k for k, s in enumerate(left)}
@@ -76,10 +76,10 @@ def without_empty(
 def _with_effects(
     flow, stage_of: dict[int, int], first_use: dict[int, int], last: int
 ) -> dict[int, int]:
-    """Adds the equations that are there for their effects: where their last operand is made.
+    """Adds the equations kept for their effects, in the stage that makes their last operand.
 
-    An effect of parameters alone belongs to the stage that reads them; an ordered one to no stage
-    before that of the ordered one before it.
+    An effect of parameters alone belongs to the stage that reads them. An ordered effect never
+    moves to a stage before the previous ordered effect's.
     """
     earliest = 0  # stage of the last ordered effect so far
     for i, kind in enumerate(flow.eqn_kind):
@@ -100,9 +100,9 @@ def _with_effects(
 
 
 def _postponed(flow, main, stage_of: dict[int, int], last: int) -> dict[int, int]:
-    """Moves equations without data (sums of regularisers) to where they are first used.
+    """Moves equations that depend on no data (sums of regularisers) to their first use.
 
-    So a running sum of all blocks' terms is computed where the loss takes it, and its additions
+    A running sum over all blocks' terms is then computed where the loss uses it, and its additions
     don't make the stages of equal blocks differ.
     """
     data = jx.dependent(flow.jaxpr, flow.data)

@@ -1,9 +1,9 @@
 """Finds the borders between stages: the first main equation of each stage of a traced loss.
 
-A border lies between the last read of one stretch and the first read of the next. The equations
-there belong to neither by themselves: a scaling after a block may end it or begin the next one.
-So borders are chosen for all stretches that read alike at once: the equations before the first read
-and those after the last one are the same in as many of them as possible.
+A border lies between the last read of one stretch and the first read of the next. The equations in
+between could belong to either: a scaling after a block may end it or begin the next one. So borders
+are chosen for all similar stretches at once, to give as many of them as possible the same equations
+before the first read and after the last one.
 
 Example: two blocks `x + tanh(x @ w)`, each followed by a scaling; activations have 64 bytes.
 
@@ -11,9 +11,10 @@ Example: two blocks `x + tanh(x @ w)`, each followed by a scaling; activations h
     equation  dot e   dot w0  tanh  add  mul  dot w1  tanh  add  mul  dot h   reduce_sum
     alive     0       64      128   128  64   64      128   128  64   64      16
 
-The border before layers.1 is in the gap 2-5, the head's in 6-9; 4 and 5, 8 and 9 carry the fewest
-bytes. By itself each would be the earliest, and the blocks `dot tanh add` and `mul dot tanh add`.
-Alike they are from 1 to 5 and from 5 to 9, both `dot tanh add mul`: the borders are 0, 1, 5, 9.
+The border before layers.1 lies in the gap 2-5, the head's in 6-9; positions 4 and 5, 8 and 9 carry
+the fewest bytes. Chosen separately, each would be the earliest, giving the blocks `dot tanh add`
+and `mul dot tanh add`. Chosen together, the blocks span 1 to 5 and 5 to 9, both `dot tanh add mul`:
+the borders are 0, 1, 5, 9.
 """
 
 from collections import defaultdict
@@ -25,7 +26,7 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.loss.partition import MAIN, PARAM, Dataflow, Stretch
 
-_Stage = tuple[int, int, int]  # a stretch, its border, the border of the next stretch
+_Stage = tuple[int, int, int]  # a stretch, its border, the next stretch's border
 
 
 def find_borders(
@@ -54,9 +55,10 @@ class _Borders:
         fewest: The fewest bytes alive in each gap.
         fixed: Borders chosen so far.
         taken: Results of `_taken`.
-        back: For each main equation how far back its operands are made (`_distances`).
+        back: For each main equation, the distances to the equations that make its operands.
         like: Stretches with equal rows from first to last read.
-        before: For each stretch and possible border, a number for the rows up to the first read.
+        before: For each stretch and possible border, a number that identifies the rows up to the
+            first read.
         after: The same for the rows between the last read and the next stretch's border.
     """
 
@@ -78,7 +80,7 @@ class _Borders:
         self.like: dict[tuple, list[int]] = defaultdict(list)
         for k, stretch in enumerate(stretches):
             self.like[tuple(rows[stretch.first : stretch.last + 1])].append(k)
-        # Equal rows have equal numbers, so that stages are compared by two numbers each.
+        # Equal rows have equal numbers, so two numbers suffice to compare stages.
         self.before = [
             _numbers(rows, range(stretch.first, gap.start - 1, -1), -1, ids)
             for stretch, gap in zip(stretches, self.gaps, strict=False)
@@ -89,9 +91,9 @@ class _Borders:
         ]
 
     def find(self) -> list[int]:
-        """The borders: largest classes of like stretches first, then each one left by itself."""
-        # A border that is fixed stays, and is shared with the stretch before it: the largest class,
-        # which saves the most compilations, goes first.
+        """The borders: first for the largest classes of like stretches, then for single ones."""
+        # A fixed border stays fixed for the neighbouring stretch too. So the largest class, which
+        # saves the most compilations, goes first.
         for members in sorted(self.like.values(), key=len, reverse=True):
             left = members
             while len(left) > 1 and (alike := self._alike(left)):
@@ -106,37 +108,39 @@ class _Borders:
     def _order(self, g: int, p: int) -> tuple[int, int, int]:
         """Sort key of position `p` for border `g`: bytes alive, bytes the stretch takes, position.
 
-        Bytes that the next stretch takes only decide among positions with the fewest bytes alive.
+        The bytes that the next stretch takes only decide among positions with the fewest bytes
+        alive.
         """
         return self.alive[p], self._taken(g, p) if self.alive[p] == self.fewest[g] else 0, p
 
     def _alike(self, members: Sequence[int]) -> list[_Stage]:
-        """The borders that make the most of these stretches equal stages; nothing if no two are."""
+        """The borders that turn the most of these stretches into equal stages; [] if no two are."""
         limit = self._limit(members)
         found: dict[tuple[int, int], list[_Stage]] = defaultdict(list)
         for k in members:
             for start, end in self._choices(k, members, limit):
                 found[self.before[k][start], self.after[k][end]].append((k, start, end))
         best: list[_Stage] = []
-        # A class of stages is a candidate with the borders that it asks for, so that the number of
-        # candidates is that of different stages, not of combinations of borders.
+        # Each class of equal stages is a candidate, with the borders it needs. So candidates grow
+        # with the number of different stages, not with combinations of borders.
         for stages in sorted(found.values(), key=len, reverse=True):
             if len(stages) < max(2, len(best)):
-                break  # sorted by number: the filters below only make it smaller
+                break  # sorted by size, and the filters below only shrink a class
             stages = self._affordable(self._wired_alike(stages), limit)
             if len(stages) > 1:
                 best = min(best or stages, stages, key=self._preference)
         return best
 
     def _wired_alike(self, stages: Sequence[_Stage]) -> list[_Stage]:
-        """The largest class of stages whose equations take the same operands from within.
+        """The largest class of stages with operands taken from the same equations within.
 
-        Rows don't tell operands of one shape apart: `x + f(x)` and `f(x) + f(x)` differ in wiring.
+        Rows don't distinguish operands of equal shape: `x + f(x)` and `f(x) + f(x)` differ in
+        wiring.
         """
         groups: dict[tuple, list[_Stage]] = defaultdict(list)
         for k, start, end in stages:
             wiring = ((d if p - d >= start else 0 for d in self.back[p]) for p in range(start, end))
-            # Only what is made within the stage counts: an operand from outside is an input
+            # Only operands made within the stage count: an operand from outside is an input,
             # wherever it was made.
             groups[tuple(map(tuple, wiring))].append((k, start, end))
         return max(groups.values(), key=len)
@@ -144,7 +148,7 @@ class _Borders:
     def _choices(self, k: int, members: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
         """Pairs of borders around stretch `k`.
 
-        If the next stretch is like it, its border is as far before its first read as this one's.
+        If the next stretch is like it, both borders lie equally far before their first reads.
         """
         for start in self._allowed(k, limit):
             if k + 1 in members:
@@ -155,9 +159,10 @@ class _Borders:
                 yield from ((start, end) for end in self._allowed(k + 1, limit))
 
     def _limit(self, members: Sequence[int]) -> int:
-        """Largest of the `fewest` bytes among the borders of these stretches between two blocks.
+        """The largest of the `fewest` bytes among these stretches' borders between two blocks.
 
-        Other borders of theirs may carry as much: what all blocks hand on, the last one may, too.
+        Their remaining borders may carry as much: if all blocks pass on a value, the last one may
+        too.
         """
         borders = {g for k in members for g in (k, k + 1) if 0 < g < len(self.stretches)}
         inner = [g for g in borders if self.stretches[g - 1].keys and self.stretches[g].keys]
@@ -173,7 +178,7 @@ class _Borders:
     def _affordable(self, stages: list[_Stage], limit: int) -> list[_Stage]:
         """Drops stages until all borders together carry at most `limit` bytes over the fewest.
 
-        The last block may so hand on a value that all others hand on, but it need not.
+        So the last block may pass on a value that all earlier blocks pass on, but it need not.
         """
         kept: list[_Stage] = []
         for stage in sorted(stages, key=lambda s: (self._excess([s]), s)):
@@ -182,7 +187,7 @@ class _Borders:
         return sorted(kept)
 
     def _excess(self, stages: Sequence[_Stage]) -> int:
-        """Bytes over the fewest at the borders of these stages; a shared one counts once."""
+        """Bytes over the fewest at the borders of these stages; a shared border counts once."""
         borders = {g: p for k, start, end in stages for g, p in ((k, start), (k + 1, end))}
         return sum(self.alive[p] - self.fewest[g] for g, p in borders.items())
 
@@ -206,12 +211,12 @@ class _Borders:
 
 
 def _numbers(rows: Sequence[int], cuts: range, shift: int, ids: dict[Any, int]) -> dict[int, int]:
-    """Numbers the rows between each cut and a read: equal numbers for equal rows.
+    """Numbers the rows between each cut and a read: equal rows get equal numbers.
 
     Args:
-        rows: A number for each main equation, equal for those that look alike.
-        cuts: Possible borders, the one nearest to the read first.
-        shift: The position of the next row as seen from a cut: -1 before it, 0 at it.
+        rows: A number for each main equation; equations that look alike have equal numbers.
+        cuts: Possible borders, the nearest to the read first.
+        shift: The position of the next row relative to a cut: -1 before it, 0 at it.
         ids: Numbers so far, shared by all calls; -1 stands for no rows.
     """
     number, numbers = -1, {}
@@ -223,9 +228,9 @@ def _numbers(rows: Sequence[int], cuts: range, shift: int, ids: dict[Any, int]) 
 
 
 def _row(flow: Dataflow, i: int) -> tuple:
-    """An equation's row: primitive, shapes and dtypes, and which operands are parameters.
+    """An equation's row: primitive, shapes, dtypes, and a mark on operands that are parameters.
 
-    A literal looks like any other scalar; it may become an input of a shared template.
+    A literal looks like any scalar, because it may become an input of a shared template.
     """
     eqn = flow.jaxpr.eqns[i]
 
@@ -237,7 +242,7 @@ def _row(flow: Dataflow, i: int) -> tuple:
 
 
 def _distances(flow: Dataflow, i: int, p: int, position: dict[int, int]) -> list[int]:
-    """Distances from the main equations that make operands to `p`; 0 where none makes one."""
+    """Distances from the main equations that make the operands to `p`; 0 if none makes one."""
     return [
         0 if jx.is_literal(a) or flow.kind[a] != MAIN else p - position[flow.producer[a]]
         for a in flow.jaxpr.eqns[i].invars
@@ -252,7 +257,8 @@ def _aval(atom) -> tuple:
 def _live_bytes(flow, main, position) -> list[int]:
     """Bytes of main values alive just before each main equation, and at the end.
 
-    Values of data alone are not counted: the prologue makes them, or the one stage that uses them.
+    Values of data alone are not counted: they are made in the prologue or in the one stage that
+    uses them.
     """
     last: dict[Any, int] = {}
     for p, i in enumerate(main):
@@ -260,8 +266,8 @@ def _live_bytes(flow, main, position) -> list[int]:
             last[v] = p
     for v in jx.variables(flow.jaxpr.outvars):
         last[v] = len(main)
-    # Each value adds its bytes where it is born and takes them off after its last read; the sums of
-    # these changes are the bytes alive, in one pass.
+    # Each value adds its bytes at its birth and removes them after its last read; cumulative sums
+    # of these changes are the bytes alive.
     change = np.zeros(len(main) + 2, dtype=np.int64)
     for v, p in last.items():
         if flow.kind[v] == MAIN:

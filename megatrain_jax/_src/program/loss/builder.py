@@ -1,13 +1,13 @@
-"""The builder of stages: from the equations of a loss to pure functions, as jaxprs.
+"""Builds stages: turns the equations of a loss into pure functions, as jaxprs.
 
 Stages with equal equations get equal jaxprs (same order of leaves, inputs and outputs), so that
 they share one compiled template. Values that pass between stages have ids.
 
-Example: `x @ e`, two blocks `x + tanh(x @ w) / n` with n of 1 and 3, `sum(x @ h)`:
+Example: `x @ e`, two blocks `x + tanh(x @ w) / n` with n = 1 and 3, `sum(x @ h)`:
 
     prologue   data -> 1: batch, 3: 1.0, 5: 3.0
     embedding  e, inputs (1,) -> outputs (2,)
-    layers.0   w0, inputs (2, 3) -> outputs (4,)    one template, and its divisor an input
+    layers.0   w0, inputs (2, 3) -> outputs (4,)    one template; its divisor is an input
     layers.1   w1, inputs (4, 5) -> outputs (6,)
     head       h, inputs (6,) -> outputs (0,)       0: the loss
 """
@@ -77,14 +77,14 @@ class _Builder:
         self.rows: list[list[int]] = [[] for _ in self.stretches]  # of each stage, ascending
         for i in sorted(self.stage_of):
             self.rows[self.stage_of[i]].append(i)
-        self.ids: dict[Any, int] = {}  # variable → the id of its value, in order of first request
-        self.lifted: dict[Any, Any] = {}  # stand-in → the literal or constant it has as its value
-        self.fixed: dict[Hashable, Any] = {}  # what a literal or constant is → its stand-in
-        self.aliases: dict[Any, Any] = {}  # stand-in → the variable it has as its value
+        self.ids: dict[Any, int] = {}  # variable → id of its value, in order of first request
+        self.lifted: dict[Any, Any] = {}  # stand-in → the literal or constant that is its value
+        self.fixed: dict[Hashable, Any] = {}  # key of a literal or constant → its stand-in
+        self.aliases: dict[Any, Any] = {}  # stand-in → the variable that is its value
         self.home = self._data_homes()
 
     def id(self, var) -> int:
-        """Id of a variable's value; a stand-in has that of the variable it stands for."""
+        """Id of a variable's value; a stand-in has the id of the variable it stands for."""
         return self.ids.setdefault(self.aliases.get(var, var), len(self.ids))
 
     def _data_homes(self) -> dict[int, int | None]:
@@ -93,7 +93,7 @@ class _Builder:
         uses: dict[Any, set] = defaultdict(set)
         for v in jx.variables(jaxpr.outvars):
             uses[v].add(None)
-        # Backwards: where an equation's users are is known before it is asked for.
+        # Backwards, so that an equation's users are placed before the equation itself.
         home: dict[int, int | None] = {}
         for i in range(len(jaxpr.eqns) - 1, -1, -1):
             eqn, kind = jaxpr.eqns[i], flow.eqn_kind[i]
@@ -116,8 +116,8 @@ class _Builder:
         self._add_outputs(bodies)
         outputs = tuple(self.id(self._output_var(a)) for a in self.flow.jaxpr.outvars)
         stages = self._activate([b.stage() for b in bodies], outputs)
-        # Last: `ids` now has all values that a stage or the caller asked for, and the prologue
-        # makes those among them that no stage does.
+        # Last: by now `ids` has all values that a stage or the caller needs, and the prologue makes
+        # the ones that no stage makes.
         prologue, consts, ids = self._prologue()
         data = self.flow.data
         return Program(
@@ -133,7 +133,7 @@ class _Builder:
         )
 
     def _output_var(self, atom):
-        """Variable of an output of the loss; a literal among them is made in the prologue."""
+        """Variable of an output of the loss; a literal output is made in the prologue."""
         if not jx.is_literal(atom):
             return atom
         var = jex.Var(atom.aval)
@@ -141,7 +141,7 @@ class _Builder:
         return var
 
     def _body(self, s: int) -> "_Body":
-        """Equations of stage `s`; the last one has outputs that are made of parameters alone."""
+        """Equations of stage `s`; the last one also has outputs made from parameters alone."""
         body = _Body(self, s)
         for i in self.rows[s]:
             body.pull(i)
@@ -152,7 +152,7 @@ class _Builder:
         return body
 
     def is_input(self, var, s: int | None) -> bool:
-        """Whether stage `s` takes a variable as an input; the prologue (None) only stand-ins."""
+        """Whether stage `s` takes a variable as an input; the prologue (None): only stand-ins."""
         if var in self.lifted or var in self.aliases:
             return True
         if s is None:
@@ -165,10 +165,10 @@ class _Builder:
         return False
 
     def _unify_inputs(self, bodies: Sequence["_Body"]) -> None:
-        """Gives like stages the same inputs where only the sources of their operands differ.
+        """Gives like stages the same inputs if only the sources of their operands differ.
 
-        The first block may take a literal where the others take a running sum, or one value twice
-        where the others take two; each may have a literal of its own.
+        The first block may take a literal where later blocks take a running sum, or one value twice
+        where later blocks take two; each may have its own literal.
         """
         alike = Alike(self.consts)
         takes = {body: functools.partial(self.is_input, s=body.index) for body in bodies}
@@ -184,8 +184,8 @@ class _Builder:
             slots = alike.slots(rows, [takes[b] for b in members])
             for m, body in enumerate(members):
                 body.eqns = [row[m] for row in rows]
-                # An operand that is one slot here may be two in another body: a second slot of the
-                # same value gets an input of its own, so that all bodies have as many.
+                # Operands that are one slot here may be two in another body: a second slot with the
+                # same value gets a separate input, so that all bodies have equally many.
                 taken: set[Any] = set()
                 for atoms, positions in slots:
                     atom = atoms[m]
@@ -195,7 +195,7 @@ class _Builder:
                         taken.add(atom)
 
     def _substitute_for(self, atom: Any) -> Any:
-        """New stand-in for an operand: two inputs of a stage, though their values may be one."""
+        """A new stand-in for an operand: a separate input of the stage, even if values agree."""
         var = jex.Var(jx.strong(atom.aval))
         self.aliases[var] = self._lifted_for(atom) if self._is_fixed(atom) else atom
         return var
@@ -204,7 +204,7 @@ class _Builder:
         return jx.is_literal(atom) or atom in self.consts
 
     def _lifted_for(self, atom: Any) -> Any:
-        """Stand-in for a literal or a constant, one for all that are equal."""
+        """The stand-in for a literal or a constant; equal ones share it."""
         key = value_key(atom.val if jx.is_literal(atom) else self.consts[atom])
         if key not in self.fixed:
             self.fixed[key] = var = jex.Var(jx.strong(atom.aval))
@@ -212,14 +212,15 @@ class _Builder:
         return self.fixed[key]
 
     def _add_outputs(self, bodies: Sequence["_Body"]) -> None:
-        """Gives like stages the same outputs: what any of them has to hand on, all do."""
+        """Gives like stages the same outputs: if one has to pass on a value, all do."""
         wanted = {self.aliases.get(v, v) for body in bodies for v in body.operands()[2]}
         wanted.update(jx.variables(self.flow.jaxpr.outvars))
         classes: dict[Hashable, list[_Body]] = defaultdict(list)
         for body in bodies:
             classes[body.key()].append(body)
         for members in classes.values():
-            # Like bodies number their variables alike, so a number names one value in all of them.
+            # Like bodies number their variables alike, so a number identifies the same value in
+            # all.
             numbers = [b.numbers() for b in members]
             used = set()
             for body, number in zip(members, numbers, strict=True):
@@ -230,9 +231,9 @@ class _Builder:
                 body.outputs = [by_number[n] for n in sorted(used)]
 
     def _activate(self, stages: list[Stage], outputs: Sequence[int]) -> list[Stage]:
-        """Follows the loss's cotangent from the last stage back: to floats that need one."""
+        """Follows the loss's cotangent backwards through the stages to floats that need one."""
         var_of = {n: v for v, n in self.ids.items()}
-        # Stages hand values on forwards only, so one pass from the last to the first is enough.
+        # Stages pass values only forwards, so one pass from last to first is enough.
         with_cotangent = {outputs[0]}
         done = []
         for stage in reversed(stages):
@@ -248,7 +249,7 @@ class _Builder:
         return done[::-1]
 
     def _prologue(self):
-        """Jaxpr, constants and ids of outputs of the prologue: values of data alone, stand-ins."""
+        """The prologue's jaxpr, constants and output ids: data-only values and stand-ins."""
         wanted = [
             v for v in self.ids
             if v in self.lifted or self.flow.kind[v] in (DATA, CONST)
@@ -281,9 +282,9 @@ class _Body:
         self.present: set[int] = set()
 
     def pull(self, i: int) -> None:
-        """Adds equation `i` after those it needs that the stage computes or repeats itself."""
+        """Adds equation `i`, after the equations it needs that the stage computes or repeats."""
         flow = self.builder.flow
-        stack = [(i, False)]  # chains are longer than Python's recursion allows
+        stack = [(i, False)]  # no recursion: chains are longer than Python's limit
         while stack:
             i, ready = stack.pop()
             if i in self.present:

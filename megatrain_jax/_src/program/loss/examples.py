@@ -1,4 +1,4 @@
-"""The values that have a row for each example of the batch: those that devices can divide."""
+"""Finds the values that have rows for each example of the batch; devices can divide these."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ from megatrain_jax._src.program import jaxpr as jx
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examples:
-    """The values along the batch: they depend on it, and their first axis is of examples.
+    """The values along the batch: they depend on it, and their first axis spans examples.
 
-    A first axis counts as one of examples where a whole number of entries belongs to each: of 8
-    examples of 16 tokens, (8, 16, 64) and (128, 64) do, a mask (16, 16) does as well if it depends
-    on the batch. How a value is divided over devices changes nothing but what they send each other.
+    A first axis spans examples if its length is a multiple of their number: for 8 examples with 16
+    tokens, shapes (8, 16, 64) and (128, 64) qualify, and so does a mask (16, 16) that depends on
+    the batch. The division over devices affects only their communication, never results.
 
     Attributes:
         number: Number of examples in a microbatch.
@@ -24,16 +24,16 @@ class Examples:
     values: frozenset[int]
 
     def along(self, aval: Any) -> bool:
-        """Whether an array of this shape that depends on the batch has rows for examples."""
-        # Read off the shape alone. A mistake costs an exchange between devices, never a result.
+        """Whether an array with this shape that depends on the batch has rows for examples."""
+        # Decided by the shape alone. A mistake costs communication between devices, never a result.
         return bool(aval.shape) and not aval.shape[0] % self.number
 
     def num_bytes(self, avals: Iterable[Any], num_devices: int) -> int:
-        """Bytes on each of so many devices of arrays that depend on the batch."""
+        """Bytes per device of arrays that depend on the batch."""
         return sum(jx.num_bytes(x) // (num_devices if self.along(x) else 1) for x in avals)
 
     def undivided(self) -> "Examples":
-        """The same batch, where nothing is to be divided."""
+        """The same batch with nothing divided."""
         return dataclasses.replace(self, values=frozenset())
 
 
@@ -46,7 +46,7 @@ def find_examples(jaxpr: Any, batch: Sequence[Any], ids: Iterable[tuple[Any, int
         ids: Variables of the jaxpr with the ids of their values.
     """
     of_batch = jx.dependent(jaxpr, batch)
-    # All arrays of a batch have the same leading axis: it was checked before.
+    # All arrays of a batch have the same leading axis; this was checked before.
     number = batch[0].aval.shape[0]
     found = Examples(number=number, values=frozenset())
     values = frozenset(i for v, i in ids if v in of_batch and found.along(v.aval))

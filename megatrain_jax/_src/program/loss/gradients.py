@@ -1,8 +1,8 @@
-"""The pullback of a stage, and the check that a program gives its parameters gradients at all.
+"""The pullback of a stage, and the check that parameters get gradients at all.
 
-Example: a layer `tanh(x @ w)` with w trained and x active. `differentiated` gives `[y]` and a
-`pull([dy]) -> ([dw], [dx])`. With w frozen, `pull([dy]) -> ([], [dx])`: what is not asked for is
-not computed. Behind a `stop_gradient` dw does not depend on dy, so w gets no gradient.
+Example: a layer `tanh(x @ w)` with w trained and x active. `differentiated` returns `[y]` and
+`pull([dy]) -> ([dw], [dx])`. With w frozen, `pull([dy]) -> ([], [dx])`: unneeded cotangents are not
+computed. Behind a `stop_gradient` dw does not depend on dy, so w gets no gradient.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +26,7 @@ def differentiated(
     inputs: Sequence[Any],
     wrap: Callable[[Callable], Callable] = lambda run: run,
 ) -> tuple[list[Any], Callable[[list[Any]], tuple[list[Any], list[Any]]]]:
-    """Computes a stage, and its pullback from cotangents of outputs to those of leaves and inputs.
+    """Computes a stage, and its pullback from output cotangents to leaf and input cotangents.
 
     Args:
         stage: Stage to differentiate.
@@ -37,8 +37,8 @@ def differentiated(
             differentiated.
 
     Returns:
-        The outputs, and the function from the cotangents that arrive to those of the trainable
-        leaves and of the active inputs.
+        The outputs, and the function from the arriving cotangents to the cotangents of the
+        trainable leaves and of the active inputs.
     """
     trainable, frozen = jx.split(stage.is_trainable, leaves)
     active, passive = jx.split(stage.active, inputs)
@@ -47,17 +47,18 @@ def differentiated(
         leaves = jx.merge(stage.is_trainable, trainable, frozen)
         values = [*stage.consts, *leaves, *jx.merge(stage.active, active, passive)]
         outputs = jx.evaluate(stage.jaxpr, values)
-        # Outputs without a cotangent are handed out beside, so that no zeros are made for them.
+        # Outputs without a cotangent are returned as auxiliary values, so no zeros are made for
+        # them.
         return [o for o, a in zip(outputs, arriving, strict=True) if a], outputs
 
-    # What is frozen or passive is closed over, not an argument: JAX then computes no cotangent of
-    # it, and keeps nothing for one.
+    # Frozen and passive values are closed over instead of passed: JAX then computes no cotangent
+    # for them, and saves nothing for one.
     _, pull, outputs = jax.vjp(wrap(run), trainable, active, has_aux=True)
     return outputs, pull
 
 
 def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
-    """Finds trained parameters whose gradient is zero by construction.
+    """Finds trained parameters with gradients that are zero by construction.
 
     Args:
         program: The cut loss.
@@ -67,7 +68,7 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
         A warning that names them; None if there are none.
 
     Raises:
-        ValueError: The gradients of all of them are.
+        ValueError: All trained parameters have zero gradients.
     """
     reached = {leaves[i].parameter for i in _reached_leaves(program)}
     trainable = {leaf.parameter: leaf.path for leaf in leaves if leaf.is_trainable}
@@ -92,7 +93,7 @@ def refuse_no_gradient(program: Program, leaves: Sequence[Leaf]) -> str | None:
 
 
 def _reached_leaves(program: Program) -> frozenset[int]:
-    """Finds the leaves to which a cotangent of the loss flows, from the last stage back."""
+    """Finds the leaves that a cotangent of the loss reaches, from the last stage back."""
     with_cotangent = {program.outputs[0]}
     found: set[int] = set()
     known: dict[Hashable, tuple[list[bool], list[bool]]] = {}
@@ -101,10 +102,11 @@ def _reached_leaves(program: Program) -> frozenset[int]:
             o in with_cotangent and s
             for o, s in zip(stage.outputs, stage.has_cotangent, strict=True)
         )
-        # No cotangent reaches this stage, so none leaves it either.
+        # No cotangent reaches this stage, so none leaves it.
         if not any(arriving):
             continue
-        # Like stages are differentiated once: 36 layers cost one trace, where the same arrives.
+        # Like stages are differentiated once: 36 layers cost one trace if the same cotangents
+        # arrive.
         like = stage.key, stage.is_trainable, stage.active, arriving
         if like not in known:
             known[like] = _reached(stage, arriving)
@@ -117,25 +119,25 @@ def _reached_leaves(program: Program) -> frozenset[int]:
 
 
 def leaves_read(stage: Stage, arriving: Sequence[bool], give_outputs: bool) -> tuple[bool, ...]:
-    """Tells for each leaf whether a stage's backward needs its values.
+    """Whether a stage's backward needs each leaf's values.
 
-    An embedding's gradient, for example, is the same whatever the embedding is.
+    For example, an embedding's gradient does not depend on the embedding.
 
     Args:
         stage: The stage.
         arriving: For each output, whether a cotangent arrives.
-        give_outputs: Whether the backward computes the outputs, too.
+        give_outputs: Whether the backward computes the outputs too.
     """
     traced = _traced_pullback(stage, arriving, give_outputs)
-    # Constants and cotangents are the first inputs of the trace, and no leaves.
+    # Constants and cotangents are the first inputs of the trace; leaves follow.
     used = jx.used_inputs(traced)[len(traced.consts) + sum(arriving) :]
     return tuple(used[: len(stage.leaves)])
 
 
 def _reached(stage: Stage, arriving: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Tells for trainable leaves and active inputs whether a cotangent that arrives reaches them.
+    """Whether an arriving cotangent reaches the trainable leaves and the active inputs.
 
-    A pullback is linear: what does not depend on its arguments is zero.
+    A pullback is linear, so a result that does not depend on its arguments is zero.
     """
     traced = _traced_pullback(stage, arriving, give_outputs=False)
     first = len(traced.consts)
@@ -158,7 +160,7 @@ def _traced_pullback(stage: Stage, arriving: Sequence[bool], give_outputs: bool)
 
 
 def refuse_answers(flow: Dataflow) -> None:
-    """Refuses callbacks whose results a stage reads: its backward would call them again."""
+    """Refuses callbacks with results that a stage reads: its backward would call them again."""
     for eqn, kind in zip(flow.jaxpr.eqns, flow.eqn_kind, strict=True):
         direct = not jx.inner_jaxprs(eqn)
         if kind == MAIN and fires(eqn) and (direct or answers(eqn)):

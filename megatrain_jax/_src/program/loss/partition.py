@@ -1,10 +1,16 @@
-"""Partitions the equations of a traced loss: what each depends on, and which block it reads.
+"""Classifies the equations of a traced loss by their dependencies, and finds each block's span.
 
-An equation depends on parameters, on data (batch, state, randomness), on both, or on neither.
-Those that depend on both are walked in order and cut between stretches of reads of one block; those
-that depend on parameters only, or on nothing, are repeated in every stage that needs them; those
-that depend on data only run once, in the prologue, unless a single stage uses a large result.
-An effect, a print or a callback, happens once: in the stage that computes its last operand.
+A stage needs a contiguous span of equations around one block's parameters. To find such spans, each
+equation is classified by its dependencies: parameters, data (batch, state, randomness), both, or
+neither.
+
+- Both (`MAIN`): the chain of activations. It is walked in order; each read of a block's parameters
+  extends or starts a `Stretch`, the core of one stage.
+- Only parameters, or neither (`PARAM`, `CONST`): casts, transposes and the like. They are repeated
+  in every stage that needs them, so no block has to stay on the device for another.
+- Only data (`DATA`): masks, positions. They run once in the prologue, except that a large result
+  needed by one stage only is computed there.
+- Prints and callbacks (`EFFECT`): they fire once, in the stage that computes their last operand.
 
 Example: `x @ e`, two blocks `x + tanh(x @ w) * sqrt(sum(data))`, `x @ h`, plus `sum(w0**2)`:
 
@@ -13,8 +19,9 @@ Example: `x @ e`, two blocks `x + tanh(x @ w) * sqrt(sum(data))`, `x @ h`, plus 
     data       reduce_sum, sqrt: prologue;      parameters only: w0**2: repeated where it is needed
     stretches  embedding 0-0, layers.0 1-1, layers.1 5-5, head 9-9: from first to last read
 
-Equation 13 depends on parameters only, but is a scalar of one block: it is main and *floating*, a
-value of the stage of layers.0. Borders then decide whose the equations between two stretches are.
+Equation 13 depends only on parameters, but is a scalar of one block: it counts as main and
+*floating*, a value of layers.0's stage. `borders.py` then assigns the equations between two
+stretches.
 """
 
 import dataclasses
@@ -28,8 +35,9 @@ from megatrain_jax._src.program import effects
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf, power
 
-# Elements: data-only values up to this size are computed once, before the stages. A larger one, as
-# a mask, is computed in its stage if only one needs it, instead of being held until then.
+# Elements: data-only values up to this size are computed once, before the stages. A larger value,
+# such as a mask, is computed in its stage if only that one needs it, so it need not be kept until
+# then.
 SMALL = 1024
 CONST, PARAM, DATA, MAIN, EFFECT = range(5)  # EFFECT: no equation reads its results
 
@@ -52,28 +60,28 @@ class Stretch:
 
 
 class Dataflow:
-    """The dataflow of a flat jaxpr: what each variable and each equation depends on.
+    """The dataflow of a flat jaxpr: the dependencies of each variable and equation.
 
     An equation's number is its index in the jaxpr, a leaf's its index in `leaves`.
 
     Attributes:
         consts: Value of each constant variable.
         parameters: Variables of the leaves, in order.
-        data: Variables of the other inputs: state, batch, key.
-        kind: CONST, PARAM, DATA, MAIN or EFFECT of each variable.
-        eqn_kind: The same of each equation.
-        reads: Leaves that a PARAM variable is made of.
+        data: Variables of the remaining inputs: state, batch, key.
+        kind: CONST, PARAM, DATA, MAIN or EFFECT for each variable.
+        eqn_kind: The same for each equation.
+        reads: Leaves that a PARAM variable is made from.
         producer: Equation that computes each variable.
-        floating: Main equations of parameters alone, which any stage could compute, each with the
-            leaves it reads: scalars of one block, sums of such with a leaf that is a scalar, and
-            effects whose results are read.
+        floating: Main equations of parameters alone, which any stage could compute, with the leaves
+            they read: scalars of one block, sums of these with a scalar leaf, and effects with
+            results that are read.
         read: Variables that some equation or the caller reads.
-        ordered: Equations of stages whose effects are ordered, ascending.
+        ordered: Equations of stages with ordered effects, ascending.
         trainable: Variables that depend on a trainable leaf.
     """
 
     def __init__(self, traced: jx.Traced, leaves: Sequence[Leaf]):
-        """Classifies the equations of a function whose inputs are `leaves`, then data."""
+        """Classifies a function's equations; its inputs are the constants, `leaves`, then data."""
         self.jaxpr = jaxpr = traced.jaxpr
         self.leaves = leaves
         num_consts = len(traced.consts)
@@ -98,13 +106,14 @@ class Dataflow:
     def _classify(self, i, eqn):
         ins = jx.variables(eqn.invars)
         kinds = {self.kind[v] for v in ins}
-        # Where parameters and data have not met, the order of the kinds tells which there are.
+        # If parameters and data have not met, the largest kind is the right one.
         kind = MAIN if MAIN in kinds or {PARAM, DATA} <= kinds else max(kinds, default=CONST)
         reads = frozenset().union(*(self.reads.get(v, ()) for v in ins))
         if effects.fires(eqn):
             kind = self._kind_of_effect(i, eqn, kind, reads)
         elif kind == PARAM and self._is_regulariser(eqn, ins, reads):
-            # A scalar made of one block's parameters (an L2 term) is a value of that block's stage.
+            # A scalar made from one block's parameters (an L2 term) is a value of that block's
+            # stage.
             kind, self.floating[i] = MAIN, reads
         elif kind == MAIN and reads and self._is_number_without_data(eqn):
             self.floating[i] = reads
@@ -113,15 +122,15 @@ class Dataflow:
             self.trainable.update(eqn.outvars)
         for v in eqn.outvars:
             self.kind[v], self.producer[v] = kind, i
-            # A main value carries no reads: who takes it reads the activation, not the weights.
+            # A main value carries no reads: its reader takes the activation, not the weights.
             if kind == PARAM:
                 self.reads[v] = reads
 
     def _kind_of_effect(self, i, eqn, kind, reads):
-        """Kind of an equation with an effect: never one that is repeated.
+        """The kind of an equation with an effect: one that is never repeated.
 
-        An ordered effect of data alone runs in the prologue, unless one of a stage comes before it,
-        which it must not overtake.
+        An ordered effect of data alone runs in the prologue, unless an ordered effect in a stage
+        precedes it, which it must not overtake.
         """
         ordered = effects.is_ordered(eqn)
         if kind in (CONST, DATA) and not (ordered and self.ordered):
@@ -135,7 +144,7 @@ class Dataflow:
         return MAIN
 
     def _is_regulariser(self, eqn, ins, reads):
-        """Whether an equation reduces arrays of one block, or of one leaf outside, to numbers."""
+        """Whether an equation reduces arrays of one block, or of one leaf outside, to scalars."""
         owners = {self.leaves[i].block or i for i in reads}
         return (
             len(owners) == 1
@@ -144,19 +153,19 @@ class Dataflow:
         )
 
     def _is_number_without_data(self, eqn):
-        """Whether an equation gives numbers of parameters alone, as a sum of regularisers does."""
+        """Whether an equation computes scalars from parameters alone (sums of regularisers)."""
         outs = eqn.outvars
         return self._of_data.isdisjoint(outs) and all(jx.num_elements(v.aval) == 1 for v in outs)
 
     def read_by(self, i: int) -> frozenset[int]:
-        """Leaves that main equation `i` reads, directly or through casts and transposes of them."""
+        """Leaves that main equation `i` reads, directly or through casts and transposes."""
         ins = jx.variables(self.jaxpr.eqns[i].invars)
         return frozenset().union(*(self.reads.get(v, ()) for v in ins))
 
     def events(self) -> list[tuple[int, frozenset[int]]]:
         """The reads in order: position among the main equations, and the leaves that are read."""
         main = [i for i, kind in enumerate(self.eqn_kind) if kind == MAIN]
-        # A floating equation is computed wherever its block is: where it stands says nothing of
+        # A floating equation is computed with its block, so its traced place says nothing about
         # order.
         found = [(p, self.read_by(i)) for p, i in enumerate(main) if i not in self.floating]
         return [(p, reads) for p, reads in found if reads]
@@ -165,8 +174,8 @@ class Dataflow:
 def find_stretches(flow: Dataflow) -> list[Stretch]:
     """Lists the stretches of reads, one for each stage, in forward order.
 
-    A module outside blocks that is applied several times in a row counts as a block; a block
-    whose reads repeat gives a stretch for each pass.
+    A module outside blocks that is applied several times in a row counts as a block. A block with
+    repeated reads gives a stretch for each pass.
     """
     events = flow.events()
     loops = _loops(flow.leaves, events)
@@ -176,7 +185,7 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
         keys = frozenset(k for i in reads if (k := loops.get(i, flow.leaves[i].block)) is not None)
         own = sorted(i for i in reads if i in loops or flow.leaves[i].block is not None)
         if not keys:
-            continue  # the embedding, the head: their stretches are found around those of blocks
+            continue  # the embedding or the head: added around the blocks later
         if stretches and stretches[-1].keys == keys:
             stretches[-1] = dataclasses.replace(stretches[-1], last=p)
             history[-1] += [(p, i) for i in own]
@@ -194,7 +203,7 @@ def find_stretches(flow: Dataflow) -> list[Stretch]:
 def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
     """Modules outside blocks that are applied several times in a row, by their leaves.
 
-    A shared `cell` of leaves 1 and 2, read as 1 2 1 2 with no block's read among them, is one.
+    Example: a shared `cell` with leaves 1 and 2, read as 1 2 1 2 without a block's read in between.
     """
     order = [(p, i) for p, reads in events for i in sorted(reads)]
     rest = {i for _, i in order if leaves[i].block is None}
@@ -206,12 +215,12 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
         for d in range(1, len(leaves[i].path) + 1):
             if (prefix := leaves[i].path[:d]) in prefixes:
                 under[prefix].append((p, i))
-    # The outermost module that qualifies is taken, whole: its leaves are not offered again.
+    # The outermost module that qualifies is taken whole: its leaves are not considered again.
     for prefix in sorted(prefixes, key=lambda p: (len(p), tuple(map(str, p)))):
         own = under[prefix]
         ids = {i for _, i in own}
-        # One leaf that is read again and again is no module applied in a row: a tied embedding, or
-        # `x @ w + w`, reads so as well.
+        # Repeated reads of a single leaf are no module applied in a row: a tied embedding or `x @ w
+        # + w` is read that way too.
         if len(ids) < 2 or ids & found.keys() or any(leaves[i].block is not None for i in ids):
             continue
         alone = bisect_left(in_blocks, own[0][0]) == bisect_right(in_blocks, own[-1][0])
@@ -221,11 +230,11 @@ def _loops(leaves: Sequence[Leaf], events) -> dict[int, ModelPath]:
 
 
 def _passes(stretch: Stretch, reads: list[tuple[int, int]]) -> list[Stretch]:
-    """Splits a stretch whose reads repeat: one block's weights applied several times.
+    """Splits a stretch with repeated reads: one block's weights, applied several times.
 
-    Reads (position, leaf) of (3, 0) (4, 1) (7, 0) (8, 1) are two passes, 3-4 and 7-8.
+    The reads (position, leaf) (3, 0) (4, 1) (7, 0) (8, 1) are two passes, 3-4 and 7-8.
     """
-    # Two reads of a single leaf tell nothing: both may be of one pass.
+    # Two reads of a single leaf may both belong to one pass.
     times = power([i for _, i in reads]) if len({i for _, i in reads}) > 1 else 1
     size = len(reads) // times
     if len(stretch.keys) > 1 or times == 1:
@@ -238,7 +247,7 @@ def _passes(stretch: Stretch, reads: list[tuple[int, int]]) -> list[Stretch]:
 
 
 def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
-    """Adds the stretches of parameters outside blocks: before, after, and alone between blocks."""
+    """Adds stretches for parameters outside blocks: before, after, and alone between blocks."""
     rest = [
         (p, i) for p, reads in events for i in sorted(reads)
         if flow.leaves[i].block is None and i not in loops
@@ -246,7 +255,7 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
     if not stretches:
         return [Stretch(name="model", keys=frozenset(), first=0, last=rest[-1][0] if rest else 0)]
     ends = (0, len(stretches))
-    gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before stretch k) or -1 inside one
+    gaps: dict[int, set[int]] = defaultdict(set)  # leaf → gaps (before stretch k), or -1 inside one
     outside: dict[int, list[tuple[int, int]]] = defaultdict(list)
     lasts = [stretch.last for stretch in stretches]
     for p, i in rest:
@@ -257,11 +266,11 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
             outside[k].append((p, i))
     positions: dict[int, list[int]] = {}
     for k, reads in outside.items():
-        # A leaf read in this gap alone, or at the ends alone as a tied embedding, makes a stretch.
-        # One that is also read elsewhere doesn't: a block beside it may take that read, too.
+        # A leaf that is read only in this gap, or only at both ends like a tied embedding, makes a
+        # stretch. A leaf read elsewhere too doesn't: a neighbouring block may take that read.
         own = [p for p, i in reads if gaps[i] <= ({k} | set(ends) if k in ends else {k})]
-        # What is read before the first block or after the last one has a stage in any case: else it
-        # would be that block's, which then is unlike the others.
+        # Reads before the first block or after the last one always get their own stage; inside the
+        # block's stage, they would make it differ from its like blocks.
         if not own and k in ends:
             own = [reads[0 if k == 0 else -1][0]]
         positions[k] = own
@@ -276,7 +285,7 @@ def _with_rest(flow, events, stretches: list[Stretch], loops) -> list[Stretch]:
 
 
 def _named(stretches: list[Stretch], leaves) -> list[Stretch]:
-    """Names stretches by their blocks, or by where they are among those."""
+    """Names stretches by their blocks, or by their place between them."""
     seen: dict[frozenset, int] = defaultdict(int)
     named = []
     blocks = [k for k, stretch in enumerate(stretches) if stretch.keys]

@@ -1,17 +1,17 @@
-"""Small parameters of a block that other blocks read, too: they belong to no block.
+"""Finds small parameters of a block that further blocks read too: they belong to no block.
 
-T5 keeps the table of its position biases in the first layer, and every layer adds what it says. As
-a part of that layer it would cut each of the others in three: before the table is read, the table,
-and after it. It is small, so it travels in a group of its own, or stays on the device.
+T5 keeps its table of position biases in the first layer, and every layer adds its biases. As part
+of the first layer, the table would cut each later layer in three: before the table is read, the
+table, and after it. It is small, so it travels in a group of its own, or stays on the device.
 
 Example: three blocks `tanh(x @ up + table) @ down`, with a table in the first. The reads are
 
     position  0     1        2       3     4        5       6     7        8
     leaf      up 0  table 0  down 0  up 1  table 0  down 1  up 2  table 0  down 2
 
-Block 0 is visited at 0-2, 4 and 7. The last two visits read a small part of it, `table`, which is
-read in other visits, too: it is shared. Of a block that is applied several times all visits read
-most of it: nothing of it is.
+Block 0 is visited at 0-2, 4 and 7. The last two visits read only `table`, a small part of it that
+is read in several visits: it is shared. If a block is applied several times, all visits read most
+of it, so nothing in it is shared.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _SMALL = 1 / 8  # share of a block
 
 
 def find_shared(flow: Dataflow) -> frozenset[int]:
-    """Finds the leaves that belong to no block, though their path is in one, by their numbers."""
+    """The numbers of the leaves that belong to no block, though their path is in one."""
     sizes: Counter[ModelPath | None] = Counter()
     for leaf in flow.leaves:
         sizes[leaf.block] += math.prod(leaf.shape)
@@ -44,12 +44,12 @@ def find_shared(flow: Dataflow) -> frozenset[int]:
 
 
 def without_block(leaf: Leaf) -> Leaf:
-    """The same leaf, as a part of no block."""
+    """The same leaf, without a block."""
     return dataclasses.replace(leaf, block=None)
 
 
 def _visits(flow: Dataflow) -> dict[ModelPath, list[frozenset[int]]]:
-    """Leaves of each block that are read with no read of another block alone in between."""
+    """The leaves read in each visit of a block; a read of only another block ends a visit."""
     visits: dict[ModelPath, list[frozenset[int]]] = defaultdict(list)
     before: frozenset[ModelPath] = frozenset()
     for _, reads in flow.events():

@@ -1,7 +1,7 @@
-"""Stages and programs: the pure functions that a loss is cut into, and all that tells of them.
+"""Stages and programs: the pure functions that a loss is cut into.
 
-Values have ids, which say where a stage's inputs come from: of two layers the first has
-`inputs=(2,), outputs=(3,)` and the second `inputs=(3,), outputs=(4,)`, with equal keys.
+Values have ids, which link stages: the first of two layers may have `inputs=(2,), outputs=(3,)` and
+the second `inputs=(3,), outputs=(4,)`, with equal keys.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Stage:
         key: Template of the stage: equal for stages that compute the same.
         leaves: Indices of the leaves it reads, in the jaxpr's order.
         inputs: Ids of the values it takes, in the jaxpr's order.
-        outputs: Ids of the values it gives, in the jaxpr's order.
+        outputs: Ids of the values it returns, in the jaxpr's order.
         is_trainable: For each leaf, whether it gets a gradient.
         active: For each input, whether a cotangent flows back through it.
         has_cotangent: For each output, whether a cotangent arrives at it.
@@ -54,7 +54,7 @@ class Stage:
 
     @functools.cached_property
     def attention_shapes(self) -> frozenset[tuple[int, ...]]:
-        """The shapes of its queries, keys and values, where kernels compute attention."""
+        """The shapes of its queries, keys and values, if fused kernels compute its attention."""
         return attention_shapes(self.jaxpr)
 
     @property
@@ -65,12 +65,11 @@ class Stage:
 
     @property
     def trainable_share(self) -> float:
-        """Share of the stage's parameters that get gradients, by elements; 1 if it has none."""
+        """The fraction of the stage's parameters that get gradients; 1 if it has no parameters."""
         first = len(self.consts)
         leaves = self.jaxpr.invars[first : first + len(self.leaves)]
         sizes = [jx.num_elements(v.aval) for v in leaves]
-        # Elements stand for the operations of the products that a leaf is in: most of them are
-        # proportional to it.
+        # Elements stand for the operations of the products that use a leaf; most are proportional.
         trainable = sum(n for n, yes in zip(sizes, self.is_trainable, strict=True) if yes)
         return trainable / sum(sizes) if any(sizes) else 1.0
 
@@ -81,15 +80,16 @@ class Program:
 
     Attributes:
         stages: The stages in forward order.
-        prologue: `jaxpr(*consts, *data) -> values` that run once, before the stages.
+        prologue: `jaxpr(*consts, *data) -> values`, run once before the stages.
         prologue_consts: Values of the prologue's constants.
         prologue_values: Ids of the prologue's outputs.
         values: Shape and dtype of each value by id.
         outputs: Ids of the traced function's outputs; the first is the loss.
         examples: The values with rows for the batch's examples.
-        state: What the model's variables depend on.
-        warnings: What could not be cut, in words.
-        shared: Leaves that lie in a block, but belong to none, since other blocks read them, too.
+        state: How the model's variables are used.
+        warnings: The parts that could not be cut, in words.
+        shared: Leaves whose path is in a block, but that belong to none, because further blocks
+            read them.
     """
 
     stages: tuple[Stage, ...]
@@ -104,7 +104,7 @@ class Program:
     shared: frozenset[int] = frozenset()
 
     def num_bytes(self, i: int, num_devices: int) -> int:
-        """Bytes of a value on each of so many devices."""
+        """Bytes of a value on each device."""
         num_bytes = jx.num_bytes(self.values[i])
         return num_bytes // num_devices if i in self.examples.values else num_bytes
 

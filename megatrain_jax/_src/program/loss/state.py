@@ -1,8 +1,7 @@
-"""The use of a model's state, its variables that are not trained: batch statistics, or keys.
+"""The use of a model's untrained variables, such as batch statistics or random keys.
 
-With several microbatches a step is still one call as far as state goes: a moving average or a power
-iteration advances once. Only keys and counts that random numbers are drawn from go on with each
-microbatch.
+For state, a step with several microbatches is still one call: a moving average or a power iteration
+advances once. Only keys and counters for random numbers advance with each microbatch.
 """
 
 import dataclasses
@@ -16,11 +15,11 @@ from megatrain_jax._src.program.primitives import draws
 class StateUse:
     """The use of a model's variables, with a flag for each variable, in order.
 
-    A batch norm's running mean is `of_batch` alone, a dropout's count of keys `drawn` alone.
+    A batch norm's running mean is only `of_batch`, a dropout's key counter only `drawn`.
 
     Attributes:
         of_batch: Whether the variable's new value depends on the batch.
-        drawn: Whether random numbers are drawn from the variable: a key, or a count of keys.
+        drawn: Whether random numbers are drawn from the variable: a key, or a counter of keys.
     """
 
     of_batch: tuple[bool, ...]
@@ -32,15 +31,16 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
 
     Args:
         jaxpr: The loss; its last outputs are the new variables.
-        data: Inputs of the loss that are no parameters: variables, then the batch, then a key.
+        data: Inputs of the loss other than parameters: variables, then the batch, then a key.
         num_variables: Number of variables.
     """
     of_batch = jx.dependent(jaxpr, data[num_variables:-1])
-    # Backwards from draws to what they are made of; forwards, a key's use would not be known yet.
+    # Backwards from draws to their sources; forwards, a key's use would not be known yet.
     sources: set[Any] = set()  # integers and keys behind random numbers
     for eqn in reversed(jaxpr.eqns):
         if _draws(eqn) or not sources.isdisjoint(eqn.outvars):
-            # Keys are made of integers; a floating operand here is a probability or an activation.
+            # Keys are made from integers; a floating operand here is a probability or an
+            # activation.
             sources.update(v for v in jx.variables(eqn.invars) if not jx.is_float(v.aval))
     new = jaxpr.outvars[len(jaxpr.outvars) - num_variables :]
     return StateUse(
@@ -50,7 +50,7 @@ def find_state_use(jaxpr: Any, data: list[Any], num_variables: int) -> StateUse:
 
 
 def _draws(eqn: Any) -> bool:
-    """Whether an equation, or one in a jaxpr within it, draws random numbers."""
+    """Whether an equation, or one in its inner jaxprs, draws random numbers."""
     if draws(eqn.primitive.name):
         return True
     return any(_draws(inner) for jaxpr in jx.inner_jaxprs(eqn) for inner in jaxpr.eqns)

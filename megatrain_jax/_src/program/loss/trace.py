@@ -1,8 +1,8 @@
-"""The way from a loss to a program: traced on abstract arrays, its leaves found, cut into stages.
+"""Traces a loss on abstract arrays, finds the model's leaves, and cuts the loss into stages.
 
-Example: parameters `e (4, 8)` and `w (2, 8, 8)`, which `jax.lax.scan` takes slice by slice, of
-float32. `trace_loss` lists equations on these shapes, `leaves_of` finds `e`, `w[0]` and `w[1]`,
-and `cut_loss` traces again on these leaves, with the scan unrolled, and cuts at its layers.
+Example: float32 parameters `e (4, 8)` and `w (2, 8, 8)`, and a `jax.lax.scan` over `w`.
+`trace_loss` lists equations on these shapes. `leaves_of` finds `e`, `w[0]` and `w[1]`. `cut_loss`
+traces again on these leaves, with the scan unrolled, and cuts at its layers.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class TracedLoss:
     Attributes:
         traced: The loss's jaxpr over flat inputs.
         num_parameters: Number of inputs that are parameters.
-        num_variables: Number of inputs that are variables: state that is not trained.
+        num_variables: Number of inputs that are variables: untrained state.
         metrics: Names of the metrics, in output order.
     """
 
@@ -45,7 +45,7 @@ class TracedLoss:
 
     @functools.cached_property
     def stacks(self) -> Stacks:
-        """Stacked parameters, and why others that look so stay whole."""
+        """Stacked parameters, and the reasons why similar ones stay whole."""
         return find_stacks(self.traced, self.num_parameters)
 
 
@@ -59,24 +59,24 @@ def trace_loss(
     """Traces `loss(parameters, variables, batch, rng) -> (loss, metrics, new_variables)`.
 
     Raises:
-        ValueError: It computes in a mesh of its own, and there or in the run are several devices;
-            or it has ordered callbacks, and the run has several; or it reads an array that an
-            earlier trace has made.
+        ValueError: The loss uses a mesh of its own, and the mesh or the run has several devices; or
+            it has ordered callbacks and the run has several devices; or it reads an array that an
+            earlier trace created.
     """
     names: tuple[str, ...] = ()
 
     def flat(parameters, variables, batch, rng):
         nonlocal names
         value, metrics, new = loss(parameters, variables, batch, rng)
-        # Only the trace tells which metrics there are; their values alone can leave it.
+        # The metrics' names are known only while tracing; only values can leave the trace.
         names = tuple(metrics)
         # A metric may be a parameter itself; a copy makes it a value of some stage.
         return value, [jnp.copy(metrics[k]) for k in names], list(new)
 
     ambient = jax.sharding.get_abstract_mesh()
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    # The loss's own functions ask how many devices share them (`losses.next_token`), and are traced
-    # for that number.
+    # The loss may ask how many devices share it (`losses.next_token`), so it is traced for that
+    # number.
     with shared_by(num_devices):
         traced = jx.trace(flat, list(parameters), list(variables), batch, rng)
     if (kept := jx.outlived(traced.consts)) is not None:
@@ -141,11 +141,11 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     """Cuts a traced loss into stages over `leaves`.
 
     Raises:
-        ValueError: The loss can't be differentiated stage by stage; `builder.cut` says when.
+        ValueError: The loss can't be differentiated stage by stage; see `builder.cut`.
     """
     source = traced.traced
-    # The dtypes of the first trace, in which parameters come as they are computed with; leaves have
-    # those that the model declares.
+    # Leaves keep the dtypes of the first trace, in which parameters already have their compute
+    # dtype.
     invars = source.jaxpr.invars[len(source.consts) :]
     arrays = [invars[leaf.parameter].aval for leaf in leaves]
     avals = [
@@ -155,7 +155,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
     data = [jx.shape_of(v.aval) for v in invars[traced.num_parameters :]]
     keys = _module_keys(leaves)
 
-    # Traced again, from one input per leaf, so that slices of stacks are variables of their own.
+    # Traced again, with one input per leaf, so that slices of stacks are separate variables.
     def flat(leaf_arrays, data_arrays):
         values = [Value(a, frozenset((k,))) for a, k in zip(leaf_arrays, keys, strict=True)]
         parameters = assemble(leaves, values, traced.num_parameters)
@@ -164,7 +164,7 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
             *parameters,
             *(Value(a, None) for a in data_arrays),
         ]
-        # Outputs leave whole: a stacked result has its slices put together again.
+        # Outputs must be whole, so stacked results are put together.
         return [stack(v).array for v in Inliner().run(source.jaxpr, (), inputs)]
 
     program = cut(jx.trace(flat, avals, data), leaves, traced.num_variables)
@@ -173,13 +173,14 @@ def cut_loss(traced: TracedLoss, leaves: Sequence[Leaf]) -> Program:
 
 
 def _module_keys(leaves: Sequence[Leaf]) -> list:
-    """Module of each leaf: its block, or the top-level module outside blocks that holds it.
+    """Module of each leaf: its block, or its top-level module outside blocks.
 
-    A `remat` that spans several is opened; a path that all parameters share is no module.
+    A `remat` that spans several modules is opened. A path prefix that all parameters share is not a
+    module.
     """
     depth = 0
     paths = [leaf.path for leaf in leaves]
-    # What all paths begin with, as the `model` of a wrapper, tells no parameters apart.
+    # A common prefix, such as a wrapper's `model`, does not distinguish parameters.
     while len({p[: depth + 1] for p in paths}) == 1 and all(len(p) > depth + 1 for p in paths):
         depth += 1
     return [leaf.block or leaf.path[: depth + 1] for leaf in leaves]

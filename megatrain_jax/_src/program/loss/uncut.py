@@ -1,4 +1,4 @@
-"""Warns of stacked parameters that stay whole, though the loss takes them layer by layer."""
+"""Warnings about stacked parameters that stay whole, though the loss reads them layer by layer."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,24 +8,24 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.blocks import Leaf
 from megatrain_jax._src.program.stacks import Stacks
 
-_WORTH = 1 / 4  # share of a model's parameters from which on a reason is told
+_WORTH = 1 / 4  # fraction of a model's parameters from which on a reason is reported
 
 
 def uncut_stacks(stacks: Stacks, leaves: Sequence[Leaf]) -> list[str]:
-    """Writes a warning for each reason why stacks stay whole, with what to write instead.
+    """Writes a warning for each reason why stacks stay whole, with advice how to change the model.
 
-    Only reasons that hold for more than a quarter of the model's parameters are told.
+    Only reasons that affect more than a quarter of the model's parameters are reported.
 
     Args:
-        stacks: Stacked parameters that the loss reads, and why others stay whole.
+        stacks: Stacked parameters that the loss reads, and the reasons why some stay whole.
         leaves: Leaves of the model.
     """
-    # Slices of stacks that were cut have an index; the others are stored as the model has them.
+    # Slices of cut stacks have an index; all remaining parameters are stored whole.
     whole = {leaf.parameter: leaf for leaf in leaves if not leaf.index}
     reasons: dict[str, dict[int, Leaf]] = defaultdict(dict)
     for p, name in stacks.mixed.items():
         reasons[f"one operation ({name}) takes several of them together"][p] = whole[p]
-    # What is in a block is cut already, along another list: nothing is lost.
+    # Parameters in a block are already cut along another list, so nothing is lost.
     blocks = {leaf.parameter for leaf in leaves if leaf.block is not None}
     looped = "a loop that can't be unrolled (while_loop) takes them by its counter"
     alone = [

@@ -1,7 +1,8 @@
-"""The order of a loss's parameters: which ones are upstream of each, read off the trace.
+"""Finds, from the trace of a loss, the parameters upstream of each parameter.
 
-Parameter i is upstream of j if j meets a value that depends on i and on data. Elements of a list
-that run in series are each upstream of the next: that tells layers from experts side by side.
+Parameter i is upstream of j if j is combined with a value that depends on i and on data. List
+elements that run in series are each upstream of the next: this distinguishes layers from experts,
+which run side by side.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ class _Source(NamedTuple):
     """The sources of a value.
 
     Attributes:
-        bits: Parameters that it depends on: bit i stands for parameter i.
-        data: Whether it depends on data, too.
+        bits: Bit mask of the parameters that it depends on.
+        data: Whether it depends on data.
     """
 
     bits: int
@@ -26,11 +27,11 @@ _NOTHING = _Source(0, False)
 
 
 def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int | None]:
-    """Finds for each parameter those upstream of it: what the values it meets depend on.
+    """Finds the parameters upstream of each parameter, from the values it is combined with.
 
-    In `y = tanh(x @ w0) @ w1`, parameter 0 is combined with the data alone and parameter 1 with a
-    value that depends on parameter 0: the answer is `[0b00, 0b01]`. A stack that a scan reads
-    slice by slice is upstream of itself where a slice takes what the one before it made. Reads of a
+    In `y = tanh(x @ w0) @ w1`, parameter 0 is combined with data alone and parameter 1 with a value
+    that depends on parameter 0: the answer is `[0b00, 0b01]`. A stack that a scan reads slice by
+    slice is upstream of itself if a slice takes the result of the slice before it. Reads in a
     single equation, a loop or a conditional, have no order among themselves.
 
     Args:
@@ -39,11 +40,11 @@ def find_upstream(jaxpr: Any, num_consts: int, num_parameters: int) -> list[int 
         num_parameters: Number of parameters.
 
     Returns:
-        For each parameter a set of parameters as the bits of a number, or None if no data meets it.
+        For each parameter, a bit mask of parameters, or None if no data meets it.
     """
     walk = _Walk(num_parameters)
-    # Bits of Python's numbers of any length: a model of 10,000 parameters joins two sets of them in
-    # one operation.
+    # Python's integers have any length: joining two sets is one operation even for 10,000
+    # parameters.
     sources = [_NOTHING] * num_consts
     sources += [_Source(1 << i, False) for i in range(num_parameters)]
     walk.run(jaxpr, sources + [_Source(0, True)] * (len(jaxpr.invars) - len(sources)))
@@ -54,16 +55,16 @@ class _Walk:
     """A walk through the equations of a function, nested calls included.
 
     Attributes:
-        found: For each parameter those upstream of it so far, or None.
-        known: Each set of parameters met so far, by itself.
+        found: For each parameter, the parameters upstream of it so far, or None.
+        known: Each set of parameters met so far, mapped to itself.
     """
 
     def __init__(self, num_parameters: int):
         self.found: list[int | None] = [None] * num_parameters
-        self.known: dict[int, int] = {}  # one object for equal numbers, which are long
+        self.known: dict[int, int] = {}  # equal numbers share one object, because they are long
 
     def run(self, jaxpr: Any, ins: Sequence[_Source]) -> list[_Source]:
-        """Sources of a jaxpr's outputs, from those of its inputs."""
+        """Sources of a jaxpr's outputs, from the sources of its inputs."""
         env: dict[Any, _Source] = dict(zip(jaxpr.invars, ins, strict=True))
 
         def read(atom):
@@ -86,9 +87,9 @@ class _Walk:
         return [self._meet(eqn, ins)] * len(eqn.outvars)
 
     def _scan(self, body, ins, num_consts: int, first: int) -> list[_Source]:
-        """Two iterations of a scan over layers: in the second the first one's result is carried.
+        """Walks two iterations of a scan over layers; the second carries the first one's result.
 
-        So a stack, which is one parameter, meets itself where its layers are in series.
+        A stack, which is one parameter, thus meets itself if its layers are in series.
         """
         carry = ins[num_consts:first]
         for _ in range(2):
@@ -98,19 +99,20 @@ class _Walk:
         return [*carry, *out[len(carry) :]]
 
     def _meet(self, eqn, ins: list[_Source]) -> _Source:
-        """Joins an equation's operands; those of parameters alone meet those that have data."""
-        # Parameters that meet among themselves, as a sum of penalties does, say nothing of order.
+        """Joins an equation's operands; parameter-only operands meet the operands with data."""
+        # Parameters combined only with each other, as in a sum of penalties, say nothing about
+        # order.
         before = self._join([s for s in ins if s.data])
         joined = self._join(ins)
         if before.data:
             for atom, source in zip(eqn.invars, ins, strict=True):
-                # A number made of parameters, as a penalty's, is no layer's weights.
+                # A scalar made from parameters, such as a penalty, is not a layer's weights.
                 if source.bits and not source.data and jx.num_elements(atom.aval) > 1:
                     self._record(source.bits, before.bits)
         return joined
 
     def _record(self, read: int, before: int) -> None:
-        """Adds the parameters `before` to what is upstream of each parameter in `read`."""
+        """Adds the parameters `before` to those upstream of each parameter in `read`."""
         while read:
             lowest = read & -read
             i = lowest.bit_length() - 1

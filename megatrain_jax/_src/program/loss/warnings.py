@@ -1,8 +1,9 @@
-"""Warnings of stages that hold more of a model than they would if it were written otherwise.
+"""Warnings about stages that hold more of a model than they would if it were written differently.
 
-Two kinds: one operation reads several blocks, which then are one stage; or a stage of one block,
-or of none, holds over a quarter of the parameters (its largest leaf apart) and parts that repeat:
-`tower.first`, `tower.second`, `tower.third` of equal shapes would be blocks as `tower.0`, ...
+There are two kinds. One operation reads several blocks, so they form one stage. Or a stage of one
+block, or of none, holds over a quarter of the parameters (not counting its largest leaf) and has
+repeated parts: `tower.first`, `tower.second`, `tower.third` of equal shapes would be blocks if they
+were named `tower.0`, ...
 """
 
 import math
@@ -16,7 +17,7 @@ from megatrain_jax._src.program.loss.partition import Dataflow, Stretch
 from megatrain_jax._src.program.loss.upstream import find_upstream
 from megatrain_jax._src.program.primitives import REMAT
 
-_MASTER_BYTES = 4  # of fp32
+_MASTER_BYTES = 4  # per fp32 element
 
 
 def find_warnings(
@@ -34,7 +35,8 @@ def find_warnings(
         _together(flow, stretch, rows[s], read[s])
         for s, stretch in enumerate(stretches) if len(stretch.keys) > 1
     ]  # fmt: skip
-    # The largest leaf is left out, as no list would divide it: an embedding may be half a model.
+    # The largest leaf is left out, because no list would divide it: an embedding may be half a
+    # model.
     sizes = [math.prod(leaf.shape) for leaf in flow.leaves]
     large = [
         s for s, stretch in enumerate(stretches)
@@ -49,14 +51,14 @@ def find_warnings(
         ])  # fmt: skip
         likes = [[(flow.leaves[j].path[-1], flow.leaves[j].shape) for j in sorted(r)] for r in read]
         for s in large:
-            if likes.index(likes[s]) == s:  # what is said of a stage holds for its likes
+            if likes.index(likes[s]) == s:  # one warning serves all like stages
                 number = likes.count(likes[s])
                 found += _too_large(flow, lists, stretches[s], number, read[s], rows[s])
     return tuple(found)
 
 
 def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]) -> str:
-    """Writes the warning of a stage whose blocks one operation reads together."""
+    """The warning about a stage with blocks that one operation reads together."""
     guilty = {
         flow.jaxpr.eqns[i].primitive.name
         for i in row
@@ -71,9 +73,9 @@ def _together(flow, stretch: Stretch, row: Sequence[int], read: AbstractSet[int]
 
 
 def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]) -> list[str]:
-    """Writes why the parts that repeat in a large stage have no stages of their own.
+    """The reasons why repeated parts of a large stage have no stages of their own.
 
-    Nothing is said where that is meant to be so: without such parts, or if they run side by side.
+    Nothing is reported if this is intended: there are no such parts, or they run side by side.
     """
     parts = _repeated_parts(lists, read, likes)
     if not parts:
@@ -83,7 +85,7 @@ def _too_large(flow, lists: Lists, stretch, likes: int, read, row: Sequence[int]
         flow.jaxpr.eqns[i].primitive.name
         for i in row
         if len({owner[j] for j in flow.read_by(i) if j in owner}) > 1
-    }.difference(REMAT)  # these would be opened
+    }.difference(REMAT)  # remats are opened anyway
     if not guilty and not lists.in_series(list(parts.values())):
         return []  # experts or heads, side by side
     names = [".".join(map(str, part)) for part in parts]
@@ -113,7 +115,7 @@ def _repeated_parts(lists: Lists, read: AbstractSet[int], likes: int) -> dict[Mo
         likes: Number of stages like this one, itself included.
 
     Returns:
-        For each of these modules its parameters; {} if no modules hold as much.
+        The parameters of each of these modules; {} if no modules hold that much.
     """
     paths = {j: lists.parameters[j].path for j in sorted(read)}
     rows: dict[ModelPath, dict[ModelPath, list[int]]] = {}

@@ -1,1 +1,1 @@
-"""The optimizer: traced, cut by group."""
+"""Tracing of the optimizer and its division by group."""

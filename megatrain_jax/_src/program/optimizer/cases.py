@@ -1,15 +1,15 @@
-"""Rewrites scalars that depend on a yes or no of all groups: both cases are computed beforehand.
+"""Precomputes both cases of scalars that depend on a Boolean over all groups.
 
-Without this, `norm(where(total == 0, 1, x))`, as Optax guards its norms, would need all groups
-twice where `x` is one layer of a stacked parameter: for the condition, and for the norm.
+Optax guards its norms with `norm(where(total == 0, 1, x))`. If `x` is one layer of a stacked
+parameter, this would need all groups twice: for the condition, and for the norm.
 
-Example, for group 0 with its array x0 and a total of all groups:
+Example, for group 0 with its array x0 and a total over all groups:
 
     before  total -> c = (total == 0) -> s = norm(where(c, 1, x0))        reduce after combine
     after   s_false = norm(where(False, 1, x0)), s_true = norm(where(True, 1, x0))      reduce
             s = select(c, s_false, s_true)                                             combine
 
-Two conditions make four cases. The one that is selected computes what was computed before.
+Two conditions make four cases. The selected one equals the original result.
 """
 
 import itertools
@@ -22,7 +22,7 @@ import numpy as np
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import MIXED, Slicer
 
-# Each condition doubles the cases, which are all computed.
+# Each condition doubles the number of cases, and all are computed.
 _MOST_CONDITIONS = 2
 
 
@@ -42,24 +42,24 @@ def split_cases(slicer: Slicer) -> jx.Traced | None:
 
 
 def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
-    """Finds the conditions that a scalar depends on, and the equations between them and it.
+    """Finds the conditions that a scalar depends on, and the equations in between.
 
     Returns:
-        The conditions and the equations' numbers, ascending; None if it depends on anything else
-        that all groups make, or on too many conditions.
+        The conditions and the equations' numbers, ascending; None if it depends on any further
+        value from all groups, or on too many conditions.
     """
     conditions: dict[Any, None] = {}
     between: set[int] = set()
     todo = [v]
     while todo:
         u = todo.pop()
-        # A value that its group computes alone is the same in each case.
+        # A value computed by its group alone is the same in each case.
         if u not in slicer.late and slicer.group[u] != MIXED:
             continue
-        # Where the walk meets a yes or no, it ends: either answer is put in for it.
+        # The walk ends at a Boolean, because both its values will be substituted.
         if u.aval.dtype == np.bool_ and jx.num_elements(u.aval) == 1:
             conditions[u] = None
-        # Any other number of all groups has more than two values to compute for.
+        # Any other value over all groups could take more than two values.
         elif u in slicer.junctions or u not in slicer.producer:
             return None
         elif slicer.producer[u] not in between:
@@ -70,7 +70,7 @@ def _plan(slicer: Slicer, v: Any) -> tuple[list[Any], list[int]] | None:
 
 
 def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) -> jx.Traced:
-    """Traces the update again, with the scalars that have plans selected from their cases."""
+    """Traces the update again, with planned scalars selected from their cases."""
     jaxpr, num_consts = slicer.jaxpr, len(slicer.consts)
 
     def flat(*args):
@@ -78,7 +78,7 @@ def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) ->
         for eqn in jaxpr.eqns:
             _bind(eqn, env)
             for v in eqn.outvars:
-                # Bound first, as its other readers may want it; without any, it is dead code.
+                # Bound first, because it may have further readers; without any, it is dead code.
                 if v in plans:
                     env[v] = _selected(jaxpr, env, v, *plans[v])
         return [_read(a, env) for a in jaxpr.outvars]
@@ -88,7 +88,7 @@ def _rewritten(slicer: Slicer, plans: dict[Any, tuple[list[Any], list[int]]]) ->
 
 
 def _selected(jaxpr, env, v, conditions, between):
-    """Value of a scalar: the equations behind it for each case, then a tree of selections."""
+    """The value of a scalar: its equations for each case, then a tree of selections."""
     cases = []
     for values in itertools.product((False, True), repeat=len(conditions)):
         local = ChainMap({}, env)

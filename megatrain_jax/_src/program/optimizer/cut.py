@@ -1,17 +1,18 @@
 """Cuts an Optax transformation by parameter group, so that it can run while parameters stream.
 
-The whole update is traced once on abstract arrays, so masks, labels and schedules see the tree
-they were written for, and then sliced: what a group can compute alone, and what needs them all.
+The whole update is traced once on abstract arrays, so that masks, labels and schedules see the tree
+they were written for. Then it is sliced into the computations of single groups and of all groups
+together.
 
-Example: SGD with momentum behind `optax.clip_by_global_norm(1.0)`, two groups of one (4,) array:
+Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups with one (4,) array:
 
     reduce   (grad, param, momentum, loss) -> (sum of squares,)     of each group
     combine  (loss, sum of group 0, sum of group 1) -> (norm < 1, norm)
     apply    (grad, param, momentum, norm < 1, norm) -> (new param, new momentum)
 
-`deferred` is true, `messages` are ((0, 1), (0, 1)), and `reduce` reads gradients alone, so it runs
-without masters and momentum. Without clipping `reduce` and `combine` give nothing, and apply takes
-`(grad, param, momentum)`.
+`deferred` is true, `messages` are ((0, 1), (0, 1)), and `reduce` reads only gradients, so it runs
+without masters and momentum. Without clipping, `reduce` and `combine` return nothing, and apply
+takes `(grad, param, momentum)`.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ _STACKED = (
 
 
 class CoupledGroupsError(ValueError):
-    """The error of an optimizer that needs more of other groups than a few scalars."""
+    """Raised for an optimizer that needs more than a few scalars from further groups."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,29 +68,31 @@ class OptimizerCut:
 
     Attributes:
         traced: The update of the whole tree, from which the fragments were cut.
-        deferred: Whether updates wait until all gradients are known: they need a scalar that
-            depends on the gradients of several groups, or the run's decision to skip the step.
-        guarded: Whether a step with non-finite gradients should be dropped; not if the optimizer
+        numbers: Names and values of the numbers that the transformation was made with.
+        deferred: Whether updates wait until all gradients are known, because they need a scalar
+            over the gradients of several groups, or the run's decision to skip the step.
+        guarded: Whether a step with non-finite gradients must be dropped; not if the optimizer
             tests for that itself.
         skips: Whether a dropped step does not end the run.
         state_def: Tree structure of the whole Optax state.
         state_shapes: Shape and dtype of its leaves.
-        state: For each group the pieces of state it owns.
+        state: For each group, the pieces of state it owns.
         globals: Small state that belongs to no group: counts, keys, hyperparameters.
         reduce: For each group `(*grads, *params, *state, loss, *globals) -> scalars`.
-        reduce_reads: Kinds, of masters and optimizer state, that any of `reduce` really reads.
-        combine: `(loss, *globals, *scalars of group 0, *scalars of group 1, ...) ->
-            (*messages, *new globals)`.
+        reduce_reads: Kinds, of masters and optimizer state, that any `reduce` actually reads.
+        combine: `(loss, *globals, *scalars of group 0, *scalars of group 1, ...) -> (*messages,
+            *new globals)`.
         apply: For each group `(*grads, *params, *state, *its messages) -> (*new params, *new
             state)`.
-        messages: For each group the indices of the messages that `apply` takes.
-        num_messages: Number of messages that `combine` gives.
+        messages: For each group, the indices of the messages that `apply` takes.
+        num_messages: Number of messages that `combine` returns.
         initial_state: For each group `(*params) -> state`.
-        initial_scalars: For each group `(*params) -> scalars` that the first globals need.
+        initial_scalars: For each group `(*params) -> scalars` needed by the initial globals.
         initial_globals: `(*scalars of group 0, *scalars of group 1, ...) -> globals`.
     """
 
     traced: jx.Traced
+    numbers: tuple[tuple[str, float], ...] = ()
     deferred: bool
     guarded: bool
     skips: bool
@@ -109,7 +112,7 @@ class OptimizerCut:
 
     @functools.cached_property
     def state_paths(self) -> tuple[tuple[str, ...], ...]:
-        """The path of each leaf of the state, as checkpoints have it."""
+        """The path of each leaf of the state, as in checkpoints."""
         tree = jax.tree.unflatten(self.state_def, self.state_shapes)
         rows, _ = jax.tree_util.tree_flatten_with_path(tree)
         simple = jax.tree_util.keystr
@@ -145,7 +148,7 @@ def cut_optimizer(
 
 
 def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
-    """Cuts a flat update; if scalars are needed twice, cuts it again with their cases split."""
+    """Cuts a flat update; if that would need reduce twice, cuts it again with cases split."""
     try:
         cutter = _Cutter(leaf_map, update, init)
         try:
@@ -156,13 +159,13 @@ def _cut(leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> OptimizerCut:
                 raise
     except Conflict as conflict:
         raise CoupledGroupsError(_message(conflict, leaf_map, update, init)) from None
-    # Outside of the `try`, so that a conflict names inputs of the update that it was found in. A
-    # scalar that is selected is entangled no more, so this ends.
+    # Outside the `try`, so that a conflict names inputs of the update in which it was found. A
+    # selected scalar is not entangled any more, so this ends.
     return _cut(leaf_map, again, init)
 
 
 def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced) -> str:
-    """Writes the error of a conflict: its reason, up to six inputs by name, and a remedy."""
+    """The error message of a conflict: its reason, up to six inputs by name, and a remedy."""
     leaves = [leaf.name for leaf in leaf_map.leaves]
     tokens = [f"state{token.name}" for token in leaf_map.tokens]
     invars = update.jaxpr.invars[len(update.consts) : -1]
@@ -180,10 +183,10 @@ def _message(conflict: Conflict, leaf_map: LeafMap, update: jx.Traced, init: jx.
 def assemble_state(
     cut: OptimizerCut, per_group: Sequence[Sequence[Any]], global_state: Sequence[Any]
 ) -> Any:
-    """Puts Optax's own state together, as numpy arrays.
+    """Assembles Optax's own state, as NumPy arrays.
 
     Args:
-        cut: The cut that says where each array belongs.
+        cut: The cut, with the place of each array.
         per_group: Arrays of each group, in the order of `cut.state`.
         global_state: Arrays in the order of `cut.globals`.
     """
@@ -197,14 +200,14 @@ def assemble_state(
 
 
 def _whole(row: list[tuple[Index, Any]], shape: tuple[int, ...]) -> Any:
-    """One array of Optax's state from its slices; a random key, which has none, as it is."""
+    """One array of Optax's state from its slices; a random key is never sliced."""
     _, value = row[0]
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return value if is_key else joined(row, shape)
 
 
 class _Cutter:
-    """The owners of state, and the flat update sliced accordingly; a token is a piece of state."""
+    """Finds the owner of each token (a piece of state), and slices the flat update accordingly."""
 
     def __init__(self, leaf_map: LeafMap, update: jx.Traced, init: jx.Traced):
         self.leaf_map, self.update, self.init = leaf_map, update, init
@@ -232,8 +235,8 @@ class _Cutter:
     def _owners(self) -> list[int | None]:
         """Owner of each token: the one group whose arrays it meets; None if it is shared.
 
-        A single number, or what meets no group's arrays, is told by its path in Optax's state. One
-        that starts from several groups' parameters is shared, whatever its path ends with.
+        For a single number, or a token that meets no group's arrays, its path in Optax's state
+        decides. A token initialised from several groups' parameters is shared, whatever its path.
 
         Raises:
             ValueError: A token is shared and large.
@@ -269,7 +272,7 @@ class _Cutter:
         """
         leaf_map, owned = self.leaf_map, self.owned
         groups = range(leaf_map.num_groups)
-        # All outputs first: they promote scalars, which the closures of any group may meet.
+        # All outputs first: they promote scalars, which any group's closures may meet.
         outputs = [self._outputs(g) for g in groups]
         closures = [self.slicer.closure(out, self.slicer.is_message) for out in outputs]
         ids: dict[Any, int] = {}
@@ -281,7 +284,7 @@ class _Cutter:
         initial_scalars, initial_globals = self._initial_globals()
         return OptimizerCut(
             traced=leaf_map.traced.update,
-            # With nothing to reduce, no update needs to know of another group's gradient.
+            # With nothing to reduce, no update depends on another group's gradient.
             deferred=any(reduced),
             guarded=not any(e.primitive.name == "is_finite" for e in self.update.jaxpr.eqns),
             skips=False,
@@ -313,7 +316,7 @@ class _Cutter:
         ]
 
     def _outputs(self, g: int) -> list[Any]:
-        """New parameters and state of a group; what is another group's scalar becomes a message."""
+        """New parameters and state of a group; a scalar of another group becomes a message."""
         outputs = [self.new_params[i] for i in self.leaf_map.groups[g]]
         outputs += [self.new_tokens[t] for t in self.owned[g]]
         for v in jx.variables(outputs):
@@ -327,7 +330,7 @@ class _Cutter:
         return outputs
 
     def _combine(self, messages: list[Any]) -> tuple[Fragment, list[list[Any]]]:
-        """The combine fragment, and for each group the scalars that its reduce has to give."""
+        """The combine fragment, and for each group the scalars that its reduce must return."""
         outputs = [*messages, *(self.new_tokens[t] for t in self.shared)]
         eqns, scalars = self.slicer.closure(outputs, self.slicer.is_reduced)
         reduced: list[list[Any]] = [[] for _ in range(self.leaf_map.num_groups)]
@@ -350,10 +353,10 @@ class _Cutter:
         return frozenset(k for k, variables in kinds.items() if not read.isdisjoint(variables))
 
     def _initial_state(self, g: int) -> Fragment:
-        """The fragment that makes a group's first state.
+        """The fragment that makes a group's initial state.
 
         Raises:
-            ValueError: It depends on parameters of other groups.
+            ValueError: It depends on parameters of another group.
         """
         slicer, groups = self.initial, self.initial_groups
         outputs = [self.init.jaxpr.outvars[t] for t in self.owned[g]]
@@ -364,7 +367,7 @@ class _Cutter:
         return slicer.fragment(eqns, self._initial_arguments(g), outputs)
 
     def _initial_globals(self) -> tuple[tuple[Fragment, ...], Fragment]:
-        """The fragments that make each group's scalars, and the first shared state of all of them.
+        """The fragments for each group's scalars, and for the initial shared state.
 
         Raises:
             ValueError: The state depends on parameters through more than scalars.

@@ -1,16 +1,16 @@
-"""Elementwise updates: leaves lined up in one long array and computed on at once, if they can be.
+"""Computes elementwise updates on whole slabs, with leaves lined up in one long array.
 
-Most optimizers treat every element of a parameter alike. Their update of a group then is one
-elementwise function of whole slabs, which a compiler can do in place, instead of a function of many
-leaves, for which slabs are taken apart and put together again beside the old ones.
+Most optimizers treat every element of a parameter alike. The update of a group is then one
+elementwise function of whole slabs, which a compiler can do in place. A function of many leaves
+would need slabs to be split and reassembled beside the old ones.
 
 Example: `p - lr * g` for leaves of shapes (2, 3) and (5,), with inputs p0, p1, g0, g1, lr:
 
     line_up(jaxpr, [(2, 3), (5,)], wide_inputs=[(0, 1), (2, 3)], wide_outputs=[(0, 1)])
-    -> (0, 0), (f,)     both leaves by one function: f([p, g], {4: lr}) -> [new p], each of (11,)
+    -> (0, 0), (f,)     both leaves use one function: f([p, g], {4: lr}) -> [new p], each of (11,)
 
 With `2 * lr` for the second leaf there are two functions, (0, 1). With `g / norm(g)` there is none,
-as a norm mixes elements.
+because a norm mixes elements.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,7 +26,7 @@ from megatrain_jax._src.program.primitives import CALLS, CUSTOM_RULES, ELEMENTWI
 
 
 class _NotElementwise(Exception):
-    """The error of an equation that mixes elements, or depends on where they are."""
+    """Raised for an equation that mixes elements, or depends on their position."""
 
 
 def line_up(
@@ -35,25 +35,25 @@ def line_up(
     wide_inputs: Sequence[Sequence[int]],
     wide_outputs: Sequence[Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[Callable, ...]] | None:
-    """Finds the elementwise functions that compute a jaxpr's outputs from leaves lined up.
+    """Finds the elementwise functions that compute a jaxpr's outputs from lined-up leaves.
 
     Args:
         jaxpr: A jaxpr without constants of its own.
         shapes: Shapes of the leaves.
-        wide_inputs: Rows of inputs by their positions (all gradients, all masters, ...), with one
-            input for each leaf, of its shape. All other inputs are the same for all leaves.
+        wide_inputs: Rows of inputs by position (all gradients, all masters, ...), with one input
+            per leaf, of its shape. All remaining inputs are the same for all leaves.
         wide_outputs: Rows of outputs, likewise; each output belongs to one.
 
     Returns:
-        For each leaf the index of the function that computes it, and the functions, each
-        `(rows, others) -> rows`: `rows` hold one long array for each of `wide_inputs`, `others`
-        the remaining inputs by their position. None if there are no such functions.
+        For each leaf the index of its function, and the functions, each `(rows, others) -> rows`:
+        `rows` has one long array for each of `wide_inputs`, `others` the remaining inputs by
+        position. None if there are no such functions.
     """
     # A leaf of shape () could not be told from a number that is the same for all leaves.
     if sum(map(len, wide_outputs)) != len(jaxpr.outvars) or not all(shapes):
         return None
-    # Most leaves share one function; a mask or a label of the optimizer's makes a few of them, each
-    # of which computes whole slabs, of which `updates` keeps its leaves' elements.
+    # Most leaves share one function. Masks or labels make a few; each computes whole slabs, and
+    # `updates` keeps the elements of its leaves.
     kinds: dict[Hashable, tuple[int, Callable]] = {}
     kind_of = []
     for leaf, shape in enumerate(shapes):
@@ -68,19 +68,19 @@ def line_up(
 
 
 def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
-    """Function of one leaf's outputs, with a key that is equal for leaves of equal functions.
+    """The function of one leaf's outputs, with a key that is equal for equal functions.
 
     Raises:
         _NotElementwise: It needs another leaf, or is not elementwise.
     """
     used = [i in outputs for i in range(len(jaxpr.outvars))]
-    # Of all equations, those behind this leaf's outputs: other leaves' are none of its business.
+    # Only the equations behind this leaf's outputs.
     sliced, needed = partial_eval.dce_jaxpr(jaxpr, used)
     wide = {i for row in wide_inputs for i in row}
     places = [i for i, needs in enumerate(needed) if needs]
     if any(i in wide and i not in mine for i in places):
         raise _NotElementwise
-    # From `dce_jaxpr` outputs come in ascending order.
+    # `dce_jaxpr` returns outputs in ascending order.
     order = [sorted(outputs).index(i) for i in outputs]
     sources = tuple(("row", mine[i]) if i in mine else ("other", i) for i in places)
     widths = [i in mine for i in places]
@@ -97,7 +97,7 @@ def _leaf_function(jaxpr, shape, mine: Mapping[int, int], outputs, wide_inputs):
 
 
 def _inner(eqn: Any) -> Any | None:
-    """Jaxpr that a call only wraps (a `jit`, a custom rule); None for any other equation."""
+    """The jaxpr that an equation only wraps (a `jit`, a custom rule), or None."""
     if eqn.primitive.name in CALLS:
         return eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name in CUSTOM_RULES:
@@ -108,14 +108,14 @@ def _inner(eqn: Any) -> Any | None:
 def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
     """Checks that a jaxpr treats all elements of a leaf alike.
 
-    A variable is wide if it has the leaf's shape and an element for each of its elements; all
-    others have to be single numbers.
+    A variable is wide if it has the leaf's shape, element by element. All remaining variables must
+    be single numbers.
 
     Returns:
         A key without shapes, and for each output whether it is wide.
 
     Raises:
-        _NotElementwise: An equation mixes elements, or depends on where they are.
+        _NotElementwise: An equation mixes elements, or depends on their position.
     """
     numbers: dict[Any, int] = {}
     is_wide: dict[Any, bool] = {}
@@ -138,7 +138,7 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
             params, out_flags = _check(_opened(inner), flags, shape)
-        # Arithmetic on numbers that all leaves share, as a learning rate: any primitive will do.
+        # Computation on numbers shared by all leaves, such as a learning rate, may be anything.
         elif not any(flags) and all(v.aval.shape == () for v in eqn.outvars):
             params, out_flags = _params(eqn), [False] * len(eqn.outvars)
         elif name == "broadcast_in_dim" and _fills(eqn, flags, shape):
@@ -154,25 +154,25 @@ def _check(jaxpr: Any, widths: Sequence[bool], shape: tuple[int, ...]):
 
 
 def _opened(jaxpr: Any) -> Any:
-    """Opens the jaxpr of a call; one with constants of its own is refused."""
+    """Opens the jaxpr of a call; refuses one with constants of its own."""
     if len(jx.constants(jaxpr)):
         raise _NotElementwise
     return jx.opened(jaxpr)
 
 
 def _params(eqn: Any) -> Hashable:
-    """Parameters of an equation as a key."""
-    # As text, since some values, jaxprs among them, can't be hashed.
+    """An equation's parameters as a key."""
+    # As text, because some values, including jaxprs, can't be hashed.
     return tuple((name, str(value)) for name, value in sorted(eqn.params.items()))
 
 
 def _fills(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bool:
-    """Whether a broadcast gives each element of a leaf the same number."""
+    """Whether a broadcast fills a leaf with one number."""
     return not any(flags) and eqn.invars[0].aval.shape == () and eqn.outvars[0].aval.shape == shape
 
 
 def _is_pointwise(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bool:
-    """Whether operands are leaves or numbers, and all results as large as a leaf."""
+    """Whether operands are leaves or numbers, and all results have the leaf's shape."""
     operands = zip(eqn.invars, flags, strict=True)
     return all(wide or a.aval.shape == () for a, wide in operands) and all(
         v.aval.shape == shape for v in eqn.outvars
@@ -180,7 +180,7 @@ def _is_pointwise(eqn: Any, flags: Sequence[bool], shape: tuple[int, ...]) -> bo
 
 
 def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[int, ...]) -> list:
-    """Evaluates a jaxpr with arrays of another shape in place of a leaf's."""
+    """Evaluates a jaxpr on arrays of a different shape in place of a leaf's."""
     env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
 
     def read(a: Any) -> Any:
@@ -191,7 +191,7 @@ def _run(jaxpr: Any, values: Sequence[Any], leaf: tuple[int, ...], shape: tuple[
         inner = _inner(eqn)
         if inner is not None:
             results = _run(_opened(inner), operands, leaf, shape)
-        # The one operation among these whose parameters name a leaf's shape.
+        # Among these operations, only this one's parameters contain a leaf's shape.
         elif eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == leaf:
             results = [jnp.broadcast_to(jnp.asarray(operands[0]), shape)]
         else:

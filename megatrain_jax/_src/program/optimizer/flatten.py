@@ -1,7 +1,7 @@
-"""The flat update of an Optax transformation: one array for each leaf and each piece of state.
+"""The flat update of an Optax transformation: one array per leaf and per piece of state.
 
-Where layers are stacked, the update is traced again, slice by slice. Where nothing is stacked, what
-Optax's trace gave is the flat update but for its calls.
+If layers are stacked, the update is traced again, slice by slice. Otherwise Optax's trace, with its
+calls opened, is the flat update.
 """
 
 import jax
@@ -19,7 +19,7 @@ def flatten_update(leaf_map: LeafMap) -> jx.Traced:
     """The update `(grads, params, tokens, loss) -> (new params, new tokens)` on leaves and tokens.
 
     Args:
-        leaf_map: The traced optimizer, and what is stored.
+        leaf_map: The traced optimizer, and the arrays as stored.
     """
     source = leaf_map.traced.update
     flat = with_open_calls(source) if _is_flat(leaf_map) else None
@@ -27,14 +27,14 @@ def flatten_update(leaf_map: LeafMap) -> jx.Traced:
 
 
 def _is_flat(leaf_map: LeafMap) -> bool:
-    """Whether leaves are the parameters, in their order, and tokens the leaves of the state."""
+    """Whether leaves are the parameters, in order, and tokens the leaves of the state."""
     stored = [*leaf_map.leaves, *leaf_map.tokens]
     order = [leaf.parameter for leaf in leaf_map.leaves]
     return order == sorted(order) and not any(s.index for s in stored)
 
 
 def _traced_again(leaf_map: LeafMap) -> jx.Traced:
-    """The update on leaves and tokens, of which some are slices."""
+    """The update on leaves and tokens, some of which are slices."""
     source, n = leaf_map.traced.update, len(leaf_map.traced.param_shapes)
 
     def flat(grads, params, tokens, loss):
@@ -54,7 +54,7 @@ def _traced_again(leaf_map: LeafMap) -> jx.Traced:
 
 
 def flatten_init(leaf_map: LeafMap) -> jx.Traced:
-    """Traces `params -> tokens`, the first state, on leaves and tokens."""
+    """Traces `params -> tokens`, the initial state, on leaves and tokens."""
     source = leaf_map.traced.init
 
     def flat(params):

@@ -1,4 +1,4 @@
-"""The hyperparameters in an optimizer's state, such as the learning rate of a schedule."""
+"""Finds the hyperparameters in an optimizer's state, such as a scheduled learning rate."""
 
 from collections import Counter
 
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.cut import OptimizerCut
 
-# The field of the state that `optax.inject_hyperparams` keeps their values in.
+# The field of the state in which `optax.inject_hyperparams` keeps their values.
 _FIELD = "hyperparams"
 
 
 def find_hyperparameters(cut: OptimizerCut) -> dict[str, int]:
-    """Finds the hyperparameters that `optax.inject_hyperparams` keeps among the global state.
+    """Finds the hyperparameters that `optax.inject_hyperparams` keeps in the global state.
 
     The state of `chain(clip(1.0), inject_hyperparams(adam)(schedule))` has the leaf
     `1.hyperparams.learning_rate`, which is found as "learning_rate". If a second transformation had
-    one of that name, they would be "1.learning_rate" and "2.learning_rate".
+    the same name, they would be "1.learning_rate" and "2.learning_rate".
 
     Args:
         cut: The optimizer.
@@ -39,10 +39,9 @@ def find_hyperparameters(cut: OptimizerCut) -> dict[str, int]:
 
 
 def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
-    """The hyperparameters that no schedule sets, with the values that the optimizer was made with.
+    """The hyperparameters without a schedule, with their initial values.
 
-    An update passes such a value on from the state before, so that a state which is restored
-    decides on it.
+    An update copies such a value from the previous state, so a restored state determines it.
 
     Args:
         cut: The optimizer.
@@ -58,7 +57,8 @@ def kept_hyperparameters(cut: OptimizerCut) -> dict[str, float]:
     }
     if not kept:
         return {}
-    # The numbers are constants of the optimizer's own, which a guard of the user's does not mean.
+    # The numbers are constants of the optimizer itself, which a user's transfer guard does not
+    # mean.
     with jax.transfer_guard("allow"):
         first = jax.device_get(jx.evaluate(initial.jaxpr, initial.consts))
     # As the user wrote them: 0.001 is 0.0010000000474974513 in fp32.

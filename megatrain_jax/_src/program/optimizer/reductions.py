@@ -1,15 +1,14 @@
-"""Reductions of large arrays within a fragment, told apart for a kernel to take in pieces.
+"""Separates reductions of large arrays from a fragment, so that a kernel can do them in pieces.
 
-The sum of squares of a gradient needs each of its elements once. As equations of whole arrays it
-may cost a compiler an array of squares, or of the gradient in another dtype, as large as the
-gradient itself.
+The sum of squares of a gradient reads each element once. Compiled as equations on whole arrays, it
+may need an array of squares, or of the gradient in another dtype, as large as the gradient itself.
 
-A worked example, the *reduce* of clipping by a global norm, with a large leaf `a` and a small `b`::
+Example: the *reduce* of clipping by a global norm, with a large leaf `a` and a small `b`::
 
     g = square a       # a, of shape (128, 2048, 768), is large: these two equations are
     k = reduce_sum g   # the reduction (inputs (0,), f([a]) = [square a], "reduce_sum") of k
     h = square b
-    m = reduce_sum h   # what is left computes this, and gives k and m
+    m = reduce_sum h   # the rest computes this, and returns k and m
 """
 
 import dataclasses
@@ -26,13 +25,13 @@ from megatrain_jax._src.program.pieces import FOLDS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """A number that an elementwise function of arrays is reduced to.
+    """A number to which an elementwise function of arrays is reduced.
 
     Attributes:
         eqn: The equation that reduces.
         arrays: Positions of the arrays among the jaxpr's inputs.
         function: The elementwise function `(rows, others) -> [row]` of these arrays, of any shape,
-            and of the other inputs by their position.
+            and of the remaining inputs by position.
     """
 
     eqn: Any
@@ -40,24 +39,24 @@ class Reduction:
     function: Callable[[Sequence[jax.Array], Mapping[int, Any]], list[jax.Array]]
 
     def reduced(self, row: jax.Array) -> jax.Array:
-        """Reduces the last axis of some rows of the function's values."""
+        """Reduces the last axis of rows of the function's values."""
         params = {**self.eqn.params, "axes": (row.ndim - 1,)}
         return jx.bind(self.eqn.replace(params=params), [row])[0]
 
     def together(self, total: jax.Array, more: jax.Array) -> jax.Array:
-        """Reduces what two parts of the arrays were reduced to."""
+        """Combines the results of two parts of the arrays."""
         return FOLDS[self.eqn.primitive.name](total, more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reductions:
-    """A jaxpr in two: reductions of large arrays, and what is left.
+    """A jaxpr split in two: reductions of large arrays, and the rest.
 
     Attributes:
         found: The reductions.
         rest: A jaxpr that computes the outputs.
-        inputs: The position, for each input of `rest`, among the whole jaxpr's inputs and then the
-            numbers that `found` gives.
+        inputs: For each input of `rest`, its position among the whole jaxpr's inputs followed by
+            the results of `found`.
     """
 
     found: tuple[Reduction, ...]
@@ -68,13 +67,13 @@ class Reductions:
 def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
     """Splits a jaxpr without constants of its own into reductions of large arrays and the rest.
 
-    A reduction counts if it goes along all axes of what is elementwise in large arrays that lie
-    alike and in single numbers; all else is left whole.
+    A reduction qualifies if it runs along all axes of an elementwise expression of single numbers
+    and of large arrays with the same layout; everything else is left whole.
 
     Args:
         jaxpr: The jaxpr.
-        large: The large ones among its inputs by their positions, each with a value that is equal
-            for arrays whose elements lie alike.
+        large: The large inputs by position, each with a value that is equal for arrays whose
+            elements have the same layout.
     """
     number = {v: i for i, v in enumerate(jaxpr.invars)}
     producer = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -86,11 +85,11 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
         shape = operand.aval.shape
         behind, read = _behind(jaxpr, operand, producer)
         arrays = tuple(sorted(number[v] for v in read if v.aval.shape))
-        # A sum along one axis gives an array; a small array among the operands would have to be cut
-        # into pieces like the large ones, which it is not.
+        # A sum along one axis gives an array. A small array among the operands would have to be cut
+        # into pieces too, but it is not.
         if len(eqn.params["axes"]) < len(shape) or not large.keys() >= set(arrays):
             continue
-        # All of one shape, so that pieces of them hold the same elements.
+        # All of one shape, so that their pieces contain the same elements.
         if {jaxpr.invars[i].aval.shape for i in arrays} != {shape}:
             continue
         if len({large[i] for i in arrays}) > 1:
@@ -102,7 +101,7 @@ def find_reductions(jaxpr: Any, large: Mapping[int, Hashable]) -> Reductions:
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
     results = [reduction.eqn.outvars[0] for reduction in found]
     rest = jx.sub_jaxpr(jaxpr, eqns, [*jaxpr.invars, *results], jaxpr.outvars)
-    # What only the reductions read is not read here any more: large arrays among it.
+    # Inputs that only the reductions read, including large arrays, are dropped here.
     rest, used = partial_eval.dce_jaxpr(rest, [True] * len(rest.outvars))
     inputs = tuple(i for i, yes in enumerate(used) if yes)
     return Reductions(found=tuple(found), rest=rest, inputs=inputs)

@@ -1,7 +1,7 @@
-"""Tiny values that an update computes more than once, computed once.
+"""Computes tiny values once if an update repeats them.
 
-Optax computes the learning rate for every parameter. Each of these values would be a message of its
-own to its parameter's group, or an equation of its own in *combine*.
+Optax computes the learning rate for every parameter. Without this, each of these values would be a
+separate message to its parameter's group, or a separate equation in *combine*.
 
 Example, for two parameters and a count::
 

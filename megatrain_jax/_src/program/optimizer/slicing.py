@@ -1,10 +1,10 @@
-"""Slices a traced update by group: what each group computes alone, and what all compute together.
+"""Slices a traced update into the computations of single groups and of all groups together.
 
-Groups may influence each other only through small values that are made of scalars. This is the
-part of cutting an optimizer that knows jaxprs; `trace.py` knows Optax.
+Groups may influence each other only through small values made from scalars. This file knows jaxprs;
+`trace.py` knows Optax.
 
-Example: SGD with momentum behind `optax.clip_by_global_norm(1.0)`, two groups of one parameter p,
-gradient g and momentum t each, all of shape (4,). Equations, their labels, and where they end up:
+Example: SGD with momentum after `optax.clip_by_global_norm(1.0)`, two groups with one parameter p,
+gradient g and momentum t each, all of shape (4,). Equations, labels, and destinations:
 
     s0 = sum(square(g0))            0      scalar           reduce of group 0
     s1 = sum(square(g1))            1      scalar           reduce of group 1
@@ -14,7 +14,7 @@ gradient g and momentum t each, all of shape (4,). Equations, their labels, and 
     m0 = u0 + 0.9 * t0              0      late             apply of group 0, the new momentum
     p0 - 0.1 * m0                   0      late             apply of group 0, the new parameter
 
-Without the clipping nothing is MIXED: reduce and combine are empty, and no message is sent.
+Without clipping nothing is MIXED: reduce and combine are empty, and no message is sent.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from megatrain_jax._src.program.structural_key import structural_key
 
 MIXED, NEUTRAL = -1, -2  # of several groups; of none (shared state, the loss, constants)
 LARGE = 65536  # elements: values up to this size may be shared by all groups
-TINY = 16  # elements: values up to this size are sent to a group rather than computed in it
+TINY = 16  # elements: values up to this size are sent to a group, not computed in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """A fragment of an update: a pure function of one group, or of all together, as a jaxpr.
+    """A fragment of an update: a pure function for one group, or for all together, as a jaxpr.
 
     Attributes:
         jaxpr: The equations, as a function of the constants, then of the arguments.
@@ -55,32 +55,32 @@ _TWICE = (
 
 
 class Conflict(Exception):
-    """The error that groups depend on each other in a way that can't be cut.
+    """Raised if groups depend on each other in a way that can't be cut.
 
     Attributes:
         reason: The cause, in words.
-        variables: Inputs of the update that meet.
-        remedy: A way around, in sentences, if one is known for this cause.
+        variables: Inputs of the update that are combined.
+        remedy: A workaround, in sentences, if one is known for this cause.
     """
 
     def __init__(self, reason: str, variables: Sequence[Any], remedy: str = ""):
-        """Makes the error of inputs that meet."""
+        """Makes the error for combined inputs."""
         super().__init__(reason)
         self.reason, self.variables, self.remedy = reason, tuple(variables), remedy
 
 
 class Slicer:
-    """Labels of all values of a flat traced update, and the fragments that follow from them.
+    """Labels all values of a flat traced update, and makes fragments from the labels.
 
     Attributes:
         group: Group of each variable, or MIXED, or NEUTRAL.
-        scalar: Labelled variables of one element, or of at most LARGE that are made of such alone:
-            other groups may see them.
-        late: Variables of one group that depend on values of others, too.
+        scalar: Labelled variables with one element, or at most LARGE if made only from such:
+            further groups may see them.
+        late: Variables of one group that depend on values of further groups.
         varying: Neutral variables that depend on shared state or on the loss.
-        junctions: Mixed variables made of a group's own scalars and of others'.
+        junctions: Mixed variables made from a group's own scalars and another group's.
         private: Variables that look like junctions but serve one group, which keeps them.
-        promoted: Scalars of one group that other groups need.
+        promoted: Scalars of one group that further groups need.
     """
 
     def __init__(self, traced: jx.Traced, inputs: Mapping[Any, int], outputs: Sequence[int]):
@@ -95,12 +95,12 @@ class Slicer:
             Conflict: Arrays of two groups meet.
         """
         self.jaxpr = traced.jaxpr
-        # Constants are the first inputs; where their values end, the arguments begin.
+        # Constants are the first inputs; the arguments follow.
         self.consts = dict(zip(traced.jaxpr.invars, traced.consts, strict=False))
         self.producer = {v: i for i, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
         self.inputs = frozenset(inputs)
-        # Scalars of one group and of all may serve only this group or others, too. The former are
-        # the group's own, as the rest of its parameters, which the first labels can tell.
+        # A combination of one group's scalars with scalars of all groups may serve only that group,
+        # or more. In the first case it is the group's own; the first labels can tell.
         self.private: set[Any] = set()
         self._label_all(inputs)
         self.private = self._find_private(outputs)
@@ -108,9 +108,9 @@ class Slicer:
             self._label_all(inputs)
 
     def _find_private(self, outputs: Sequence[int]) -> set:
-        """Junctions of one group's scalars with those of all that only this group needs.
+        """Combinations of one group's scalars with scalars of all that only this group needs.
 
-        A factor `norm(p0) / global_norm` of group 0 is one: its apply computes it.
+        Example: a factor `norm(p0) / global_norm` of group 0, which its apply computes.
         """
         several = {MIXED, NEUTRAL}
         uses: dict[Any, set[int]] = {}
@@ -118,7 +118,7 @@ class Slicer:
             for v in jx.variables([atom]):
                 uses.setdefault(v, set()).add(owner)
         private = set()
-        # Backwards: a mixed value is at home where all that use it are.
+        # Backwards: a mixed value belongs to a group if all its users do.
         for eqn in reversed(self.jaxpr.eqns):
             home = {self.group[v] for v in eqn.outvars}
             ins = jx.variables(eqn.invars)
@@ -147,8 +147,8 @@ class Slicer:
     def _label(self, eqn) -> None:
         """Labels the results of an equation from the labels of its operands.
 
-        Arrays decide: with one group's arrays the result is this group's. Scalars of one group
-        stay its own, those of several are MIXED.
+        Arrays decide: with one group's arrays the result is this group's. Scalars of one group stay
+        its own, scalars of several are MIXED.
         """
         ins = jx.variables(eqn.invars)
         labelled = [v for v in ins if self.group[v] != NEUTRAL]
@@ -160,15 +160,15 @@ class Slicer:
             raise self._meet(eqn)
         if large:
             group = next(iter(large))
-            # Another group's scalar, taken as it is, becomes a message, as if it were mixed.
+            # Another group's scalar, used unchanged, becomes a message as if it were mixed.
             self.promoted.update(v for v in labelled if self.group[v] not in (group, MIXED))
-        # Numbers alone: of one group they stay its own. With those of others they are nobody's,
-        # unless only this group needs the result.
+        # Only numbers: of one group they stay its own. Combined with further groups' they are
+        # nobody's, unless only this group needs the result.
         elif len(groups) == 1 and (not mixed or eqn.outvars[0] in self.private):
             group = next(iter(groups))
         else:
             group = MIXED if labelled else NEUTRAL
-        # Late values can't be in *reduce*, which runs before anything of other groups is known.
+        # Late values can't be in *reduce*, which runs before anything of further groups is known.
         late = group >= 0 and (mixed or len(groups) > 1 or any(v in self.late for v in labelled))
         junction = group == MIXED and bool(groups)
         for v in eqn.outvars:
@@ -187,9 +187,9 @@ class Slicer:
                 self.varying.add(v)
 
     def _meet(self, eqn) -> Conflict:
-        """The error of an equation that takes arrays of several groups."""
+        """The error for an equation that combines arrays of several groups."""
         found = self._meeting(jx.variables(eqn.invars))
-        # Layers that were put together again: the operation that takes them as one array says more.
+        # If layers were only stacked again, the operation on the stacked array is more informative.
         while _stacks(eqn):
             readers = [e for e in self.jaxpr.eqns if eqn.outvars[0] in jx.variables(e.invars)]
             if not readers:
@@ -200,7 +200,7 @@ class Slicer:
         return Conflict(f"arrays of several groups meet in one operation ({name})", found, remedy)
 
     def _meeting(self, operands) -> list:
-        """Inputs of different groups behind the operands of an equation, a few of each operand."""
+        """Inputs of different groups behind an equation's operands, up to three per operand."""
         found = []
         for v in operands:
             if self.group[v] != NEUTRAL:
@@ -219,10 +219,10 @@ class Slicer:
         return {v for v in seen if v in self.inputs and self.group[v] != NEUTRAL}
 
     def is_message(self, v: Any) -> bool:
-        """Whether a group's apply takes a variable as a message rather than computing it.
+        """Whether a group's apply receives a variable as a message instead of computing it.
 
-        Mixed and varying values beyond a few elements are computed again in each group that needs
-        them, from messages that are small.
+        Mixed and varying values beyond a few elements are recomputed in each group that needs them,
+        from messages that are small.
         """
         if v in self.promoted or v in self.junctions:
             return True
@@ -232,10 +232,10 @@ class Slicer:
         return False
 
     def is_reduced(self, v: Any) -> bool:
-        """Whether combine takes a variable from its group's reduce rather than computing it.
+        """Whether combine takes a variable from its group's reduce instead of computing it.
 
         Raises:
-            Conflict: It is an array, or made of arrays and of what combine computes: reduce would
+            Conflict: It is an array, or made from arrays and from results of combine: reduce would
                 have to run twice.
         """
         if self.group[v] < 0:
@@ -262,10 +262,10 @@ class Slicer:
     def closure(
         self, outputs: Sequence[Any], stop: Callable[[Any], bool]
     ) -> tuple[list[Any], list[Any]]:
-        """Collects the equations behind some outputs, back to variables where `stop` holds.
+        """Collects the equations behind some outputs, back to variables for which `stop` holds.
 
-        Returns the equations and the variables at which it stopped. Their order follows from the
-        outputs alone, so that like groups get like fragments.
+        Returns the equations and the variables at which it stopped. Their order depends only on the
+        outputs, so that like groups get like fragments.
         """
         eqns: list[Any] = []
         stopped: dict[Any, None] = {}
@@ -282,7 +282,7 @@ class Slicer:
                     rows.append((self.producer[v], False))
             return rows[::-1]
 
-        # A stack of its own, as chains of equations are longer than Python's recursion allows.
+        # An explicit stack, because chains of equations are longer than Python's recursion limit.
         todo = needed(outputs)
         while todo:
             i, ready = todo.pop()
@@ -297,7 +297,7 @@ class Slicer:
         return eqns, list(stopped)
 
     def fragment(self, eqns: Sequence, arguments: Sequence, outputs: Sequence) -> Fragment:
-        """Makes a fragment of equations; its arguments are there even if nothing reads them."""
+        """Makes a fragment from equations; all arguments stay, even if nothing reads them."""
         atoms = [a for e in eqns for a in e.invars] + list(outputs)
         used = list(dict.fromkeys(v for v in jx.variables(atoms) if v in self.consts))
         values = tuple(self.consts[v] for v in used)
@@ -306,7 +306,7 @@ class Slicer:
 
 
 def _stacks(eqn: Any) -> bool:
-    """Whether an equation puts slices together along an axis of their own."""
+    """Whether an equation stacks slices along a new axis."""
     along = eqn.params.get("dimension")
     if eqn.primitive.name != "concatenate" or len(eqn.invars) == 1:
         return False
@@ -316,11 +316,11 @@ def _stacks(eqn: Any) -> bool:
 def influences(
     jaxpr: Any, groups: Mapping[Any, int], tokens: Iterable[Any]
 ) -> dict[Any, tuple[frozenset, frozenset]]:
-    """Finds the groups whose arrays each variable depends on, and those that each token meets.
+    """Finds the groups whose arrays each variable depends on, and the groups each token meets.
 
-    A token is a piece of state whose owner is to be found. It meets a group where an equation
-    takes both, or what was made of them, without a detour through a single number: in
-    `0.9 * t + g0` the token t meets group 0.
+    A token is a piece of state with an unknown owner. It meets a group if an equation combines
+    both, or values made from them, not counting paths through a single number: in `0.9 * t + g0`
+    the token t meets group 0.
 
     Args:
         jaxpr: The flat update.
@@ -328,7 +328,7 @@ def influences(
         tokens: Variables of the pieces of state.
 
     Returns:
-        For each variable the groups whose arrays it depends on, and, for tokens, those met.
+        For each variable the groups whose arrays it depends on, and, for tokens, the groups met.
     """
     owners: dict[Any, frozenset] = {v: frozenset((g,)) for v, g in groups.items() if g >= 0}
     carried: dict[Any, frozenset] = {
@@ -343,10 +343,10 @@ def influences(
         if belongs:
             for token in brought:
                 met[token] |= belongs
-            # What is made here is those groups', and says nothing more of the token.
+            # The result belongs to those groups, and says nothing more about the token.
             brought = nothing
         for v in eqn.outvars:
-            # Through a single number, as the norm of all gradients, all would meet all.
+            # Through a single number, such as the global norm, everything would meet everything.
             if jx.num_elements(v.aval) > 1:
                 if belongs:
                     owners[v] = belongs
@@ -356,7 +356,7 @@ def influences(
 
 
 def groups_behind(jaxpr: Any, groups: Mapping[Any, int]) -> list[frozenset[int]]:
-    """Finds the groups whose arrays each output of a jaxpr depends on, from those of its inputs."""
+    """Finds the groups whose arrays each output of a jaxpr depends on, from its inputs' groups."""
     nothing: frozenset[int] = frozenset()
     behind = {v: frozenset((g,)) for v, g in groups.items()}
     for eqn in jaxpr.eqns:

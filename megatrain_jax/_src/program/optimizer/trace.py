@@ -1,16 +1,16 @@
-"""An Optax transformation, traced, and the map from its arrays to leaves and pieces of state.
+"""Traces an Optax transformation, and maps its arrays to leaves and pieces of state.
 
-Optax sees the whole tree, with stacked parameters whole; what is sliced afterwards has each layer
-of a stacked parameter, and of the state that mirrors it, as an array of its own: a token.
+Optax sees the whole tree, with stacked parameters whole. The slices used afterwards have each layer
+of a stacked parameter, and of the state that mirrors it, as a separate array: a token.
 
-Example: Adam on `e (4, 8)` and a stack `w (2, 8, 8)` whose leaves are `w[0]` and `w[1]`:
+Example: Adam on `e (4, 8)` and a stack `w (2, 8, 8)` with the leaves `w[0]` and `w[1]`:
 
-    state that Optax has      tokens
+    state in Optax            tokens
     count ()                  count ()
     mu, nu of e (4, 8)        mu, nu of e (4, 8)
     mu, nu of w (2, 8, 8)     mu, nu of w, [0] and [1] of each, (8, 8): the groups of w[0], w[1]
 
-`trace_optimizer` traces the left side; `flatten.py` gives the right one, on leaves and tokens.
+`trace_optimizer` traces the left side; `flatten.py` makes the right one, on leaves and tokens.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class StateLeaf:
     Attributes:
         name: Path in Optax's state, as users write it.
         leaf: Index of the state leaf in the flat state.
-        index: Slice of the state leaf that this array is; `()` for all of it.
+        index: Index of this slice in the state leaf; `()` for all of it.
         shape: Shape of this array, without the sliced axes.
         dtype: Dtype of this array.
         mirrors: Number of the parameter whose state it is, if that has the same shape; else None.
@@ -71,8 +71,8 @@ class TracedOptimizer:
         state_def: Tree structure of the state.
         state_shapes: Shape and dtype of each leaf of the state.
         state_names: Path of each leaf of the state.
-        state_of: For each leaf of the state the parameter whose path its own path ends with, or
-            None if there is no such parameter.
+        state_of: For each leaf of the state, the parameter whose path is a suffix of its own path,
+            or None.
     """
 
     update: jx.Traced
@@ -108,7 +108,7 @@ def trace_optimizer(
         try:
             updates, state = tx.update(grads, state, params, value=loss)
         except TypeError as error:
-            # Some take other arguments alone, as contrib.sam does.
+            # Some, such as contrib.sam, accept only their own arguments.
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
             updates, state = tx.update(grads, state, params)
@@ -116,7 +116,8 @@ def trace_optimizer(
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     args = (list(shapes), list(shapes), list(state_shapes), loss)
-    # Traced as one function of the whole tree: gradients in masters' dtype, as the kernels cast.
+    # Traced as one function of the whole tree, with gradients in the masters' dtype, as kernels
+    # cast them.
     traced = _explained(lambda: jx.trace(update, *args))
     _check_results(traced, shapes, init.out_tree, state_shapes)
     if fires(traced.jaxpr) or fires(init.jaxpr):
@@ -125,10 +126,10 @@ def trace_optimizer(
             "kept where its update is cut by group: take it out, or print from loss_fn"
         )
     state = jax.tree.unflatten(init.out_tree, range(len(state_shapes)))
-    # Numbers stand in for arrays: only paths are asked for.
+    # Numbers stand in for arrays, because only paths are needed.
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     params = jax.tree_util.tree_leaves_with_path(params_tree(range(len(shapes))))
-    # Optax keeps state in trees like the parameters', so a path's end says whose it is.
+    # Optax keeps state in trees like the parameters', so a path's suffix identifies its parameter.
     owners = {tuple(path): i for path, i in params}
     return TracedOptimizer(
         update=jx.without_dead_code(traced),
@@ -142,12 +143,12 @@ def trace_optimizer(
 
 
 def _suffix_owner(path: tuple, owners: dict[tuple, int]) -> int | None:
-    """Parameter whose path is the longest suffix of a path: `.mu['e']` ends with `['e']`."""
+    """The parameter whose path is the longest suffix of a path: `.mu['e']` ends with `['e']`."""
     suffixes = (path[i:] for i in range(len(path) + 1))
     return next((owners[s] for s in suffixes if s in owners), None)
 
 
-# The ways in which Optax says that `update` needs a function of the parameters.
+# Messages with which Optax asks for a function of the parameters.
 _ASKING = ("required keyword-only", "grad_fn must be provided", "obj_fn must be provided")
 _ASKS_FOR_MORE = (
     "A streamed step gives it gradients, parameters, its state and the loss (`value`), and no "
@@ -163,7 +164,7 @@ _AS_OPTAX_CALLS_IT = (
 
 
 def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
-    """Traces, and turns any error, which may come from the user's code, into what it means here."""
+    """Traces, and rewords any error, which may come from the user's code."""
     try:
         return trace()
     except Exception as error:
@@ -175,7 +176,7 @@ def _explained(trace: Callable[[], jx.Traced]) -> jx.Traced:
 
 
 def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shapes: Shapes) -> None:
-    # State goes back to where it came from: of another shape or dtype it would need another slab.
+    # State returns to its slab, so its shape and dtype must not change.
     _, new_def = traced.out_tree.children()
     if new_def != state_def:
         raise ValueError(
@@ -195,7 +196,7 @@ def _check_results(traced: jx.Traced, shapes: Shapes, state_def: Any, state_shap
 
 
 class LeafMap:
-    """The map between Optax's whole arrays and what is stored: leaves, and tokens of state.
+    """Maps between Optax's whole arrays and the stored arrays: leaves, and tokens of state.
 
     Attributes:
         traced: The traced optimizer.
@@ -214,7 +215,7 @@ class LeafMap:
         group_of: Sequence[int],
         num_groups: int,
     ):
-        """Splits state as the parameters are split whose paths its own paths end with."""
+        """Splits each state leaf like the parameter whose path is a suffix of its path."""
         self.traced, self.leaves, self.num_groups = traced, leaves, num_groups
         self.group_of = tuple(group_of)
         self.groups = jx.members(group_of, num_groups)
@@ -232,7 +233,7 @@ class LeafMap:
                 found = _axes_within(traced.param_shapes[p], axes[p], shape.shape)
             own = found or ()
             mirrors = p if p is not None and traced.param_shapes[p] == shape.shape else None
-            # Of no axes there is one position, `()`: the whole leaf is one token.
+            # Without axes there is one position, `()`: the whole leaf is one token.
             for at in np.ndindex(*(shape.shape[a] for a in own)):
                 index = index_of(own, at)
                 name = traced.state_names[j] + shown(index)
@@ -244,12 +245,12 @@ class LeafMap:
 
     @staticmethod
     def _only(groups: dict) -> int | None:
-        """The group that all slices of a parameter belong to, or None."""
+        """The group of all slices of a parameter, or None if they differ."""
         return next(iter(groups.values())) if len(set(groups.values())) == 1 else None
 
     def leaf_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of the master copy of each leaf."""
-        # The first inputs are gradients, in the parameters' order and of their shapes and dtypes.
+        """Shape and dtype of each leaf's master copy."""
+        # The first inputs are gradients, in the parameters' order, with their shapes and dtypes.
         invars = self.traced.update.jaxpr.invars[len(self.traced.update.consts) :]
         return [
             jax.ShapeDtypeStruct(leaf.shape, invars[leaf.parameter].aval.dtype)
@@ -279,13 +280,13 @@ class LeafMap:
 def _axes_within(
     whole: tuple[int, ...], axes: tuple[int, ...], part: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Finds some axes of a parameter in state that may lack others of its axes.
+    """Finds axes of a parameter in its state, which may lack some of the parameter's axes.
 
-    Of (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, those of
-    shape (3, 5) as axis 0.
+    For (8, 3, 5) with axis 1, factored statistics of shape (8, 3) have it as axis 1, of shape (3,
+    5) as axis 0.
 
     Returns:
-        The axes of the state; None if it lacks one of them, or has others than the parameter.
+        The axes of the state; None if it lacks one of them, or has axes that the parameter lacks.
     """
     for kept in itertools.combinations(range(len(whole)), len(part)):
         if set(axes) <= set(kept) and tuple(whole[d] for d in kept) == part:

@@ -1,19 +1,18 @@
-"""Traits of optimizer state, read off the equations that update it.
+"""Traits of optimizer state, derived from the equations that update it.
 
-Codes of few bits suit what they are for: state that is never below zero needs no sign, where a
-product mixes a matrix's elements each counts by its size alone, and what begins as a copy of
-parameters is as precise as they are. Nobody has to say which state is which; an optimizer's
-equations do.
+The best low-bit code depends on the state. State that is never negative needs no sign. If a product
+mixes a matrix's elements, each counts by its absolute size. A copy of parameters needs their
+precision. The optimizer's equations reveal these traits, so no one has to declare them.
 
-A worked example, Adam and Muon on one matrix each::
+Example: Adam and Muon on one matrix each::
 
-    mu = b1 * mu + (1 - b1) * g         may be below zero, as g may
-    nu = b2 * nu + (1 - b2) * g ** 2    never: b2 * nu isn't if nu wasn't, a square isn't
-    p  = p - lr * mu / sqrt(nu)         elements meet no others
+    mu = b1 * mu + (1 - b1) * g         may be negative, because g may be
+    nu = b2 * nu + (1 - b2) * g ** 2    never negative if nu wasn't: a square isn't
+    p  = p - lr * mu / sqrt(nu)         elements are independent
     p  = p - lr * orthogonal(mu)        products of mu with itself: its elements are mixed
 
-Centred RMSProp divides by the root of nu - mu ** 2, which rounding mu and nu apart may make less
-than zero: they are *paired*.
+Centred RMSProp divides by the root of nu - mu ** 2. Rounding mu and nu separately may make that
+negative: they are *paired*.
 """
 
 import dataclasses
@@ -26,9 +25,9 @@ from megatrain_jax._src.program import jaxpr as jx
 from megatrain_jax._src.program.optimizer.slicing import Fragment
 from megatrain_jax._src.program.primitives import LAYOUT, PRODUCTS
 
-# Never below zero whatever they are given.
+# Never negative for any operands.
 _ALWAYS = frozenset("abs exp exp2 is_finite logistic rsqrt sqrt square".split())
-# Never below zero if none of their operands is.
+# Never negative if no operand is.
 _IF_ALL = LAYOUT | frozenset(
     """
     add add_any mul div min pow cbrt log1p expm1 tanh sign concatenate convert_element_type
@@ -43,10 +42,10 @@ class Traits:
     """The traits of one array of optimizer state, as the equations show them.
 
     Attributes:
-        never_negative: Whether no element is ever below zero.
-        is_mixed: Whether a parameter's update takes its elements through a product of matrices.
-        like_parameters: Whether it is made of parameters at first, as averages of them are.
-        is_paired: Whether a root is taken of its difference to other state.
+        never_negative: Whether no element is ever negative.
+        is_mixed: Whether a parameter's update uses its elements through a matrix product.
+        like_parameters: Whether it is initialised from parameters, like averages of them.
+        is_paired: Whether a root is taken of its difference to further state.
     """
 
     never_negative: bool
@@ -59,7 +58,7 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
     """The traits of a group's state.
 
     Args:
-        initial: The group's first state, `(*params) -> state`.
+        initial: The group's initial state, `(*params) -> state`.
         apply: The group's update, `(*grads, *params, *state, *messages) -> (*params, *state)`.
         num_leaves: Number of the group's parameters.
     """
@@ -68,8 +67,8 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
     after = len(apply.jaxpr.invars) - before - num_tokens
     signs = _signs(initial.consts) + [False] * num_leaves
     positive = _never_negative(initial.jaxpr, signs)
-    # State that was said to be never below zero has to stay so after an update of such state: an
-    # induction over steps. Each pass only takes back what was said, so this ends.
+    # Induction over steps: state assumed never negative must stay so after an update under this
+    # assumption. Each pass only removes assumptions, so this ends.
     known: list[bool] = []
     while known != positive:
         known = positive
@@ -88,7 +87,7 @@ def state_traits(initial: Fragment, apply: Fragment, num_leaves: int) -> tuple[T
 
 
 def _signs(constants: Sequence[Any]) -> list[bool]:
-    """Whether no element is below zero, for each constant."""
+    """Whether no element is negative, for each constant."""
     return [_is_number(x) and bool((np.asarray(x) >= 0).all()) for x in constants]
 
 
@@ -97,7 +96,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
-    """Whether each output is never below zero, given which inputs aren't."""
+    """Whether each output is never negative, given which inputs aren't."""
     found = dict(zip(jaxpr.invars, known, strict=True))
     found.update(zip(jaxpr.constvars, [False] * len(jaxpr.constvars), strict=True))
 
@@ -115,9 +114,9 @@ def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
         elif name == "mul" and eqn.invars[0] is eqn.invars[1]:
             results = [True]
         elif name == "max":
-            results = [any(operands)]  # one bound from below is enough
+            results = [any(operands)]  # one lower bound is enough
         elif name == "select_n":
-            # The first operand says which of the others is taken.
+            # The first operand selects among the remaining ones.
             results = [all(operands[1:])]
         elif name == "clamp":
             results = [operands[0] or all(operands[1:])]
@@ -132,9 +131,9 @@ def _never_negative(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
 
 
 def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list[bool]:
-    """Whether each token meets a product of matrices on its way to a parameter.
+    """Whether each token passes a matrix product on its way to a parameter.
 
-    Sets of inputs are the bits of numbers, so that one walk serves all of them.
+    Sets of inputs are bit masks, so one walk serves all of them.
     """
     reaches = {v: 1 << i for i, v in enumerate(tokens)}
     # By variable, the tokens that have passed a product on their way to it.
@@ -151,15 +150,15 @@ def _mixed(jaxpr: Any, tokens: Sequence[Any], parameters: Sequence[Any]) -> list
 
 
 def _paired(jaxpr: Any, tokens: Sequence[Any]) -> list[bool]:
-    """Whether each token meets another one in a difference that a root is taken of."""
+    """Whether each token is in a difference with another one, of which a root is taken."""
     found = _roots(jaxpr, {v: 1 << i for i, v in enumerate(tokens)}, {})
     return [bool(found >> i & 1) for i in range(len(tokens))]
 
 
 def _roots(jaxpr: Any, reaches: dict[Any, int], apart: dict[Any, int]) -> int:
-    """The inputs in differences under roots; `apart` are those in differences, by variable.
+    """The inputs in differences under roots; `apart` maps variables to inputs in differences.
 
-    Both are continued to the jaxpr's outputs, calls included.
+    Both are continued to the jaxpr's outputs, including calls.
     """
     found = 0
     for eqn in jaxpr.eqns:
@@ -167,12 +166,12 @@ def _roots(jaxpr: Any, reaches: dict[Any, int], apart: dict[Any, int]) -> int:
         own, differences = _union(reaches, operands), _union(apart, operands)
         if name == "sub" and len(operands) == 2:
             left, right = (reaches.get(v, 0) for v in operands)
-            # Of the same state on both sides, rounding is the same.
+            # If both sides contain the same state, rounding is the same.
             differences |= left | right if left and right and left != right else 0
         elif name in ("sqrt", "rsqrt"):
             found |= differences
         elif name in ("square", "abs") or (name == "integer_pow" and eqn.params["y"] % 2 == 0):
-            differences = 0  # never below zero again
+            differences = 0  # never negative again
         inner = jx.called(eqn)
         if inner is None:
             reaches.update(dict.fromkeys(eqn.outvars, own))

@@ -1,1 +1,1 @@
-"""Tiles of a jaxpr: what treats every token alike, computed in a loop over runs of tokens."""
+"""Computes the parts of a jaxpr that treat all tokens alike in a loop over tiles of tokens."""

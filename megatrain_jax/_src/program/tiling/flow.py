@@ -1,10 +1,10 @@
 """A jaxpr as a flat list of operations on numbered values, with all calls opened.
 
-Equations of a called jaxpr have variables of their own each time it is called. Numbers spare the
-making of new variables: an operation is an equation, of which only the primitive, the parameters
-and the context count, with the numbers of its operands and results.
+Each call of a jaxpr gets fresh values. Numbers avoid making new variables: an operation is an
+equation, used only for its primitive, parameters and context, with the numbers of its operands and
+results.
 
-A worked example, `jit(lambda x: 2 * sin(x))(y) + y` with y an input::
+Example: `jit(lambda x: 2 * sin(x))(y) + y` with y an input::
 
     values   0: y   1: the literal 2   2: sin y   3: 2 * sin y   4: the sum
     ops      sin (0,) -> (2,)    mul (1, 2) -> (3,)    add (3, 0) -> (4,)
@@ -37,15 +37,15 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Flow:
-    """A jaxpr as operations on numbered values, without those that no output needs.
+    """A jaxpr as operations on numbered values, without operations that no output needs.
 
     Attributes:
-        ops: The operations, each after those that make what it reads.
+        ops: The operations, in an order in which they can be computed.
         avals: Shape and dtype of each value.
         constants: Literals and constants, by number.
         inputs: Numbers of the inputs.
         outputs: Numbers of the outputs.
-        levels: Levels of its operations that were found, by what was asked; see `order.py`.
+        levels: Cache of solved levels of its operations; see `order.py`.
     """
 
     ops: tuple[Operation, ...]
@@ -66,10 +66,10 @@ class Flow:
 
 
 def flow_of(jaxpr: Any) -> Flow:
-    """Opens all calls in a closed jaxpr, those of custom derivative rules and of remat as well.
+    """Opens all calls in a closed jaxpr, including custom derivative rules and remats.
 
-    Where a remat keeps its equations apart from equal ones outside, its operands pass a barrier,
-    as they do where JAX lowers it: the compiler would keep what is to be computed again.
+    Where a remat must not share equations with equal ones outside, its operands pass a barrier, as
+    in JAX's lowering; else the compiler would keep values that are meant to be recomputed.
     """
     opening = _Opening()
     body = jx.opened(jaxpr)
@@ -86,7 +86,7 @@ def flow_of(jaxpr: Any) -> Flow:
 
 
 class _Opening:
-    """The values and operations found so far."""
+    """Collects values and operations while calls are opened."""
 
     def __init__(self) -> None:
         self.avals: list[Any] = []
@@ -103,7 +103,7 @@ class _Opening:
         return number
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
-        """Adds the operations of an open jaxpr on these values; gives those of its results."""
+        """Adds the operations of an open jaxpr on these values; returns its results' numbers."""
         env: dict[Any, int] = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.constant(var.aval, const)
@@ -118,8 +118,7 @@ class _Opening:
     def _eqn(self, eqn: Any, reads: list[int]) -> list[int]:
         name = eqn.primitive.name
         if name in CALLS or name in CUSTOM_RULES:
-            # A kernel's jaxpr is differentiated already, so that a custom rule is a call like
-            # others.
+            # A kernel's jaxpr is already differentiated, so a custom rule is an ordinary call.
             inner = eqn.params[CALLS.get(name, "call_jaxpr")]
             return self.run(jx.opened(inner), jx.constants(inner), reads)
         if name in REMAT:
@@ -127,21 +126,21 @@ class _Opening:
                 reads = self._barriers(eqn, reads)
             inner = eqn.params["jaxpr"]
             return self.run(jx.opened(inner), jx.constants(inner), reads)
-        # A barrier of several values is one of each: which of them have tiles differs.
+        # A barrier of several values becomes one each, because only some of them may have tiles.
         if name == BARRIER:
             return self._barriers(eqn, reads)
-        # Loops and conditionals, too: one operation each, on values that are whole.
+        # Loops and conditionals are one operation each, on whole values.
         makes = [self.value(v.aval) for v in eqn.outvars]
         self.ops.append(Operation(eqn, tuple(reads), tuple(makes)))
         return makes
 
     def _barriers(self, eqn: Any, values: list[int]) -> list[int]:
-        """A barrier for each operand of an equation that is no constant."""
+        """Adds a barrier for each operand of an equation that is not a constant."""
         passed = []
         for atom, value in zip(eqn.invars, values, strict=True):
             if value not in self.constants:
-                # Of an operation's equation only primitive, parameters and context count: any
-                # variables will do.
+                # Only the primitive, parameters and context of an operation's equation count, so
+                # any variables will do.
                 barrier = eqn.replace(
                     primitive=_barrier_primitive(),
                     params={},

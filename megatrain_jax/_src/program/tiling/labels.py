@@ -1,11 +1,11 @@
-"""The labels of a flow's values: which operations are divided, and along which of their axes.
+"""Chooses which operations of a flow are divided into tiles, and along which axes.
 
-A division of one value is carried to all that go together with it, in both directions. Where an
-operation could be divided in several ways, as the scores of attention along queries or keys, the
-labels that its operands got before it decide, and for what is made of nothing, as a mask, those
-that its readers want.
+The division of one value is propagated, in both directions, to all values that must be divided with
+it. Some operations could be divided in several ways: attention scores along queries or along keys.
+Their operands' labels then decide, and for values without operands, such as masks, the labels that
+their readers want.
 
-A worked example, `x` f32[4, 8, 6] (examples, tokens, width) in 2 tiles along tokens::
+Example: `x` f32[4, 8, 6] (examples, tokens, width) in 2 tiles along tokens::
 
     q = x wq            x (1, 1, 4)    q (1, 1, 4), along tokens as x
     k = x wk                           k (1, 1, 4)
@@ -29,8 +29,8 @@ class Labels:
     """The divided operations of a flow, with their divisions.
 
     Attributes:
-        divisions: By position among the operations, those that are divided.
-        made: By value, the label that it is made with; the others are made whole.
+        divisions: The division of each divided operation, by its position.
+        made: The label with which each divided value is made; all remaining values are made whole.
     """
 
     divisions: Mapping[int, Division]
@@ -47,8 +47,8 @@ class Carried:
     """The divisions and labels that follow from the label of one value.
 
     Attributes:
-        ways: The divisions of each operation that has some, by its position.
-        labels: Values with their labels; one may have several.
+        ways: The possible divisions of each operation that has some, by its position.
+        labels: Values with their labels; a value may have several.
     """
 
     ways: Mapping[int, Collection[Division]]
@@ -56,7 +56,7 @@ class Carried:
 
 
 class Carrier:
-    """The carrier of labels through a flow: knows who reads and makes each value, by which axes."""
+    """Propagates labels through a flow, between the maker and the readers of each value."""
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
@@ -67,7 +67,7 @@ class Carrier:
                 self._places.setdefault(v, []).append((number, at))
 
     def carry(self, value: int, label: Label, num_tiles: int) -> Carried:
-        """Carries one value's label to all that goes together with it."""
+        """Propagates one value's label to all values that must be divided with it."""
         ways: dict[int, dict[Division, None]] = {}
         seen, todo = {(value, label)}, [(value, label)]
         while todo:
@@ -80,8 +80,8 @@ class Carrier:
                 op = self._flow.ops[number]
                 labels = (*way.operands, *way.results)
                 for v, other in zip((*op.reads, *op.makes), labels, strict=True):
-                    # Labels don't travel over constants: that two operations read one says nothing
-                    # of their axes.
+                    # Labels don't pass through constants: two readers of one constant need not
+                    # agree on its axes.
                     if other is None or v in self._flow.constants or (v, other) in seen:
                         continue
                     seen.add((v, other))
@@ -94,14 +94,14 @@ def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
 
     Args:
         flow: The flow.
-        carried: Its divisions.
-        last: Whether, of axes between which nothing else decides, the last one is divided instead
-            of the first. A softmax is along the keys of its scores, for example, so that loops are
-            fewer if these are divided along queries; which of the two comes first is the model's.
+        carried: Its possible divisions.
+        last: Whether ties between axes go to the last axis instead of the first. For example, a
+            softmax runs along the keys of its scores, so dividing along queries needs fewer loops;
+            which of the two axes comes first depends on the model.
     """
     divisions: dict[int, Division] = {}
     made: dict[int, Label] = {}
-    # By axis: the first one is of the first axis, or with `last` of the last.
+    # By axis: the first choice is the first axis, or with `last` the last one.
     open_ways = {n: sorted(w, key=_order, reverse=last) for n, w in carried.ways.items()}
     readers: dict[int, list[tuple[int, int]]] = {}
     for number, op in enumerate(flow.ops):
@@ -123,9 +123,9 @@ def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
             if len(options) == 1 or any(known):
                 decide(number, max(options, key=lambda way: _matching(flow, op.reads, way, made)))
 
-    # Forward, as far as operands decide; then backward, from readers to what is made of nothing;
-    # where neither decides anything, the first open operation is decided by order alone, and both
-    # go on from there. Each round decides at least one, so this ends.
+    # Forward, as far as operands decide; then backward, from readers to values without operands. If
+    # neither decides anything, the first open operation is decided by order alone, and both
+    # continue. Each round decides at least one, so this ends.
     while open_ways:
         before = len(open_ways)
         forward()
@@ -144,13 +144,13 @@ def chosen(flow: Flow, carried: Carried, *, last: bool) -> Labels:
 
 
 def _order(way: Division) -> tuple:
-    """Divisions in an order that does not change from run to run."""
+    """A sort key for divisions that is the same in every run."""
     labels = [*way.results, *way.operands]
     return [(-1, 0, 0) if x is None else dataclasses.astuple(x) for x in labels], way.kind
 
 
 def _matching(flow: Flow, reads: tuple[int, ...], way: Division, made: Mapping[int, Label]) -> int:
-    """Bytes of the operands that a division reads tile by tile as they are made, less others."""
+    """Bytes of operands that a division reads tile by tile as they are made, less mismatches."""
     pairs = zip(reads, way.operands, strict=True)
-    # A value read otherwise than it was made has to be whole first: as bad as the other is good.
+    # A value read in a different division must be whole first: the cost equals the gain of a match.
     return sum(flow.num_bytes(v) * (1 if made[v] == x else -1) for v, x in pairs if v in made)

@@ -1,11 +1,11 @@
-"""A loop over tiles: slices of whole values in, parts of whole values and sums out.
+"""Runs a loop over tiles: slices of whole values go in; whole values and sums come out.
 
-What a loop stores and sums up is its carry, which the compiler writes where it is. A stored array
-has an axis for the number of the tile until the loop ends; so has a whole one that is read in
-tiles.
+The stored arrays and sums are the loop's carry, which the compiler updates in place. A stored array
+has a separate axis for the number of the tile until the loop ends; so does a whole array that is
+read in tiles.
 
-A worked example, `d = dy * cos(x w)`, `dx = d w.T`, `dw = x.T d` with x f32[64, 6], in 4 tiles of
-16 rows. Of `d`, f32[64, 20], no more than a tile exists::
+Example: `d = dy * cos(x w)`, `dx = d w.T`, `dw = x.T d` with x f32[64, 6], in 4 tiles with 16 rows.
+Only one tile of `d`, f32[64, 20], exists at a time::
 
     before   x as f32[1, 4, 16, 6], dy as f32[1, 4, 16, 20]; zeros f32[1, 4, 16, 6] and f32[6, 20]
     tile i   x[0, i], dy[0, i], all of w  ->  d, of (16, 20)
@@ -40,17 +40,17 @@ def run_loop(
 
     Args:
         loop: The loop.
-        flow: The flow that it is of.
+        flow: The flow it belongs to.
         labels: How the flow is divided.
         num_tiles: Number of tiles.
-        values: All values that are whole by now, by number.
+        values: All values that are already whole, by number.
 
     Returns:
-        The values that the loop stores or sums up, whole.
+        The values that the loop stores or sums, whole.
     """
     avals, made = flow.avals, labels.made
-    # A value made here and read here with the same label goes from one to the other within a tile;
-    # everything else comes from outside, whole or as slices of whole arrays.
+    # A value that is made and read here with the same label passes from one operation to the next
+    # within a tile; everything else comes from outside, whole or as slices of whole arrays.
     inside = {v for op, division in loop.ops if division.kind == MAPPED for v in op.makes}
 
     def is_inside(v: int, label: Label) -> bool:
@@ -64,7 +64,7 @@ def run_loop(
         if label is not None and not is_inside(v, label)
     }
     shapes = [made[v].split(avals[v].shape, num_tiles) for v in loop.stored]
-    # Each tile writes its own part, so that no zero is left.
+    # Each tile overwrites its own part, so no zero remains.
     buffers = [
         jnp.zeros(shape, avals[v].dtype) for v, shape in zip(loop.stored, shapes, strict=True)
     ]
@@ -92,7 +92,7 @@ def run_loop(
 
     buffers, totals = lax.fori_loop(0, num_tiles, body, (buffers, totals))
     pairs = zip((*loop.stored, *loop.summed), (*buffers, *totals), strict=True)
-    # Narrow floats were summed up in fp32, and are rounded once, here.
+    # Narrow floats were summed in fp32; they are rounded once, here.
     return {
         v: lax.convert_element_type(lax.reshape(x, avals[v].shape), avals[v].dtype)
         for v, x in pairs

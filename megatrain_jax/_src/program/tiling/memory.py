@@ -1,13 +1,13 @@
-"""An estimate of the memory that a divided flow needs, by which ways to divide it are compared.
+"""Estimates the memory that a divided flow needs, to compare ways to divide it.
 
-A value takes its bytes from the step that makes it to the last one that reads it. An elementwise
-result that one elementwise operation or reduction reads is never in memory: the values that it is
-made from stay instead. Within a loop, a value made in tiles takes those of one tile.
+A value takes its bytes from the step that makes it to the last step that reads it. An elementwise
+result that only one elementwise operation or reduction reads is fused and never in memory: its
+operands live on instead. Within a loop, a value made in tiles takes the bytes of one tile.
 
-A worked example, x f32[8, 2] in memory before, 4 tiles::
+Example: x f32[8, 2] is in memory before, 4 tiles::
 
-    h = x w       f32[8, 100]    in a loop with what follows: 800 bytes of one tile
-    y = exp h                    read by a product: 800 bytes of one tile
+    h = x w       f32[8, 100]    in a loop with its readers: 800 bytes for one tile
+    y = exp h                    read by a product: 800 bytes for one tile
     z = y v       f32[8, 2]      stored: 64 bytes. At most 800 + 800 + 64 bytes, else 6464
 """
 
@@ -22,7 +22,7 @@ from megatrain_jax._src.program.tiling.order import TileLoop
 
 @dataclasses.dataclass(frozen=True)
 class _Event:
-    """A step: the values it reads and makes, its primitive, the bytes it needs within itself."""
+    """A step: the values it reads and makes, its primitive, and the bytes it needs internally."""
 
     reads: Sequence[int]
     makes: Sequence[int]
@@ -31,7 +31,7 @@ class _Event:
 
 
 def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int) -> int:
-    """Estimates the most bytes that a flow's own values take at one time, without its results."""
+    """Estimates the peak bytes of a flow's own values, not counting its results."""
     outputs = set(flow.outputs)
     sizes = {v: flow.num_bytes(v) for op in flow.ops for v in op.makes if v not in outputs}
     events = []
@@ -53,26 +53,26 @@ def peak_bytes(flow: Flow, steps: Sequence[TileLoop | Operation], num_tiles: int
 
 
 def loop_bytes(flow: Flow, loop: TileLoop) -> int:
-    """Estimates the most bytes within a loop if it had one tile."""
+    """Estimates the peak bytes within a loop if it had one tile."""
     events = [_Event(op.reads, op.makes, op.name) for op, _ in loop.ops]
     given = {*loop.stored, *loop.summed}
     return _peak(events, {v: flow.num_bytes(v) for e in events for v in e.makes if v not in given})
 
 
 def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
-    """Goes through events in order and adds up what lives."""
+    """The peak bytes over a sequence of events."""
     readers: dict[int, list[bool]] = {}
     for event in events:
         for v in set(event.reads):
             readers.setdefault(v, []).append(event.name in FUSING)
-    # The values in memory that each value is read from.
+    # The values in memory that each value is computed from.
     roots: dict[int, frozenset[int]] = {}
     for event in events:
         behind = frozenset().union(*(roots.get(v, ()) for v in event.reads))
         for v in event.makes:
             read = readers.get(v, [])
-            # Fused into its only reader, a result is never written; with two readers a compiler may
-            # compute it twice or keep it, and this counts it as kept.
+            # Fused into its only reader, a result is never written. With two readers a compiler may
+            # compute it twice or keep it; this counts it as kept.
             free = event.name in FREE or (event.name in FUSED and len(read) <= 1)
             roots[v] = behind if free and all(read) else frozenset((v,))
     last: dict[int, int] = {}
@@ -87,7 +87,7 @@ def _peak(events: Sequence[_Event], sizes: dict[int, int]) -> int:
                 live += sizes.get(v, 0)
                 end = last.get(v, number)
                 ends[end] = ends.get(end, 0) + sizes.get(v, 0)
-        # A step's results and its operands are there at once: operands end after the step.
+        # A step's results and operands exist at the same time, so operands end after the step.
         most = max(most, live + event.within)
         live -= ends.pop(number, 0)
     return most

@@ -1,12 +1,12 @@
-"""The order of a divided flow: which operations share a loop over tiles, what lies between them.
+"""Orders a divided flow: which operations share a loop over tiles, and what runs between loops.
 
-Each operation has a level. Loop l computes the divided operations of level l, after the others of
-level l. What is made whole, or read otherwise than it was made, needs the loop before it to have
-ended. Levels are chosen so that the fewest bytes wait from one level to another: a linear program
-whose constraints are differences, so that its solution is whole numbers. A value that a later
-loop needs is stored, or computed again there from values that are stored anyway.
+Each operation has a level. Level l first computes its undivided operations, then one loop for its
+divided ones. A value that is made whole, or read in a different division than it was made, needs
+the previous loop to have ended. Levels are chosen to minimise the bytes that wait between levels: a
+linear program with difference constraints, so its solution is integral. A value that a later loop
+needs is stored, or recomputed there from values that are stored anyway.
 
-A worked example, a decoder's block with its backward, `x` and `dy` given::
+Example: a decoder's block with its backward, `x` and `dy` given::
 
     level 0   loop   n = norm x;  q, k, v = n w                          q, k, v are stored
     level 1   whole  a = attention q k v
@@ -30,8 +30,8 @@ from megatrain_jax._src.program.tiling.axes import Division
 from megatrain_jax._src.program.tiling.flow import Flow, Operation
 from megatrain_jax._src.program.tiling.labels import Labels
 
-# What is not computed again to spare a value's bytes; a product is, if it is much larger than what
-# it is made of, as the scores of attention and the inside of an MLP are.
+# Operations that are not recomputed to save a value's bytes. A product is recomputed if its result
+# is much larger than its operands, as attention scores and an MLP's hidden layer are.
 _COSTLY = CUMULATIVE | {"sort", "top_k"}
 _MUCH_LARGER = 2
 
@@ -52,7 +52,7 @@ class TileLoop:
 
 
 def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
-    """A divided flow as loops over tiles and operations on whole values, one after another."""
+    """A divided flow as a sequence of loops over tiles and operations on whole values."""
     reads = _Reads(flow, labels)
     levels = _levels(flow, labels, reads)
     stored = _stored(flow, labels, reads, levels)
@@ -67,12 +67,12 @@ def ordered(flow: Flow, labels: Labels) -> tuple[TileLoop | Operation, ...]:
 
 
 class _Reads:
-    """The maker of each value, and its readers: in tiles as it is made, or whole."""
+    """The maker and the readers of each value, which read it in tiles as it is made, or whole."""
 
     def __init__(self, flow: Flow, labels: Labels) -> None:
         self.maker = {v: n for n, op in enumerate(flow.ops) for v in op.makes}
-        # For each operation, its operands that others make: those it reads tile by tile as they
-        # are made, and those that have to be whole first.
+        # For each operation, its computed operands: those it reads tile by tile as they are made,
+        # and those that must be whole first.
         self.along: list[list[int]] = []
         self.whole: list[list[int]] = []
         for n, op in enumerate(flow.ops):
@@ -80,7 +80,7 @@ class _Reads:
             operands = division.operands if division else (None,) * len(op.reads)
             made = [(v, x) for v, x in zip(op.reads, operands, strict=True) if v in self.maker]
             along = {v for v, x in made if x is not None and labels.made.get(v) == x}
-            # An operand may be read both ways, as the two sides of one product.
+            # An operand may be read both ways, as both sides of one product.
             whole = {v for v, x in made if x is None or labels.made.get(v) != x}
             self.along.append(sorted(along))
             self.whole.append(sorted(whole))
@@ -88,7 +88,7 @@ class _Reads:
 
 def _levels(flow: Flow, labels: Labels, reads: _Reads) -> list[int]:
     """The level of each operation, such that the fewest bytes wait between levels."""
-    # By pair of operations, how many levels the second is above the first at the least.
+    # For each pair of operations, the minimum number of levels between them.
     edges: dict[tuple[int, int], int] = {}
     lasts: dict[int, set[int]] = {}
     for n in range(len(flow.ops)):
@@ -98,13 +98,13 @@ def _levels(flow: Flow, labels: Labels, reads: _Reads) -> list[int]:
             edges[maker, n] = max(edges.get((maker, n), 0), int(waits))
             lasts.setdefault(v, set()).add(n)
     firing = [n for n, op in enumerate(flow.ops) if op.eqn.effects]
-    # Prints and callbacks keep their order, which no value between them holds.
+    # Prints and callbacks keep their order, though no value connects them.
     edges.update({pair: 0 for pair in itertools.pairwise(firing) if pair not in edges})
     earliest = [0] * len(flow.ops)
-    # Operations are numbered in an order in which they can be computed, so one pass is enough.
+    # Operations are numbered in a computable order, so one pass is enough.
     for (maker, n), step in sorted(edges.items(), key=lambda item: item[0][1]):
         earliest[n] = max(earliest[n], earliest[maker] + step)
-    # All that is divided is in one loop: there is nothing to choose.
+    # All divided operations fit in one loop: there is nothing to choose.
     if not max(earliest, default=0):
         return earliest
     return _least_waiting(flow, reads, edges, lasts, max(earliest))
@@ -117,16 +117,16 @@ def _least_waiting(
     lasts: Mapping[int, set[int]],
     highest: int,
 ) -> list[int]:
-    """Solves for levels: minimal bytes, each times the levels from its making to its last use."""
-    # Other numbers of tiles mostly ask the same of the same flow.
+    """Solves for levels that minimise each value's bytes times its lifetime in levels."""
+    # A different number of tiles usually leads to the same problem for the same flow.
     asked = tuple(edges.items()), tuple((v, *sorted(lasts[v])) for v in sorted(lasts)), highest
     if asked in flow.levels:
         return flow.levels[asked]
     count = len(flow.ops)
     values = sorted(lasts)
     # Variables: a level for each operation, then for each value the level of its last use. A value
-    # costs its bytes times last use minus making. The small cost of every level breaks ties towards
-    # early ones: without it, what no bytes depend on could be anywhere.
+    # costs its bytes times (last use - making). A small cost per level breaks ties towards early
+    # levels; without it, an operation that no bytes depend on could be anywhere.
     cost = np.full(count + len(values), 1e-6)
     total = sum(map(flow.num_bytes, values)) or 1
     rows: list[tuple[int, int, int]] = [(a, b, step) for (a, b), step in edges.items()]
@@ -136,8 +136,8 @@ def _least_waiting(
         cost[reads.maker[v]] -= size
         rows += [(n, at, 0) for n in lasts[v]]
     first, second, step = (np.array(column) for column in zip(*rows, strict=True))
-    # Each row says `first - second <= -step`, with one +1 and one -1: such a matrix is totally
-    # unimodular, so that a vertex of the solutions, which the simplex method ends at, is whole.
+    # Each row says `first - second <= -step`, with one +1 and one -1. Such a matrix is totally
+    # unimodular, so the vertex at which the simplex method ends is integral.
     which = np.arange(len(rows))
     signs = np.repeat([1.0, -1.0], len(rows))
     places = (np.concatenate([which, which]), np.concatenate([first, second]))
@@ -153,7 +153,7 @@ def _stored(flow: Flow, labels: Labels, reads: _Reads, levels: Sequence[int]) ->
     outputs = set(flow.outputs)
     stored = {v for whole in reads.whole for v in whole} | outputs
     stored &= labels.made.keys()
-    # From the first level on: what an earlier cut has stored is there for later ones, too.
+    # From the first level on, because values stored for an earlier cut serve later ones too.
     for level in range(1, max(levels) + 1):
         own = [n for n in labels.divisions if levels[n] == level]
         needed = {v for n in own for v in reads.along[n] if levels[reads.maker[v]] < level}
@@ -164,10 +164,11 @@ def _stored(flow: Flow, labels: Labels, reads: _Reads, levels: Sequence[int]) ->
 def _cut(
     flow: Flow, labels: Labels, reads: _Reads, needed: Iterable[int], stored: set[int]
 ) -> set[int]:
-    """The fewest bytes to store so that all that is needed can be computed again from them.
+    """The fewest bytes to store so that all needed values can be recomputed from them.
 
-    A minimal cut: from what is needed there is a way to each value that it is made of, through an
-    edge of that value's bytes, up to what can't be computed again. Stored values end a way.
+    This is a minimum cut. A path leads from each needed value to the values it is made from,
+    through edges with their bytes as capacity, to values that can't be recomputed. Stored values
+    end a path.
     """
     nodes: dict[int, int] = {}
     edges: dict[tuple[int, int], int] = {}
@@ -182,7 +183,7 @@ def _cut(
         v = todo.pop()
         if v in nodes:
             continue
-        # A value is two nodes with an edge of its bytes between them: cutting that is storing it.
+        # A value is two nodes joined by an edge with its bytes: cutting it means storing the value.
         at = nodes[v] = 2 + 2 * len(nodes)
         edges[at, at + 1] = max(1, flow.num_bytes(v) // unit)
         maker = reads.maker[v]
@@ -193,14 +194,14 @@ def _cut(
         maker = reads.maker[v]
         edges.update({(at + 1, nodes[u]): endless for u in reads.along[maker] if u not in stored})
     edges.update({(source, nodes[v]): endless for v in needed})
-    # Edges between values are endless, so that only storing a value can cut a way.
+    # Edges between values are endless, so only storing a value can cut a path.
     first, second = zip(*edges, strict=True)
     size = 2 + 2 * len(nodes)
     capacity = csr_array((np.array([*edges.values()], np.int32), (first, second)), (size, size))
     rest = capacity - maximum_flow(capacity, source, sink).flow
     rest.eliminate_zeros()
-    # What the source still reaches in the rest of the capacities is one side of a minimal cut; the
-    # values whose two nodes lie on either side of it are cut.
+    # The nodes that the source still reaches through the remaining capacity are one side of a
+    # minimum cut; a value is cut if its two nodes lie on different sides.
     reached = set(breadth_first_order(rest, source, return_predecessors=False))
     return {v for v, at in nodes.items() if at in reached and at + 1 not in reached}
 
@@ -217,12 +218,12 @@ def _is_costly(flow: Flow, labels: Labels, number: int) -> bool:
 def _loop(
     flow: Flow, labels: Labels, reads: _Reads, stored: set[int], own: Sequence[int]
 ) -> TileLoop:
-    """The loop in which these operations have their place: only what is stored or summed up."""
+    """The loop for these operations, reduced to the ones needed for stored and summed values."""
     summed = [v for n in own if labels.divisions[n].kind != MAPPED for v in flow.ops[n].makes]
     kept = [v for n in own for v in flow.ops[n].makes if v in stored]
     mine, found = set(own), set()
-    # Backward from what leaves the loop: operations of earlier levels come in again where their
-    # results are needed and not stored, and what nothing here needs stays out.
+    # Backward from the loop's results: operations of earlier levels are repeated if their results
+    # are needed and not stored; operations that nothing here needs are left out.
     todo = [reads.maker[v] for v in [*summed, *kept]]
     while todo:
         n = todo.pop()

@@ -1,10 +1,10 @@
-"""Random bits of some elements of an array, the same as if all of them were drawn.
+"""Random bits for part of an array, equal to the bits drawn for the whole array.
 
-JAX's partitionable Threefry makes the bits of an element of its number in the array alone, 64 bits
-wide: `threefry2x32(key, high and low half of the number)`.
+JAX's partitionable Threefry computes an element's bits from its 64-bit index in the array alone:
+`threefry2x32(key, high and low half of the index)`.
 
-A worked example, bits of shape (4, 6) in 2 tiles along axis 0, hence of shape (2, 6): the elements
-of tile 1 have the numbers 12 to 23 in the whole array, and get the bits of these.
+Example: bits of shape (4, 6) in 2 tiles along axis 0, hence of shape (2, 6): the elements of tile 1
+have the indices 12 to 23 in the whole array, and get the bits of these.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatrain_jax._src.program.tiling.axes import Label
 
 
 def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) -> Any:
-    """A tile of what a `random_bits` equation draws.
+    """One tile of the result of a `random_bits` equation.
 
     Args:
         eqn: The equation.
@@ -42,10 +42,10 @@ def tile_of_bits(eqn: Any, label: Label, tile: Any, num_tiles: int, key: Any) ->
 
 
 def _numbers(shape: Sequence[int], axis: int, at: Any) -> tuple[Any, Any]:
-    """The numbers of those elements of an array that are at one place of an axis.
+    """The indices of an array's elements at one place along an axis.
 
     Returns:
-        The upper and lower 32 bits of each number, of the shape without the axis.
+        The upper and lower 32 bits of each index, with the shape without that axis.
     """
     own = (*shape[:axis], *shape[axis + 1 :])
     high, low = (jnp.zeros(own, jnp.uint32) for _ in range(2))
@@ -56,14 +56,14 @@ def _numbers(shape: Sequence[int], axis: int, at: Any) -> tuple[Any, Any]:
             entry = lax.broadcasted_iota(jnp.uint32, own, d - (d > axis))
         carried, low = _wide_product(low, size)
         low = low + entry
-        # By Horner's rule, digit by digit of a mixed base; a sum below its term has wrapped around.
+        # Horner's rule in a mixed base; a sum smaller than its term has wrapped around.
         high = high * jnp.uint32(size) + carried + (low < entry).astype(jnp.uint32)
     return high, low
 
 
 def _wide_product(x: Any, factor: int) -> tuple[Any, Any]:
     """The upper and lower 32 bits of the product of 32-bit numbers and a factor below 2**32."""
-    # In halves of 16 bits, of which no product or sum here exceeds 32: the device has no wider
+    # In halves of 16 bits, so that no product or sum here exceeds 32 bits: the device has no wider
     # integers unless JAX is told to use them.
     half, sixteen = jnp.uint32(0xFFFF), jnp.uint32(16)
     x0, x1 = x & half, x >> sixteen

@@ -1,9 +1,9 @@
-"""One operation on one tile: what its parameters are there, and how tiles' results are summed up.
+"""Computes one operation on one tile, and sums the results of tiles.
 
-A worked example, tile i of 4 of `y = iota(0..7) + x`, x f32[8]::
+Example: tile i of 4 for `y = iota(0..7) + x`, x f32[8]::
 
     iota    dimension 0, shape (8,)  ->  shape (2,), then + 2 i
-    add     of tiles of 2 entries: as it is
+    add     of tiles with 2 entries: unchanged
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from megatrain_jax._src.program.tiling.random_bits import tile_of_bits
 
 
 def take(split: Any, label: Label, tile: Any) -> Any:
-    """A tile of an array that has an axis for the tiles."""
+    """A tile of an array that has a separate axis for the tiles."""
     part = lax.dynamic_index_in_dim(split, tile, label.axis + 1, keepdims=False)
     before, after = part.shape[: label.axis], part.shape[label.axis + 2 :]
     return part.reshape(*before, label.outer * label.inner, *after)
@@ -34,13 +34,13 @@ def put(split: Any, part: Any, label: Label, tile: Any) -> Any:
 
 
 def start_of_sum(eqn: Any, division: Division, operands: Sequence[Any]) -> Any:
-    """The value to which the first tile of an operation adds what it makes."""
+    """The initial value to which an operation's tiles are added."""
     aval = eqn.outvars[0].aval
     if division.kind == ADDED_INTO:
         return lax.convert_element_type(operands[0], _summing_dtype(eqn))
     if eqn.primitive.name in PRODUCTS:
         return jnp.zeros(aval.shape, _summing_dtype(eqn))
-    # The reduction of nothing is the number that changes no other.
+    # Reducing an empty array gives the reduction's neutral element.
     shape = list(eqn.invars[0].aval.shape)
     for axis in eqn.params["axes"]:
         shape[axis] = 0
@@ -48,13 +48,13 @@ def start_of_sum(eqn: Any, division: Division, operands: Sequence[Any]) -> Any:
 
 
 def add_tile(eqn: Any, division: Division, total: Any, operands: Sequence[Any]) -> Any:
-    """The sum, or another reduction, of the tiles so far and of one more.
+    """Adds one more tile to the sum, or another reduction, of the tiles so far.
 
-    Narrow floats are summed up in fp32.
+    Narrow floats are summed in fp32.
     """
     name = eqn.primitive.name
     if division.kind == ADDED_INTO:
-        # Not bound: what adds two numbers is a jaxpr among its parameters, of their dtype.
+        # Not bound, because the addition is a jaxpr among its parameters, in the operands' dtype.
         return lax.scatter_add(
             total,
             operands[1],
@@ -85,15 +85,15 @@ def on_tile(
 
     Args:
         eqn: The equation.
-        division: The operation's division, which makes a tile of the results.
+        division: The operation's division, in which each tile makes a tile of the results.
         tile: Number of the tile.
         num_tiles: Number of tiles.
-        operands: Tiles of the operands that have a label, and the others whole.
+        operands: Tiles of the operands that have a label, and the remaining operands whole.
     """
     name, label = eqn.primitive.name, division.results[0]
     assert label is not None
-    # Two primitives make an array of nothing divisible: their tiles can't be slices of operands,
-    # and depend on the number of the tile instead.
+    # Two primitives make an array without a divisible operand: their tiles depend on the tile's
+    # number instead.
     if name == "random_bits":
         return [tile_of_bits(eqn, label, tile, num_tiles, operands[0])]
     if name == "iota":

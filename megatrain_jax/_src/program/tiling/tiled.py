@@ -1,10 +1,10 @@
-"""A jaxpr that is computed tile by tile, so that most of its values never exist whole.
+"""Computes a jaxpr tile by tile, so that most of its values never exist whole.
 
-A worked example, `tanh(x w) v` with x f32[4096, 8], w f32[8, 32] and v f32[32, 8]::
+Example: `tanh(x w) v` with x f32[4096, 8], w f32[8, 32] and v f32[32, 8]::
 
     tile_counts(jaxpr)   # (2, 4, 8, ..., 4096): the powers of 2 that divide the rows of x
-    tiled(jaxpr, 4)      # 4,096 rows, 1,024 in each tile; one step, a loop over
-                         # both products and tanh: 256 KiB beside x and the result, not 1 MiB
+    tiled(jaxpr, 4)      # 4,096 rows, 1,024 per tile; one step, a loop over both products
+                         # and tanh: 256 KiB beside x and the result, not 1 MiB
     tiled(jaxpr, 3)      # None: neither 4096 nor 32 can be divided by 3
 """
 
@@ -20,15 +20,15 @@ from megatrain_jax._src.program.tiling.loop import run_loop
 from megatrain_jax._src.program.tiling.memory import loop_bytes, peak_bytes
 from megatrain_jax._src.program.tiling.order import TileLoop, ordered
 
-_SEEDS = 8  # shapes of values whose axes are tried: those of most bytes
-_TRIED = 3  # ways to divide that are compared by the memory they need
-_COMPARED = 64  # tiles in which they are compared, or in as many as they can have
-_FAR_LESS = 0.8  # share of another one's memory below which a way that reaches less is taken
-_MANY = 2**20  # tiles of which one takes next to nothing
-# The smallest numbers of tiles: a number of rows without one of these factors is not divided.
+_SEEDS = 8  # shapes of values whose axes are tried: those with the most bytes
+_TRIED = 3  # ways to divide that are compared by memory
+_COMPARED = 64  # number of tiles for the comparison, or the most possible
+_FAR_LESS = 0.8  # a way that divides fewer bytes must need less than this fraction of memory
+_MANY = 2**20  # so many tiles that one takes next to nothing
+# The smallest numbers of tiles: a number of rows without any of these factors is not divided.
 FACTORS = (2, 3, 5, 7)
-_WORTH = 0.9  # share of the whole's memory above which tiles are not worth their time
-_SMALL = 64  # a loop within which less than this part of the whole's memory lives is no loop
+_WORTH = 0.9  # fraction of the whole's memory above which tiles are not worth their time
+_SMALL = 64  # loops with less than 1/64 of the whole's memory are dissolved
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,12 +36,12 @@ class Tiled:
     """A jaxpr divided into tiles: a function that computes the same, tile by tile.
 
     Attributes:
-        jaxpr: The jaxpr, closed.
+        jaxpr: The closed jaxpr.
         num_tiles: Number of tiles.
-        num_rows: Entries of the axis that is divided: tokens, as a rule.
+        num_rows: Entries of the divided axis, usually tokens.
         flow: The jaxpr as operations on numbered values.
         labels: How its operations are divided.
-        steps: The loops over tiles, and the operations on whole values between them, in order.
+        steps: The loops over tiles and the operations on whole values between them, in order.
     """
 
     jaxpr: Any
@@ -57,7 +57,7 @@ class Tiled:
         return self.num_rows // self.num_tiles
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Computes the jaxpr's results from its arguments, flat; traceable."""
+        """Computes the jaxpr's results from its flat arguments; traceable."""
         flow = self.flow
         values: dict[int, Any] = dict(flow.constants)
         values.update(zip(flow.inputs, args, strict=True))
@@ -73,17 +73,17 @@ class Tiled:
 def tiled(
     jaxpr: Any, num_tiles: int, *, num_devices: int = 1, flow: Flow | None = None
 ) -> Tiled | None:
-    """Divides a jaxpr into tiles along the axis along which that spares the most memory.
+    """Divides a jaxpr into tiles along the axis that saves the most memory.
 
     Args:
         jaxpr: A closed jaxpr.
         num_tiles: Number of tiles, above 1.
-        num_devices: Number of devices that may divide the same axis: each tile takes as many rows
-            from the part of each.
+        num_devices: Number of devices that may divide the same axis: each tile takes equally many
+            rows from the part of each device.
         flow: Its flow, if it is known.
 
     Returns:
-        The division; None if no axis can be divided so, or less than a tenth would be spared.
+        The division; None if no axis can be divided, or less than a tenth would be saved.
     """
     flow = flow or flow_of(jaxpr)
     return _best(jaxpr, flow, num_tiles, num_devices, at_least=num_tiles)
@@ -104,23 +104,23 @@ def tile_counts(jaxpr: Any, *, num_devices: int = 1, flow: Flow | None = None) -
 
 
 def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: int) -> Tiled | None:
-    """The division that reaches the most bytes, or another one if that needs far less memory.
+    """The division that covers the most bytes, or another one if that needs far less memory.
 
-    They are compared in many tiles, so that the axis does not depend on `num_tiles`. None if
-    `at_least` tiles spare too little.
+    They are compared with many tiles, so that the axis does not depend on `num_tiles`. Returns None
+    if `at_least` tiles save too little.
     """
     found, least = None, math.inf
     for carried in _candidates(flow, num_tiles, num_devices):
         lasts = (False, True) if any(len(ways) > 1 for ways in carried.ways.values()) else (False,)
         ways = [_Way(flow, carried, num_tiles * num_devices, last) for last in lasts]
-        # Candidates come with the most bytes reached first. A later one has to be far better to be
-        # taken: memory estimates are rough, and reaching more means fewer whole arrays in between.
+        # Candidates that cover the most bytes come first. A later one must be far better: memory
+        # estimates are rough, and covering more means fewer whole arrays in between.
         best = min(ways, key=lambda way: way.peak)
         if best.peak < _FAR_LESS * least:
             found, least = best, best.peak
     if found is None:
         return None
-    # Without any loop the number of tiles doesn't count.
+    # Without any loop the number of tiles doesn't matter.
     whole = peak_bytes(flow, flow.ops, num_tiles)
     labels, steps = _without_small_loops(flow, found.labels, found.steps, whole // _SMALL)
     if peak_bytes(flow, steps, at_least) >= _WORTH * whole:
@@ -136,7 +136,7 @@ def _best(jaxpr: Any, flow: Flow, num_tiles: int, num_devices: int, at_least: in
 
 
 class _Way:
-    """A way to divide a flow: its labels, its steps and the memory it needs in many tiles."""
+    """A way to divide a flow: its labels, its steps, and the memory it needs with many tiles."""
 
     def __init__(self, flow: Flow, carried: Carried, num_parts: int, last: bool) -> None:
         self.labels = chosen(flow, carried, last=last)
@@ -146,12 +146,12 @@ class _Way:
 
 
 def _candidates(flow: Flow, num_tiles: int, num_devices: int) -> list[Carried]:
-    """The ways to divide a flow that reach the most bytes."""
+    """The ways to divide a flow that cover the most bytes."""
     carrier, found = Carrier(flow), []
     for v in _seeds(flow):
         for axis, size in enumerate(getattr(flow.avals[v], "shape", ())):
-            # `outer` is the number of devices, so that a tile has rows of each device's part, and
-            # no device waits while another one computes its own.
+            # `outer` is the number of devices, so a tile has rows from each device's part, and no
+            # device waits while another computes its part.
             label = Label(axis, num_devices, size // (num_tiles * num_devices))
             fits = size and size % (num_tiles * num_devices) == 0
             if not fits or any((v, label) in x.labels for x in found):
@@ -174,9 +174,9 @@ def _seeds(flow: Flow) -> list[int]:
 def _without_small_loops(
     flow: Flow, labels: Labels, steps: tuple[TileLoop | Operation, ...], limit: int
 ) -> tuple[Labels, tuple[TileLoop | Operation, ...]]:
-    """The flow with what small loops compute made whole: a loop costs time, and spares nothing.
+    """Makes the values of small loops whole: such a loop costs time and saves nothing.
 
-    The sum of a mask, which a mean divides by, is an example.
+    An example is the sum of a mask, by which a mean divides.
     """
     loops = [step for step in steps if isinstance(step, TileLoop)]
     small = [loop for loop in loops if loop_bytes(flow, loop) <= limit]
@@ -184,7 +184,7 @@ def _without_small_loops(
     whole = {op for loop in small for op, _ in loop.ops} - kept
     if not whole:
         return labels, steps
-    # Who reads them may have to wait for all of them now, so loops are found anew.
+    # Readers of these values may now have to wait for all of them, so loops are found anew.
     makes = {v for op in whole for v in op.makes}
     fewer = Labels(
         divisions={n: d for n, d in labels.divisions.items() if flow.ops[n] not in whole},

@@ -1,0 +1,101 @@
+"""The parts that a batch is cut into: microbatches and waves, given or chosen by plans.
+
+Microbatches that are left to the plan are as few as possible: kernels on larger ones run closer to
+the device's rate. But what a kernel needs for itself grows with its rows, and takes room from
+weights, sums and residuals. A worked example, 512 rows of 1,024 tokens on an H100 with 68 GiB::
+
+    microbatches    rows    a kernel needs    of at most 68 / 8 = 8.5 GiB
+    1               512     330 GiB           so about 330 / 8.5 = 39 are tried, or the next divisor
+    64              8       5.2 GiB           taken
+
+Then the number of waves is chosen for them; see `wave_search.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from megatrain_jax._src.build.cut import undivided_since
+from megatrain_jax._src.build.options import Options
+from megatrain_jax._src.build.run_spec import RunSpec
+from megatrain_jax._src.build.tiles import TileFinder
+from megatrain_jax._src.build.wave_search import fit_in_waves
+from megatrain_jax._src.kernels.cache import KernelCache
+from megatrain_jax._src.state.placement import Placement
+
+# Part of the device's memory that a kernel of a microbatch may need for itself.
+_SHARE = 1 / 8
+
+
+def leaves_parts_open(run: Options) -> bool:
+    """Whether a run's options leave it to the plan how a batch is cut."""
+    return run.waves is None and run.microbatches != 1
+
+
+def fit_with_parts(
+    run: Options,
+    make: Callable[[Options], RunSpec],
+    fit: Callable[[RunSpec], RunSpec],
+    num_rows: int,
+    device_bytes: int | None,
+    placement: Placement,
+) -> RunSpec:
+    """The run fitted to its machine, its batch cut into parts as its options say or leave open.
+
+    Args:
+        run: The options.
+        make: Function that makes a run's spec for options with a number of microbatches.
+        fit: Function that fits a run to its machine.
+        num_rows: Examples of a batch.
+        device_bytes: Device memory that is free; if None, batches are cut no further than given.
+        placement: Placement of the run, without devices: what kernels need is estimated.
+    """
+    # A number of waves that changes the order of additions is chosen only for those who leave all
+    # to the plan.
+    if is_free := run.microbatches == "auto":
+        spec = _in_few_microbatches(run, make, num_rows, device_bytes, placement)
+    else:
+        spec = make(run)
+    first = spec.first
+    may_choose = leaves_parts_open(run) and (is_free or not first.workload.has_shared_sums)
+    if may_choose and first.microbatches > 1 and device_bytes is not None:
+        spec = fit_in_waves(spec, fit, device_bytes)
+    else:
+        spec = fit(spec)
+    options = dataclasses.replace(
+        spec.options, microbatches=spec.first.microbatches, waves=spec.first.waves
+    )
+    return dataclasses.replace(spec, options=options)
+
+
+def _in_few_microbatches(
+    run: Options,
+    make: Callable[[Options], RunSpec],
+    num_rows: int,
+    device_bytes: int | None,
+    placement: Placement,
+) -> RunSpec:
+    """The run in the fewest microbatches whose kernels leave most of the device to other things."""
+
+    def made(number: int) -> RunSpec:
+        return make(dataclasses.replace(run, microbatches=number))
+
+    spec = made(1)
+    if device_bytes is None or undivided_since(spec.adapted, spec.first.program):
+        return spec
+    tiles = TileFinder(KernelCache(), placement)
+    numbers = [n for n in range(1, num_rows + 1) if num_rows % (n * run.num_devices) == 0]
+    # What it needs goes by the rows, nearly: fewer rows take more for each of them.
+    while numbers[-1] > (number := spec.first.microbatches):
+        excess = _needed_by_one(spec, tiles) / (_SHARE * device_bytes)
+        if excess <= 1:
+            break
+        more = [n for n in numbers if n > number]
+        spec = made(next((n for n in more if n >= excess * number), more[-1]))
+    return spec
+
+
+def _needed_by_one(spec: RunSpec, tiles: TileFinder) -> int:
+    """Bytes that a kernel of one microbatch needs, with no cotangents of others beside it."""
+    first = spec.first
+    workload = first.workload.in_waves(first.microbatches)
+    return tiles.most(dataclasses.replace(first, workload=workload))
